@@ -1,0 +1,37 @@
+# `make quickstart` and `make test` do all the set-up they need, in .venv. Needs only Python 3.11 or later and make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_WAIT_POLICY := passive
+export OMP_NUM_THREADS := 1
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help quickstart test check bench clean
+help:  ## show this help
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or later; set PYTHON=/path/to/python")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,hub,dev]'
+	touch $(STAMP)
+
+quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
+	$(BIN)/offbeat quickstart
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## lint, types, layers
+	$(BIN)/ruff check
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+bench: $(STAMP)  ## run the benchmarks; each prints one JSON line per figure
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/engine.py
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Offbeat: asynchronous reinforcement-learning post-training for language models."""

@@ -1,0 +1,69 @@
+"""Waits with a name and a deadline. Every `await` that depends on another process goes through here."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from offbeat.errors import DeadlineError
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def deadline(name: str, timeout_s: float) -> AsyncIterator[None]:
+    """Bound the body by `timeout_s` seconds.
+
+    Raises:
+        DeadlineError: the deadline passed; names the wait and how long it lasted.
+    """
+    start = time.monotonic()
+    scope = asyncio.timeout(timeout_s)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as exc:
+        if not scope.expired():
+            raise
+        waited_s = time.monotonic() - start
+        raise DeadlineError(f"waiting for {name} passed its deadline of {timeout_s:g} s (waited {waited_s:.1f} s)") from exc
+
+
+async def gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Await all concurrently; the first error cancels the others and is raised as itself, not as a group."""
+    tasks = [asyncio.ensure_future(a) for a in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def outcomes(awaitables: Iterable[Awaitable[T]]) -> list[T | Exception]:
+    """Await all concurrently and return each one's result or its exception; cancellation still cancels everything."""
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
+            raise result
+    return results  # type: ignore[return-value]
+
+
+async def run_beside(main: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, Any]) -> T:
+    """Run `main` to its end while the watchers run; a watcher that raises ends `main`, and its error is raised as itself."""
+    main_task = asyncio.create_task(main)
+    tasks = [main_task, *(asyncio.create_task(watcher) for watcher in watchers)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        while not main_task.done():
+            for task in tasks[1:]:
+                if task.done():
+                    task.result()
+            await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+        return main_task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

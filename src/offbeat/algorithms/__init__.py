@@ -1,0 +1,1 @@
+"""Advantages (numpy), ratios and losses (torch), and the presets that combine them."""

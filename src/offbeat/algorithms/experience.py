@@ -1,0 +1,172 @@
+"""From finished groups to the batch that the trainer sees, and to the numbers that a person sees. Numpy alone; the controller calls it.
+
+Every denominator is put into `loss_weights` here, over the whole batch, so that how sequences are later spread over ranks, micro-batches
+and kept or dropped rows cannot change the loss.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from offbeat.algorithms.advantages import group_advantages
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.data.batch import TokenBatch
+from offbeat.data.trajectory import Group, Trajectory
+from offbeat.errors import DataError
+from offbeat.types import PROMPT_VERSION, Version
+
+
+def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> TokenBatch:
+    """Flatten groups, with the advantage of each trajectory on each of its generated tokens.
+
+    A trajectory without a reward (it failed, or is not finite) stays out of its group's baseline and gets advantage 0. Sequences with
+    nothing to train on, and with `config.drop_zero_advantage` those of advantage 0, are left out but counted in the denominators.
+
+    Args:
+        groups: rejected ones, being empty, contribute nothing.
+        max_new_tokens: denominator per sequence of `loss_aggregation = "fixed_length"`.
+
+    Returns:
+        `group_ids` are positions in `groups`. Where all prompts of a group are equal, `prefix_lens` is their length. With N trajectories of
+        n_i generated tokens, a token of trajectory i weighs 1 / sum(n) (token_mean), 1 / (N n_i) (sequence_mean) or
+        1 / (N max_new_tokens) (fixed_length).
+
+    Raises:
+        DataError: a trajectory begins with a generated token, so that nothing predicts it.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    for group in groups:
+        if any(t.loss_mask[:1].any() for t in group.trajectories):
+            raise DataError(f"a trajectory of prompt {group.prompt_id} begins with a generated token; a prompt needs at least one token")
+    group_ids = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])
+    num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.int64)
+    advantages = _advantages(trajectories, group_ids, scale_by_std=config.scale_by_std)
+    weights = _token_weights(num_generated, config.loss_aggregation, max_new_tokens)
+    prefix_lens = np.repeat([_shared_prompt_len(g) for g in groups], [len(g.trajectories) for g in groups])
+    keep = num_generated > 0
+    if config.drop_zero_advantage:
+        keep &= advantages != 0
+    kept = np.flatnonzero(keep)
+    lengths = [len(trajectories[i]) for i in kept]
+    loss_mask = _concatenate([trajectories[i].loss_mask for i in kept], np.bool_)
+    return TokenBatch(
+        tokens=_concatenate([trajectories[i].tokens for i in kept], np.int32),
+        loss_mask=loss_mask,
+        rollout_logprobs=_concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32) * loss_mask,
+        advantages=np.repeat(advantages[kept], lengths) * loss_mask,
+        loss_weights=np.repeat(weights[kept], lengths) * loss_mask,
+        offsets=_offsets(lengths), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept],
+    )
+
+
+def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> TokenBatch:
+    """A batch whose loss is the mean negative log-likelihood over all tokens in the loss masks.
+
+    Args:
+        sequences: pairs of tokens [L] int32 and loss_mask [L] bool, as from `sft_sequence`.
+
+    Returns:
+        Advantages are 1 and rollout_logprobs 0; no prompt is shared.
+    """
+    lengths = [len(tokens) for tokens, _ in sequences]
+    loss_mask = _concatenate([mask for _, mask in sequences], np.bool_)
+    return TokenBatch(
+        tokens=_concatenate([tokens for tokens, _ in sequences], np.int32),
+        loss_mask=loss_mask,
+        rollout_logprobs=np.zeros(len(loss_mask)),
+        advantages=loss_mask,
+        loss_weights=loss_mask / max(loss_mask.sum(), 1),
+        offsets=_offsets(lengths), group_ids=np.arange(len(lengths)), prefix_lens=np.zeros(len(lengths)),
+    )
+
+
+def split_minibatches(batch: TokenBatch, num_minibatches: int, *, seed: int) -> list[TokenBatch]:
+    """Deal the groups of a batch at random into minibatches, one optimizer step each; a group stays whole.
+
+    Weights stay as they are: the losses of the minibatches add up to the loss of the batch. The trainer scales each step by their number.
+
+    Returns:
+        `num_minibatches` batches, fewer if there are fewer groups; numbers of groups differ by at most 1.
+    """
+    groups = np.unique(batch.group_ids)
+    count = max(min(num_minibatches, len(groups)), 1)
+    order = np.random.default_rng(seed).permutation(groups)
+    return [batch.select(np.flatnonzero(np.isin(batch.group_ids, order[i::count]))) for i in range(count)]
+
+
+def batch_metrics(groups: Sequence[Group], *, version: Version) -> dict[str, float]:
+    """What a batch of groups was like.
+
+    Args:
+        version: that of the step that trains on it; staleness counts from there to the oldest token of each trajectory.
+
+    Returns:
+        Means and shares are over trajectories, except `zero_advantage_group_share`; those of nothing are left out.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    metrics = {"rollout/generated_tokens": float(sum(t.loss_mask.sum() for t in trajectories))}
+    if not trajectories:
+        return metrics
+    rewards = np.array([t.reward for t in trajectories if _has_reward(t)], dtype=np.float64)
+    metrics |= {
+        "rollout/response_mean_tokens": metrics["rollout/generated_tokens"] / len(trajectories),
+        "rollout/truncated_share": float(np.mean([t.reason == "length" for t in trajectories])),
+        "reward/failed_share": 1.0 - len(rewards) / len(trajectories),
+        "reward/zero_advantage_group_share": float(np.mean([_is_flat(g) for g in groups if g.trajectories])),
+    }
+    if len(rewards):
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        metrics |= {"reward/positive_share": float(np.mean(rewards > 0))}
+    staleness = [version - t.head_version for t in trajectories if t.head_version != PROMPT_VERSION]
+    if staleness:
+        metrics |= {"rollout/staleness_mean_versions": float(np.mean(staleness)), "rollout/staleness_max_versions": float(max(staleness))}
+    return metrics
+
+
+def _has_reward(trajectory: Trajectory) -> bool:
+    return bool(np.isfinite(trajectory.reward)) and not trajectory.reason.startswith("reward failed")
+
+
+def _is_flat(group: Group) -> bool:
+    return len({t.reward for t in group.trajectories if _has_reward(t)}) <= 1
+
+
+def _advantages(trajectories: Sequence[Trajectory], group_ids: np.ndarray, *, scale_by_std: bool) -> np.ndarray:
+    rewarded = np.array([_has_reward(t) for t in trajectories], dtype=np.bool_)
+    rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
+    advantages = np.zeros(len(trajectories), dtype=np.float32)
+    advantages[rewarded] = group_advantages(rewards[rewarded], group_ids=group_ids[rewarded], scale_by_std=scale_by_std)
+    return advantages
+
+
+def _token_weights(num_generated: np.ndarray, aggregation: str, max_new_tokens: int) -> np.ndarray:
+    """[N] float64, the weight of each generated token of each trajectory."""
+    match aggregation:
+        case "token_mean":
+            per_sequence = np.full(len(num_generated), num_generated.sum())
+        case "sequence_mean":
+            per_sequence = len(num_generated) * num_generated
+        case "fixed_length":
+            per_sequence = np.full(len(num_generated), len(num_generated) * max_new_tokens)
+        case _:
+            raise AssertionError(f"unknown loss aggregation {aggregation!r}")
+    return 1.0 / np.maximum(per_sequence, 1)
+
+
+def _shared_prompt_len(group: Group) -> int:
+    """Length of the prompt that all trajectories begin with; 0 if they differ. Loss tokens begin after it."""
+    lengths = {t.prompt_len for t in group.trajectories}
+    if len(lengths) != 1:
+        return 0
+    length = lengths.pop()
+    same = all(np.array_equal(a.tokens[:length], b.tokens[:length]) for a, b in pairwise(group.trajectories))
+    return length if same else 0
+
+
+def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

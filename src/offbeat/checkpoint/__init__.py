@@ -1,0 +1,1 @@
+"""Sharded training checkpoints, Hugging Face export and recovery."""

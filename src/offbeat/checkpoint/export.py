@@ -1,0 +1,72 @@
+"""A Hugging Face folder of a trained model, which any tool can load: the export of a run, and each published version.
+
+Called on rank 0 with the whole weights. The folder appears complete or not at all.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from offbeat.errors import StorageError
+from offbeat.model.hf_io import write_safetensors
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
+)
+
+
+def export_folder(
+    state: Mapping[str, Tensor], folder: Path, *, model_folder: Path, tokenizer_folder: Path | None = None,
+    dtype: Literal["float32", "bfloat16"],
+) -> None:
+    """Write a model folder, replacing the one that is there.
+
+    Args:
+        state: all weights, in `dtype`.
+        folder: parents are created.
+        model_folder: where the model came from; its configuration, and its tokenizer if it has one, are copied.
+        tokenizer_folder: where the tokenizer comes from instead.
+        dtype: number format, noted in the configuration.
+
+    Raises:
+        StorageError: the disk is full or the folder cannot be written; what was there before is intact.
+    """
+    part = folder.with_name(f".{folder.name}.export")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        write_safetensors(state, part, config_from=model_folder)
+        _note_dtype(part / "config.json", dtype)
+        if tokenizer_folder is not None:
+            _copy_tokenizer(tokenizer_folder, part)
+        _put_in_place(part, folder)
+    except OSError as exc:
+        if isinstance(exc, StorageError):
+            raise
+        raise StorageError(f"the model could not be written to {folder}: {exc}; free space or choose another folder") from exc
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _note_dtype(config_file: Path, dtype: str) -> None:
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # The name of older versions, which readers would prefer to ours.
+    config_file.write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+
+
+def _put_in_place(part: Path, folder: Path) -> None:
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,82 @@
+"""Checkpoints to resume from: each rank writes its share of weights and optimizer state, whatever the strategy.
+
+Called by the train engine on all ranks at once. A checkpoint can be loaded by another number of ranks and another strategy. It is written
+beside its final name and renamed when every rank is done, so a crash or a full disk leaves what was there before.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from offbeat.dist.collectives import sum_scalars
+from offbeat.dist.mesh import ProcessGroups
+from offbeat.errors import RunError, StorageError
+
+
+def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, step: int, groups: ProcessGroups) -> None:
+    """Write weights, optimizer state and `step` to `folder`, replacing what is there; collective.
+
+    Raises:
+        StorageError: on every rank, when some rank could not write; `folder` is as it was before.
+    """
+    part = folder.with_name(folder.name + ".part")
+    leads = groups.rank == 0
+    if leads:
+        # No rank writes before rank 0 has planned, which it does after this.
+        shutil.rmtree(part, ignore_errors=True)
+    try:
+        dcp.save(_state(model, optimizer, step), storage_writer=dcp.FileSystemWriter(part), process_group=groups.cpu_group)
+    except CheckpointException as exc:  # Raised on every rank when it is on one.
+        if leads:
+            shutil.rmtree(part, ignore_errors=True)
+        raise _describe(exc, folder, "written; what was saved before is intact") from exc
+    error = _replace(part, folder) if leads else None
+    if sum_scalars({"failed": error is not None}, groups.cpu_group)["failed"]:
+        raise StorageError(f"checkpoint {folder} could not be put in place by rank 0: {error or 'see its log'}") from error
+
+
+def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> int:
+    """Read weights and optimizer state into `model` and `optimizer`, and return the step; collective.
+
+    Raises:
+        StorageError: on every rank, when some rank could not read.
+    """
+    missing = not (folder / ".metadata").is_file()
+    if num_missing := int(sum_scalars({"missing": missing}, groups.cpu_group)["missing"]):
+        raise StorageError(
+            f"{num_missing} of {groups.world} ranks find no checkpoint in {folder}; it must lie on a disk that all ranks see")
+    state = _state(model, optimizer, 0)
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=groups.cpu_group)
+    except CheckpointException as exc:
+        raise _describe(exc, folder, "read") from exc
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return state["step"]
+
+
+def _state(model: nn.Module, optimizer: Optimizer, step: int) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, "step": step}
+
+
+def _replace(part: Path, folder: Path) -> OSError | None:
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        part.rename(folder)
+    except OSError as exc:
+        return exc
+    return None
+
+
+def _describe(exc: CheckpointException, folder: Path, outcome: str) -> StorageError | RunError:
+    failures = {rank: failure[0] for rank, failure in exc.failures.items()}
+    reasons = "; ".join(f"rank {rank}: {failure}" for rank, failure in sorted(failures.items()))
+    kind = StorageError if any(isinstance(failure, OSError) for failure in failures.values()) else RunError
+    return kind(f"checkpoint {folder} could not be {outcome} ({reasons})")

@@ -1,0 +1,32 @@
+"""What several commands share: their arguments, their console and their last line."""
+
+import argparse
+import sys
+from typing import TextIO
+
+from offbeat.config.root import Config
+from offbeat.dashboard.report import write_report
+from offbeat.telemetry.console import Console, choose_mode
+
+
+def add_config_argument(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """The positional CONFIG and `--json`."""
+    parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help="TOML file; --section.key value changes a setting")
+    add_json_argument(parser)
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """`--json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of tables")
+
+
+def make_console(config: Config, args: argparse.Namespace, stream: TextIO) -> Console:
+    """The console that the arguments and [telemetry] ask for."""
+    return Console(choose_mode(stream, as_json=args.json, enabled=config.telemetry.console), stream=stream)
+
+
+def report_line(config: Config, args: argparse.Namespace) -> None:
+    """Write the run's report and say where it is."""
+    path = write_report(config.run_dir)
+    if not args.json:
+        print(f"report: {path}", file=sys.stdout)

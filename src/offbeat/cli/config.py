@@ -1,0 +1,55 @@
+"""`offbeat config show | check | docs`: see what a configuration resolves to, whether it is valid, and what every setting means."""
+
+import argparse
+from collections.abc import Sequence
+
+from offbeat.config.docs import render_docs
+from offbeat.config.load import dump_toml, load_config
+
+_DESCRIPTION = """\
+Show, check or explain configurations.
+
+  show   print every setting that a run would have, defaults included, as TOML
+  check  say whether a file and its overrides are valid; exit 2 if not
+  docs   print the reference of all settings as Markdown
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat config show                                         all defaults
+  offbeat config show run.toml --rollout.group_size 16        a file with one setting changed
+  offbeat config check run.toml && offbeat train run.toml     stop before anything starts
+  offbeat config docs | less
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `config`."""
+    parser = subparsers.add_parser(
+        "config",
+        help="show, check or explain configurations",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=("show", "check", "docs"), help="what to do")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; the defaults if left out; --section.key value changes it")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Print what was asked for.
+
+    Raises:
+        ConfigError: the file or an override is not valid.
+    """
+    if args.action == "docs":
+        print(render_docs(), end="")
+        return 0
+    config = load_config(args.config, overrides)
+    if args.action == "show":
+        print(dump_toml(config), end="")
+    else:
+        changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
+        print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
+    return 0

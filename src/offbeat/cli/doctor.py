@@ -1,0 +1,222 @@
+"""`offbeat doctor`: look at this machine and say, line by line, what a run would find and what to do about the rest.
+
+torch is asked in a process of its own, so the command starts no device context and survives a torch that cannot be imported.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from offbeat.errors import ConfigError
+
+_GIB = 2**30
+_LOW_DISK_GIB, _LOW_MEMORY_GIB = 5, 2
+_TORCH_TIMEOUT_S = 120
+
+# Optional packages: what each is for, and how to get it.
+_EXTRAS = {
+    "ray": ("runs on many machines", "pip install 'offbeat[ray]'"),
+    "datasets": ("data from the Hugging Face hub", "pip install 'offbeat[hub]'"),
+    "pyarrow": ("Parquet files", "pip install 'offbeat[hub]'"),
+}
+
+_ASK_TORCH = """
+import json, torch
+accelerator = torch.accelerator.current_accelerator(check_available=True)
+count = torch.accelerator.device_count() if accelerator else 0
+names = [torch.cuda.get_device_name(i) for i in range(count)] if accelerator and accelerator.type == "cuda" else []
+print(json.dumps({"version": torch.__version__, "type": accelerator.type if accelerator else "cpu", "count": count, "names": names}))
+"""
+
+_DESCRIPTION = """\
+Look at Python, torch, devices, cores, memory, disk and optional parts, and say what to do about what is missing.
+Exit 1 if something is missing that every run needs.
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat doctor
+  offbeat doctor --json | jq '.[] | select(.status != "ok")'
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, whether it is fine, what was found, and what to do if it is not.
+
+    "warn" is something that a run can do without, or that will make it slow; "fail" is something that no run can do without.
+    """
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `doctor`."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check that this machine is ready",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list of checks instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Print all checks; 1 if one failed.
+
+    Raises:
+        ConfigError: settings were given, which these checks do not depend on.
+    """
+    if overrides:
+        raise ConfigError(f"offbeat doctor takes no settings, got --{overrides[0][0]}; check a configuration with offbeat config check")
+    checks = all_checks()
+    if args.json:
+        print(json.dumps([asdict(check) for check in checks], indent=2, ensure_ascii=False))
+    else:
+        _print_table(checks)
+    return int(any(check.status == "fail" for check in checks))
+
+
+def all_checks() -> list[Check]:
+    """Every check, in the order in which they are shown."""
+    return [
+        Check("python", "ok", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),
+        Check("offbeat", "ok", importlib.metadata.version("offbeat")),
+        check_torch(),
+        check_cores(),
+        check_threads(os.environ.get("OMP_WAIT_POLICY", "")),
+        check_memory(),
+        check_disk(Path.cwd()),
+        check_port(),
+        *(check_extra(name) for name in _EXTRAS),
+        check_vllm(Path.cwd()),
+    ]
+
+
+def check_torch() -> Check:
+    """Import torch in another process and ask for its devices."""
+    try:
+        done = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=True)
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return Check("torch", "fail", f"did not import within {_TORCH_TIMEOUT_S} s", "try again when the machine is less busy")
+    except subprocess.CalledProcessError as exc:
+        last = (exc.stderr.strip().splitlines() or [f"exit status {exc.returncode}"])[-1]
+        return Check("torch", "fail", last, "install torch 2.10 or newer in this environment")
+    devices = f"{answer['count']} × {', '.join(sorted(set(answer['names']))) or answer['type']}" if answer["count"] else "CPU only"
+    return Check("torch", "ok", f"{answer['version']}, {devices}")
+
+
+def check_cores() -> Check:
+    """Cores that this process may use: its affinity, and a container's quota."""
+    cores = len(psutil.Process().cpu_affinity() or []) if hasattr(psutil.Process, "cpu_affinity") else (os.cpu_count() or 1)
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cores = min(cores, max(1, int(quota) // int(period)))
+    if cores < 2:
+        return Check("cores", "warn", "1", "trainer and engine will take turns on it; two or more let them overlap")
+    return Check("cores", "ok", f"{cores}, for train.threads × ranks + inference.threads × engines")
+
+
+def check_threads(wait_policy: str) -> Check:
+    """Idle OpenMP threads that spin take their core from whoever could use it."""
+    if wait_policy.lower() == "active":
+        return Check("OMP_WAIT_POLICY", "warn", "active", "unset it: idle threads that spin slow the other processes down")
+    return Check("OMP_WAIT_POLICY", "ok", "passive in every worker, set by offbeat")
+
+
+def check_memory() -> Check:
+    """Memory that is free, within a container's limit."""
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit.isdigit() and used.isdigit():
+        total, available = min(total, int(limit)), min(available, int(limit) - int(used))
+    found = f"{available / _GIB:.1f} GiB free of {total / _GIB:.1f}"
+    if available < _LOW_MEMORY_GIB * _GIB:
+        return Check("memory", "warn", found, f"close other programs; a small run wants {_LOW_MEMORY_GIB} GiB")
+    return Check("memory", "ok", found)
+
+
+def check_disk(folder: Path) -> Check:
+    """Free space where runs are written by default."""
+    free = shutil.disk_usage(folder).free
+    found = f"{free / _GIB:.1f} GiB free in {folder}"
+    if free < _LOW_DISK_GIB * _GIB:
+        return Check("disk", "warn", found, "free space, or put runs elsewhere with run.dir; checkpoints hold weights and optimizer state")
+    return Check("disk", "ok", found)
+
+
+def check_port() -> Check:
+    """Workers and engines listen on free ports of the loopback interface."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return Check("loopback port", "ok", f"127.0.0.1:{server.getsockname()[1]} can be bound")
+    except OSError as exc:
+        return Check("loopback port", "fail", exc.strerror or str(exc), "allow processes to listen on 127.0.0.1")
+
+
+def check_extra(name: str) -> Check:
+    """Whether an optional package is installed."""
+    purpose, command = _EXTRAS[name]
+    try:
+        return Check(name, "ok", f"{importlib.metadata.version(name)}, for {purpose}")
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "warn", "not installed", f"only for {purpose}: {command}")
+
+
+def check_vllm(folder: Path) -> Check:
+    """vLLM lives in an environment of its own, `.venv-vllm`."""
+    python = folder / ".venv-vllm" / "bin" / "python"
+    if python.is_file():
+        return Check("vLLM", "ok", f"{python.parent.parent}")
+    return Check("vLLM", "warn", "no environment .venv-vllm here", "optional: the embedded engine serves without it")
+
+
+def _cgroup(name: str) -> str:
+    path = Path("/sys/fs/cgroup") / name
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""  # no limit is set, or this is no Linux
+
+
+def _print_table(checks: Sequence[Check]) -> None:
+    marks = {"ok": Text("✓", "green"), "warn": Text("!", "yellow"), "fail": Text("✗", "bold red")}
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for check in checks:
+        found = Text(check.found)
+        if check.advice:
+            found.append(f"\n{check.advice}", style="dim")
+        table.add_row(marks[check.status], check.name, found)
+    console = Console(highlight=False)
+    console.print(table)
+    failed, warned = (sum(check.status == status for check in checks) for status in ("fail", "warn"))
+    if failed:
+        console.print(f"\n{failed} of {len(checks)} checks failed; no run will start before they are mended.", style="bold red")
+    else:
+        remarks = f", with {warned} remark{'' if warned == 1 else 's'}" if warned else ""
+        console.print(f"\nReady{remarks}. Try: offbeat quickstart", style="bold")

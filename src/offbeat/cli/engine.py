@@ -1,0 +1,79 @@
+"""`offbeat engine`: serve a model over an OpenAI-compatible HTTP API with the embedded engine."""
+
+import argparse
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+
+from offbeat.cluster.engine_group import raise_death, serve_one
+from offbeat.data.model_folder import check_model_folder
+from offbeat.data.tokenizer import load_tokenizer
+from offbeat.errors import ConfigError
+from offbeat.inference.embedded.options import EngineOptions
+
+_DESCRIPTION = """\
+Serve a Hugging Face causal language model: /v1/completions and /v1/chat/completions with streaming, token ids, log-probabilities and weight
+versions, continuous batching, /health and Prometheus /metrics. Runs until Ctrl-C.
+
+Log-probabilities are those of the distribution that was sampled: after temperature, top-k and top-p; at temperature 0, of temperature 1.
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat engine --model runs/quickstart/export --port 8001
+  curl -s localhost:8001/v1/completions -H 'content-type: application/json' -d '{"prompt": "31752046>", "max_tokens": 10, "temperature": 0}'
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `engine`."""
+    parser = subparsers.add_parser(
+        "engine", help="serve a model over HTTP", description=_DESCRIPTION, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model, its tokenizer included")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 takes a free one (default: 8001)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format (default: float32)")
+    parser.add_argument("--forward", choices=("auto", "direct", "hf"), default="auto", help="own fast path, Hugging Face's modules, or the best")
+    parser.add_argument("--max-running", type=int, default=256, help="samples decoded together (default: 256)")
+    parser.add_argument("--max-queued", type=int, default=4096, help="requests waiting before the answer is 429 (default: 4096)")
+    parser.add_argument("--max-context", type=int, default=0, help="longest prompt plus answer in tokens (default: the model's)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
+    parser.add_argument("--device", type=int, default=None, help="accelerator to use, by number (default: the CPU)")
+    parser.add_argument("--api-key", default=os.environ.get("OFFBEAT_API_KEY", ""), help="bearer token to demand (default: $OFFBEAT_API_KEY)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Serve until interrupted.
+
+    Raises:
+        ModelError: there is no model or tokenizer.
+        PortBusyError: the port is taken.
+    """
+    if overrides:
+        raise ConfigError(f"--{overrides[0][0]} is not an option of offbeat engine; see offbeat engine --help")
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
+    model = check_model_folder(args.model)
+    load_tokenizer(model)
+    options = EngineOptions(
+        model=str(model), dtype=args.dtype, forward=args.forward, max_running=args.max_running, max_queued=args.max_queued,
+        max_context=args.max_context, api_key=args.api_key)
+    asyncio.run(_serve(args, options))
+    return 0
+
+
+async def _serve(args: argparse.Namespace, options: EngineOptions) -> None:
+    stop = asyncio.Event()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    async with serve_one(options, host=args.host, port=args.port, threads=args.threads, device=args.device) as (url, worker):
+        print(f"serving {options.model} at {url}; Ctrl-C ends it", flush=True)
+        while worker.alive and not stop.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), timeout=0.5)
+        if not stop.is_set():
+            await raise_death(worker)

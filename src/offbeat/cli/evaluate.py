@@ -1,0 +1,37 @@
+"""`offbeat eval CONFIG`: held-out accuracy of a model, without training."""
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from offbeat.cli.common import add_config_argument
+from offbeat.config.load import load_config
+from offbeat.controller.evaluate import evaluate_model
+from offbeat.telemetry.console import Console
+
+_EXAMPLES = """\
+examples:
+  offbeat eval examples/sort_digits.toml --model.path runs/quickstart/export
+  offbeat eval examples/gsm8k.toml --model.path Qwen/Qwen3-0.6B --evaluate.num_prompts 64 --json
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `eval`."""
+    parser = subparsers.add_parser(
+        "eval", help="measure held-out accuracy", description="Evaluate the model at model.path on the configured held-out prompts.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Evaluate and print."""
+    config = load_config(args.config, overrides)
+    evaluation = evaluate_model(config, Console("quiet"))
+    if args.json:
+        print(json.dumps(evaluation.metrics() | {"eval/prompts": evaluation.num_prompts}))
+    else:
+        print(f"held-out accuracy {evaluation.accuracy:.3f}, mean reward {evaluation.reward_mean:.3f}, over {evaluation.num_prompts} prompts"
+              + (f", {evaluation.num_failed} of them failed" if evaluation.num_failed else ""))
+    return 0

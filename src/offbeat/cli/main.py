@@ -1,0 +1,60 @@
+"""The `offbeat` command: finds the subcommand, splits off `--section.key value`, and turns errors into one sentence and an exit code.
+
+Exit codes: 0 done, 1 a run failed, 2 the user's mistake, 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from offbeat.cli import config, doctor, engine, evaluate, quickstart, report, sft, train
+from offbeat.config.load import split_overrides
+from offbeat.errors import OffbeatError
+
+_DESCRIPTION = """\
+Asynchronous reinforcement-learning post-training for language models.
+
+Start with `offbeat quickstart`: it trains a small model from random weights in about a minute, on any machine.
+Then `offbeat train CONFIG` for your own task. Any setting can be given as --section.key value; `offbeat config docs` lists them.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    try:
+        overrides, rest = split_overrides([word for word in argv if word != "--debug"])
+        args = build_parser().parse_args(rest)
+        args.debug = debug
+        return args.run(args, overrides)
+    except OffbeatError as exc:
+        if debug:
+            raise
+        print_error(exc)
+        return exc.exit_code
+    except KeyboardInterrupt:
+        print("offbeat: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="offbeat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (quickstart, train, sft, evaluate, engine, config, doctor, report):
+        module.add_parser(commands)
+    return parser
+
+
+def print_error(exc: OffbeatError) -> None:
+    """One sentence on stderr; for a failed run, also what its processes had to say."""
+    print(f"offbeat: {exc}", file=sys.stderr)
+    if exc.exit_code == 1:
+        for note in getattr(exc, "__notes__", []):
+            print(note, file=sys.stderr)

@@ -1,0 +1,45 @@
+"""`offbeat report RUN_DIR`: write a run's `report.html` from the files in its folder."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.dashboard.report import write_report
+from offbeat.errors import ConfigError
+
+_DESCRIPTION = """\
+Write RUN_DIR/report.html: key figures, curves, a time line of trainer and engines, the configuration and the events.
+The file needs nothing else and opens in any browser. A run that still goes on, or has crashed, is shown as far as it got.
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat report runs/my-run
+  offbeat report runs/my-run && xdg-open runs/my-run/report.html
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `report`."""
+    parser = subparsers.add_parser(
+        "report",
+        help="write a run's report as one HTML file",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Write the report and print its path.
+
+    Raises:
+        ConfigError: settings were given, which a report has no use for.
+        DataError: the folder is no run.
+    """
+    if overrides:
+        raise ConfigError(f"offbeat report takes no settings, got --{overrides[0][0]}; a report shows the run as it was configured")
+    print(write_report(args.run_dir))
+    return 0

@@ -1,0 +1,41 @@
+"""`offbeat sft CONFIG`: supervised fine-tuning on a dataset's answers."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from offbeat.cli.common import add_config_argument, make_console, report_line
+from offbeat.cluster.assemble import Session
+from offbeat.config.load import load_config
+from offbeat.controller.run import execute
+from offbeat.controller.state import RunState
+from offbeat.controller.supervised import SftResult, fine_tune
+
+_EXAMPLES = """\
+examples:
+  offbeat sft examples/sort_digits.toml --run.name sorting-sft --sft.total_steps 60 --sft.evaluate_every_steps 10
+  offbeat train examples/sort_digits.toml --model.path runs/sorting-sft/export --run.warm_up false
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `sft`."""
+    parser = subparsers.add_parser(
+        "sft", help="fine-tune on a dataset's answers", description="Supervised fine-tuning; the result is in the run's folder export.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Fine-tune, and print where the model is."""
+    config = load_config(args.config, overrides)
+    console = make_console(config, args, sys.stdout)
+
+    async def body(session: Session, state: RunState) -> SftResult:
+        return await fine_tune(session, state, export=True)
+
+    console.finish(asdict(execute(config, console, body, debug=args.debug)))
+    report_line(config, args)
+    return 0

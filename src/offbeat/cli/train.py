@@ -1,0 +1,35 @@
+"""`offbeat train CONFIG`: reinforcement learning as a configuration says."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from offbeat.cli.common import add_config_argument, make_console, report_line
+from offbeat.config.load import load_config
+from offbeat.controller.run import run_training
+
+_EXAMPLES = """\
+examples:
+  offbeat train examples/sort_digits.toml
+  offbeat train examples/sort_digits.toml --train.num_ranks 2 --inference.num_engines 2 --cluster.launcher ray
+  offbeat train run.toml --run.name second --rollout.max_head_offpolicyness 4
+
+A run that was interrupted goes on from its newest checkpoint when it is started again. Ctrl-C once finishes the step and saves.
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `train`."""
+    parser = subparsers.add_parser(
+        "train", help="train with reinforcement learning", description="Train a model with asynchronous GRPO.", epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Train, and print where the report is."""
+    config = load_config(args.config, overrides)
+    run_training(config, make_console(config, args, sys.stdout), debug=args.debug)
+    report_line(config, args)
+    return 0

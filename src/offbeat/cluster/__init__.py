@@ -1,0 +1,1 @@
+"""Worker processes: launchers, groups, assembly. The only home of Ray."""

@@ -1,0 +1,23 @@
+"""The process of one embedded engine: serves HTTP from a thread and answers the controller's start call. Torch lives here."""
+
+from offbeat.cluster.group import Nothing, Service
+from offbeat.cluster.messages import EngineAddress, EngineStart
+from offbeat.data import wire
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.server import EngineServer
+
+
+class EngineWorker(Service):
+    """One engine."""
+
+    def __init__(self) -> None:
+        self._server: EngineServer | None = None
+
+    def start(self, request: EngineStart) -> EngineAddress:
+        """Load the model and listen."""
+        self._server = EngineServer(wire.decode_json(EngineOptions, request.options))
+        return EngineAddress(self._server.start(host=request.host, port=request.port))
+
+    def ping(self, request: Nothing) -> Nothing:
+        """Say that the process is alive."""
+        return request

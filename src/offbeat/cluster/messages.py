@@ -1,0 +1,130 @@
+"""What crosses between the controller and its workers. Torch-free, so that both ends can import it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from offbeat.data.batch import TokenBatch
+from offbeat.types import Version
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where rank 0 serves the store that ranks meet through."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """Write a tiny model with random weights into `folder`, beside the tokenizer that is there; `tiny` is a `TinyConfig` as JSON."""
+
+    folder: str
+    tiny: str
+    vocab_size: int
+    eos_token_id: int
+    pad_token_id: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A rank's place among its peers, and what it trains.
+
+    Attributes:
+        config: the whole configuration as JSON.
+        model: folder or hub id of the initial weights.
+    """
+
+    rank: int
+    world: int
+    store: StoreAddress
+    config: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What to optimise from now on, with a fresh optimizer: "ppo" with [train.optimizer], or "sft" with [sft.optimizer]."""
+
+    name: str
+    total_steps: int
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One rank's share of one training step.
+
+    Attributes:
+        batch: the rank's sequences.
+        minibatches: per optimizer step, the micro-batches: arrays [n] int64 of sequence indices into `batch`. Counts are equal on all ranks.
+    """
+
+    batch: TokenBatch
+    minibatches: tuple[tuple[np.ndarray, ...], ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training step: global metrics, and the wall-clock seconds of its begin and end on this rank."""
+
+    metrics: dict[str, float]
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class PublishRequest:
+    """Write the weights as `version` into `folder`, and score the canary under them."""
+
+    version: Version
+    folder: str
+    dtype: str
+    canary: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Published:
+    """What rank 0 wrote; `fingerprint` is empty on other ranks."""
+
+    fingerprint: str
+    canary_logprob: float
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder to save to or load from."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """Write the model as a Hugging Face folder, with the tokenizer of another."""
+
+    path: str
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The training step at which a loaded checkpoint stands."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """Serve an embedded engine: its options as JSON, and where to listen; port 0 takes a free one."""
+
+    options: str
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine listens."""
+
+    url: str

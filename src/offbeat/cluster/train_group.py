@@ -1,0 +1,122 @@
+"""All train ranks as one trainer: spreads a batch, calls every rank, and gives one answer. Torch-free."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from offbeat.aio import gather_all
+from offbeat.algorithms.experience import split_minibatches
+from offbeat.cluster.group import Launcher, Nothing, Worker, WorkerSpec, ask
+from offbeat.cluster.messages import (
+    BuildRequest,
+    ExportRequest,
+    Folder,
+    JoinRequest,
+    Loaded,
+    Objective,
+    Published,
+    PublishRequest,
+    Shard,
+    StoreAddress,
+    Trained,
+)
+from offbeat.config.root import Config
+from offbeat.data.batch import TokenBatch
+from offbeat.data.packing import plan_microbatches
+from offbeat.types import Version
+from offbeat.weights.protocol import Manifest
+
+T = TypeVar("T")
+OnSpan = Callable[[str, str, float, float], None]
+
+
+class TrainGroup:
+    """R ranks that train one model."""
+
+    def __init__(self, workers: Sequence[Worker], config: Config, *, on_span: OnSpan) -> None:
+        """`on_span(name, track, start_s, end_s)` hears what each rank did."""
+        self._workers = workers
+        self._config = config
+        self._on_span = on_span
+        self._step = 0
+
+    @classmethod
+    async def start(
+        cls, launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, on_span: OnSpan,
+    ) -> Self:
+        """Start all ranks and wait until they have met and loaded the model."""
+        names = [f"rank {rank}" for rank in range(config.train.num_ranks)]
+        timeout_s = config.cluster.start_timeout_s
+        workers = await gather_all(
+            launcher.start(
+                WorkerSpec(
+                    name, "offbeat.cluster.train_worker:TrainWorker", log_dir / f"{name.replace(' ', '-')}.log",
+                    threads=config.train.threads, num_devices=config.cluster.devices_per_worker),
+                timeout_s=timeout_s)
+            for name in names)
+        if build is not None:
+            await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
+        store = await ask(workers[0], "host_store", StoreAddress("127.0.0.1", 0), StoreAddress, timeout_s=timeout_s)
+        text = config.model_dump_json()
+        await gather_all(
+            ask(worker, "join", JoinRequest(rank, len(workers), store, text, model), Nothing, timeout_s=timeout_s + config.dist.init_timeout_s)
+            for rank, worker in enumerate(workers))
+        return cls(workers, config, on_span=on_span)
+
+    async def set_objective(self, objective: Objective) -> None:
+        """Start over with a fresh optimizer for "sft" or "ppo"; the weights stay."""
+        self._step = 0
+        await self._all("set_objective", objective, Nothing, timeout_s=self._config.train.step_timeout_s)
+
+    async def train_step(self, batch: TokenBatch, *, num_minibatches: int = 1) -> dict[str, float]:
+        """One training step; the metrics are over all ranks. A batch without sequences is a step that changes nothing."""
+        shards = make_shards(batch, self._config, num_minibatches=num_minibatches, seed=self._config.run.seed + self._step)
+        self._step += 1
+        timeout_s = self._config.train.step_timeout_s
+        answers = await gather_all(
+            ask(worker, "train_step", shard, Trained, timeout_s=timeout_s) for worker, shard in zip(self._workers, shards, strict=True))
+        for worker, answer in zip(self._workers, answers, strict=True):
+            self._on_span("train_step", worker.name, answer.start_s, answer.end_s)
+        return answers[0].metrics
+
+    async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
+        """Write the weights into a new folder."""
+        request = PublishRequest(version, str(folder), self._config.model.dtype, canary)
+        written, *_ = await self._all("publish", request, Published, timeout_s=self._config.weights.stage_timeout_s)
+        return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprob)
+
+    async def save(self, folder: Path) -> None:
+        """Write a resumable checkpoint."""
+        await self._all("save", Folder(str(folder)), Nothing, timeout_s=self._config.checkpoint.timeout_s)
+
+    async def load(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        loaded, *_ = await self._all("load", Folder(str(folder)), Loaded, timeout_s=self._config.checkpoint.timeout_s)
+        self._step = loaded.step
+
+    async def export(self, folder: Path, *, tokenizer: str) -> None:
+        """Write a Hugging Face folder, with the tokenizer of the folder `tokenizer`."""
+        await self._all("export", ExportRequest(str(folder), tokenizer), Nothing, timeout_s=self._config.checkpoint.timeout_s)
+
+    async def _all(self, method: str, request: Any, reply: type[T], *, timeout_s: float) -> list[T]:
+        return await gather_all(ask(worker, method, request, reply, timeout_s=timeout_s) for worker in self._workers)
+
+
+def make_shards(batch: TokenBatch, config: Config, *, num_minibatches: int, seed: int) -> list[Shard]:
+    """Spread a batch over the ranks: balanced by tokens, cut into micro-batches under the token budget, equally many on every rank."""
+    train = config.train
+    parts: list[list[TokenBatch]] = [[] for _ in range(train.num_ranks)]
+    plans: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(train.num_ranks)]
+    starts = [0] * train.num_ranks
+    for minibatch in split_minibatches(batch, num_minibatches, seed=seed):
+        per_rank = plan_microbatches(
+            minibatch, num_ranks=train.num_ranks, max_tokens=train.max_tokens_per_microbatch, share_prefix=train.share_prefix)
+        for rank, microbatches in enumerate(per_rank):
+            order = np.concatenate([np.zeros(0, np.int64), *microbatches])
+            ends = np.cumsum([len(m) for m in microbatches])
+            plans[rank].append(tuple(np.arange(end - len(m), end) + starts[rank] for m, end in zip(microbatches, ends, strict=True)))
+            parts[rank].append(minibatch.select(order))
+            starts[rank] += len(order)
+    return [Shard(TokenBatch.concatenate(part), tuple(plan)) for part, plan in zip(parts, plans, strict=True)]

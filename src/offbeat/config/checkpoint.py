@@ -1,0 +1,12 @@
+"""[checkpoint]: saving to resume, and saving to use."""
+
+from offbeat.config.base import Section, field
+
+
+class CheckpointConfig(Section):
+    """Checkpoints in the run's `checkpoints` folder."""
+
+    every_steps: int = field(50, "Steps between resumable checkpoints; 0 saves only at the end.", ge=0)
+    keep: int = field(2, "Resumable checkpoints kept.", ge=1)
+    export: bool = field(True, "Write the final model as a Hugging Face folder, `export/` in the run.")
+    timeout_s: float = field(600.0, "Seconds for one save.", gt=0)

@@ -1,0 +1,62 @@
+"""The reference of all settings, written from the texts beside the fields.
+
+`docs/configuration.md` is this text and `offbeat config docs` prints it; a test keeps the file fresh.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from offbeat.config.base import Section
+from offbeat.config.load import toml_value
+from offbeat.config.root import Config
+
+_HEAD = """\
+# Configuration
+
+A run is described by a TOML file; every setting has a default, so a file holds only what differs. On the command line each is
+`--section.key value`, which wins over the file. `offbeat config show FILE` prints what a file resolves to, `offbeat config check FILE` says
+whether it is valid, and `offbeat config docs` prints this page, which is generated from the source.
+"""
+
+_TYPES = {bool: "true or false", int: "integer", float: "number", str: "text"}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def render_docs() -> str:
+    """Markdown: a table of name, allowed values, default and meaning for every section."""
+    return "\n".join([_HEAD, *_tables(Config(), ())])
+
+
+def _tables(section: Section, path: tuple[str, ...]) -> Iterator[str]:
+    fields = type(section).model_fields
+    leaves = {name: info for name, info in fields.items() if not isinstance(getattr(section, name), Section)}
+    if leaves:
+        yield f"{'#' * (len(path) + 1)} [{'.'.join(path)}]\n\n{' '.join((type(section).__doc__ or '').split())}\n"
+        yield "| setting | allowed | default | meaning |\n|---|---|---|---|"
+        for name, info in leaves.items():
+            yield f"| `{name}` | {_allowed(info)} | {_code(toml_value(getattr(section, name)))} | {_cell(info.description or '')} |"
+        yield ""
+    for name in fields:
+        nested = getattr(section, name)
+        if isinstance(nested, Section):
+            yield from _tables(nested, (*path, name))
+
+
+def _allowed(info: FieldInfo) -> str:
+    annotation: Any = info.annotation
+    if get_origin(annotation) is Literal:
+        return " or ".join(_code(toml_value(choice)) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"list of {_TYPES[get_args(annotation)[0]]}"
+    bounds = [f"{sign} {getattr(rule, name):g}" for rule in info.metadata for name, sign in _SIGNS.items() if hasattr(rule, name)]
+    return " ".join([_TYPES[annotation], ", ".join(bounds)]).strip()
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

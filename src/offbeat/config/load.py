@@ -1,0 +1,258 @@
+"""From a TOML file and command-line overrides to a `Config`, and back to TOML.
+
+Called by the commands, and by the controller to write a run's `config.toml`. Whatever is wrong with a file or an override comes out as one
+`ConfigError` sentence that names the setting, the value, what is allowed and what to do.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from offbeat.config.base import Section
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError
+
+Override = tuple[str, str]
+
+_OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
+
+# What to do about a value that is refused, where the bound alone does not say it.
+HINTS = {
+    "run.name": "use letters, digits, '.', '_' and '-', starting with a letter or digit",
+    "run.total_steps": "use 1 for a single step",
+    "rollout.max_head_offpolicyness": "use 0 for synchronous training",
+    "rollout.group_size": "use 2 or more for group-relative advantages",
+    "rollout.temperature": "use 0 for greedy sampling",
+    "rollout.top_k": "use 0 to sample from all tokens",
+    "rollout.top_p": "use 1 to sample from all tokens",
+    "train.optimizer.clip_norm": "use 0 to turn clipping off",
+    "checkpoint.every_steps": "use 0 to save only at the end",
+    "evaluate.every_steps": "use 0 to evaluate only before the first and after the last step",
+    "telemetry.rollouts_every_steps": "use 0 to write no rollouts",
+    "data.heldout_size": "use 0 to hold no prompts out",
+}
+
+_TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "string": "text", "tuple": 'a list, such as ["a", "b"]'}
+_BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
+
+
+def load_config(path: str | None, overrides: Sequence[Override] = ()) -> Config:
+    """Read a TOML file, apply overrides in order, and validate.
+
+    Args:
+        path: a TOML file; None starts from the defaults.
+        overrides: ("section.key", value) as typed; a value is read as TOML and, failing that or for a text setting, taken as it stands.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range. Names the first fault, and how
+            many more there are.
+    """
+    given = _read_toml(Path(path)) if path is not None else {}
+    for key, text in overrides:
+        _set(given, key, _parse_value(key, text))
+    try:
+        return Config.model_validate(_merge(_inherited(Config()), given))
+    except ValidationError as exc:
+        raise ConfigError(_sentence(exc)) from exc
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """Separate `--section.key value`, `--section.key=value` and, for true-or-false settings, `--section.key` from the other arguments.
+
+    Returns:
+        The overrides in order, and the rest for argparse. Everything after a bare `--` belongs to the rest.
+
+    Raises:
+        ConfigError: an override has no value, or names no setting.
+    """
+    overrides: list[Override] = []
+    rest: list[str] = []
+    i = 0
+    while i < len(argv):
+        if argv[i] == "--":
+            rest.extend(argv[i:])
+            break
+        match = _OVERRIDE.fullmatch(argv[i])
+        i += 1
+        if match is None:
+            rest.append(argv[i - 1])
+            continue
+        key, value = match.groups()
+        if value is None:
+            value = _following_value(key, argv[i] if i < len(argv) else None)
+            i += value is not None
+        overrides.append((key, "true" if value is None else value))
+    return overrides, rest
+
+
+def dump_toml(config: Config) -> str:
+    """All settings as TOML; `load_config` of it gives an equal `Config`."""
+    return "\n".join(_toml_tables(config.model_dump(), ())).lstrip("\n") + "\n"
+
+
+def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every leaf setting as ("section.key", field), in the order of the files."""
+    for name, info in section.model_fields.items():
+        if _is_section(info):
+            yield from settings(info.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            yield f"{prefix}{name}", info
+
+
+def _is_section(info: FieldInfo) -> bool:
+    return isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+
+
+def _following_value(key: str, following: str | None) -> str | None:
+    """The argument after `--key` if it is the key's value; None where the key stands alone and means true."""
+    info = dict(settings()).get(key)
+    if info is None:
+        raise ConfigError(_unknown(key))
+    if info.annotation is bool:
+        return following if following is not None and following.lower() in {"true", "false"} else None
+    if following is None or following.startswith("--"):
+        raise ConfigError(f"--{key} has no value; write --{key} VALUE, or --{key}=VALUE if it starts with '--'")
+    return following
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ConfigError(f"configuration file {path} does not exist; give the path of a TOML file") from exc
+    except tomllib.TOMLDecodeError as exc:
+        reason, _, place = str(exc).rpartition(" (at ")
+        raise ConfigError(f"{path} is not valid TOML at {place.rstrip(')')}: {reason[:1].lower()}{reason[1:]}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {exc.start}); give a TOML file") from exc
+    except OSError as exc:
+        raise ConfigError(f"configuration file {path} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """`text` as TOML; as it stands where it is no TOML, or the setting is text and the TOML is not (a run named 12)."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    info = dict(settings()).get(key)
+    is_text = info is not None and (info.annotation is str or get_origin(info.annotation) is Literal)
+    if parsed.keys() != {"value"} or (is_text and not isinstance(parsed["value"], str)):
+        return text
+    return parsed["value"]
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *tables, last = key.split(".")
+    for depth, name in enumerate(tables, start=1):
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ConfigError(_not_a_table(".".join(tables[:depth]), values))
+    values[last] = value
+
+
+def _inherited(section: Section) -> dict[str, Any]:
+    """What a nested default sets beyond its class's own (sft.optimizer.warmup_steps), so that a table that gives one key keeps the rest."""
+    values: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        default = getattr(section, name)
+        if isinstance(default, Section):
+            values[name] = _inherited(default)
+        elif default != info.default:
+            values[name] = default
+    return values
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        below = merged.get(name)
+        merged[name] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _sentence(exc: ValidationError) -> str:
+    errors = exc.errors(include_url=False)
+    more = len(errors) - 1
+    suffix = f" (and {more} more {'error' if more == 1 else 'errors'})" if more else ""
+    return _explain(errors[0]) + suffix
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error as a sentence in this project's form."""
+    key, kind, got = ".".join(map(str, error["loc"])), error["type"], error["input"]
+    if kind == "extra_forbidden":
+        return _unknown(key)
+    if kind == "value_error":
+        text = str(error["ctx"]["error"])
+        return f"{key}: {text}" if key else text
+    if kind in {"model_type", "model_attributes_type", "dict_type"}:
+        return _not_a_table(key, got)
+    hint = f"; {HINTS[key]}" if key in HINTS else ""
+    if kind in _BOUNDS:
+        sign, name = _BOUNDS[kind]
+        return f"{key} must be {sign} {error['ctx'][name]:g}, got {got!r}{hint}"
+    if kind == "literal_error":
+        return _not_a_choice(key, got)
+    if kind == "string_pattern_mismatch":
+        return f"{key} is not allowed to be {got!r}{hint}"
+    if kind == "finite_number":
+        return f"{key} must be a finite number, got {got!r}"
+    expected = _TYPES.get(kind.partition("_")[0])
+    return f"{key} must be {expected}, got {got!r}" if expected else f"{key}: {error['msg']}, got {got!r}"
+
+
+def _unknown(key: str) -> str:
+    """Name the nearest setting: in the same section, then the same name elsewhere, then the nearest in all."""
+    known = [name for name, _ in settings()]
+    section, _, name = key.rpartition(".")
+    if not section or section.split(".")[0] not in Config.model_fields:
+        tables = get_close_matches(key.split(".")[0], Config.model_fields, n=1)
+        corrected = [".".join([tables[0], *key.split(".")[1:]])] if tables else []
+        near = [k for k in corrected if k in known or k in Config.model_fields]
+    else:
+        siblings = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
+        near = [f"{section}.{k}" for k in get_close_matches(name, siblings, n=1)]
+    near = near or [k for k in known if k.rpartition(".")[2] == name] or get_close_matches(key, known, n=1, cutoff=0.75)
+    advice = f"did you mean {near[0]}?" if near else "'offbeat config docs' lists them all"
+    return f"{key} is not a setting; {advice}"
+
+
+def _not_a_table(key: str, got: Any) -> str:
+    return f"{key} must be a table of settings, got {got!r}; write [{key}] and its settings below"
+
+
+def _not_a_choice(key: str, got: Any) -> str:
+    allowed = [str(choice) for choice in get_args(dict(settings())[key].annotation)]
+    listed = " or ".join(repr(choice) for choice in allowed) if len(allowed) < 3 else "one of " + ", ".join(map(repr, allowed))
+    near = get_close_matches(str(got), [choice for choice in allowed if choice], n=1)
+    return f"{key} must be {listed}, got {got!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _toml_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    leaves = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
+    if leaves:
+        yield f"\n[{'.'.join(path)}]"
+        yield from (f"{name} = {toml_value(value)}" for name, value in leaves.items())
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _toml_tables(value, (*path, name))
+
+
+def toml_value(value: bool | int | float | str | Sequence[Any]) -> str:
+    """One value as TOML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that JSON writes large code points as surrogate pairs and leaves DEL alone.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    return f"[{', '.join(toml_value(item) for item in value)}]"

@@ -1,0 +1,26 @@
+"""[model]: which causal language model is trained."""
+
+from typing import Literal
+
+from offbeat.config.base import Section, field
+
+
+class TinyConfig(Section):
+    """A small Qwen3-architecture model made from random weights, for tests and first runs."""
+
+    hidden_size: int = field(128, "Width of the residual stream.", ge=8)
+    num_layers: int = field(4, "Decoder layers.", ge=1)
+    num_heads: int = field(4, "Query heads.", ge=1)
+    num_kv_heads: int = field(2, "Key and value heads; divides num_heads.", ge=1)
+    head_dim: int = field(32, "Width of one head.", ge=4)
+    intermediate_size: int = field(256, "Width of the feed-forward layer.", ge=8)
+    max_positions: int = field(256, "Context length in tokens.", ge=8)
+
+
+class ModelConfig(Section):
+    """The model and its number format."""
+
+    path: str = field("", "Folder or hub id of a Hugging Face causal language model; empty builds the one described under `tiny`.")
+    tokenizer: str = field("", "Folder or hub id of a tokenizer; empty takes the model's, or the built-in character tokenizer for a tiny model.")
+    dtype: Literal["float32", "bfloat16"] = field("float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4.")
+    tiny: TinyConfig = field(TinyConfig(), "Sizes of the model that is built when `path` is empty.")

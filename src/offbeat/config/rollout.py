@@ -1,0 +1,30 @@
+"""[rollout]: drawing prompts, generating, rewarding, and how far behind the trainer that may be."""
+
+from typing import Literal
+
+from offbeat.config.base import Section, field
+
+
+class RolloutConfig(Section):
+    """Asynchronous rollouts. Counts are of groups (prompts) unless they say samples."""
+
+    group_size: int = field(8, "Samples per prompt, G.", ge=1)
+    consumer_batch_size: int = field(64, "Groups per training step, B.", ge=1)
+    max_concurrent_rollouts: int = field(128, "Groups in flight at once, M.", ge=1)
+    max_head_offpolicyness: int = field(1, "Versions that a trained token may be behind the trainer, eta; 0 is synchronous.", ge=0)
+    on_stale: Literal["wait", "requeue", "keep"] = field(
+        "wait", "A group that would become too old: wait for it (the bound always holds), draw its prompt again, or train on it anyway.")
+    workflow: str = field("offbeat.rollout.workflows.single_turn:single_turn", "Dotted name, module:function, of the async function that plays an episode.")
+    reward: str = field(
+        "", "Dotted name, module:function, of the reward; empty takes the task's own, math for GSM8K, else exact match of text and answer.")
+    should_accept: str = field("", "Dotted name, module:function, of a filter on finished groups; empty accepts all.")
+    reward_workers: int = field(1, "Reward processes.", ge=1)
+    reward_timeout_s: float = field(15.0, "Seconds for one reward call; a call that passes them is killed and its episode has no reward.", gt=0)
+    episode_timeout_s: float = field(600.0, "Seconds for one group, generation and rewards; then it is rejected with that reason.", gt=0)
+    max_failures_in_a_row: int = field(64, "Stop the run when this many groups in a row failed.", ge=1)
+    batch_timeout_s: float = field(1800.0, "Seconds without a single finished group before the run stops.", gt=0)
+    max_new_tokens: int = field(256, "Most tokens to generate per sample.", ge=1)
+    temperature: float = field(1.0, "Sampling temperature; 0 is greedy.", ge=0)
+    top_p: float = field(1.0, "Nucleus sampling mass.", gt=0, le=1)
+    top_k: int = field(0, "Sample from the k likeliest tokens; 0 from all.", ge=0)
+    stop: tuple[str, ...] = field((), "Strings that end a sample, besides the tokenizer's end token.")

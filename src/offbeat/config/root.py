@@ -1,0 +1,64 @@
+"""The whole configuration, and the rules that span sections."""
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import model_validator
+
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.base import Section, field
+from offbeat.config.checkpoint import CheckpointConfig
+from offbeat.config.cluster import ClusterConfig
+from offbeat.config.controller import EvaluateConfig
+from offbeat.config.data import DataConfig
+from offbeat.config.dist import DistConfig
+from offbeat.config.inference import InferenceConfig
+from offbeat.config.model import ModelConfig
+from offbeat.config.rollout import RolloutConfig
+from offbeat.config.run import RunConfig
+from offbeat.config.telemetry import TelemetryConfig
+from offbeat.config.train import SftConfig, TrainConfig
+from offbeat.config.weights import WeightsConfig
+
+
+class Config(Section):
+    """One run, resolved."""
+
+    run: RunConfig = field(RunConfig(), "The run as a whole.")
+    model: ModelConfig = field(ModelConfig(), "The model.")
+    data: DataConfig = field(DataConfig(), "Prompts and answers.")
+    algorithm: AlgorithmConfig = field(AlgorithmConfig(), "The objective.")
+    train: TrainConfig = field(TrainConfig(), "The ranks that learn.")
+    sft: SftConfig = field(SftConfig(), "Supervised fine-tuning.")
+    rollout: RolloutConfig = field(RolloutConfig(), "Rollouts.")
+    inference: InferenceConfig = field(InferenceConfig(), "Engines.")
+    weights: WeightsConfig = field(WeightsConfig(), "Publishing.")
+    checkpoint: CheckpointConfig = field(CheckpointConfig(), "Checkpoints.")
+    evaluate: EvaluateConfig = field(EvaluateConfig(), "Evaluation.")
+    cluster: ClusterConfig = field(ClusterConfig(), "Worker processes.")
+    dist: DistConfig = field(DistConfig(), "Process groups.")
+    telemetry: TelemetryConfig = field(TelemetryConfig(), "Records and display.")
+
+    @property
+    def run_dir(self) -> Path:
+        """`run.dir`/`run.name`."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def weights_dir(self) -> Path:
+        """Where versions are published: `weights.dir`, or `weights` in the run."""
+        return Path(self.weights.dir) if self.weights.dir else self.run_dir / "weights"
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> Self:
+        if self.inference.min_engines > self.inference.num_engines:
+            raise ValueError(
+                f"inference.min_engines must be <= inference.num_engines = {self.inference.num_engines}, got {self.inference.min_engines}")
+        if self.model.tiny.num_heads % self.model.tiny.num_kv_heads:
+            raise ValueError(
+                f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
+        if 0 < self.algorithm.dual_clip <= 1:
+            raise ValueError(f"algorithm.dual_clip must be 0 (off) or > 1, got {self.algorithm.dual_clip:g}")
+        if self.data.task and self.data.path:
+            raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
+        return self

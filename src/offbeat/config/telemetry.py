@@ -1,0 +1,11 @@
+"""[telemetry]: what a run shows and records."""
+
+from offbeat.config.base import Section, field
+
+
+class TelemetryConfig(Section):
+    """Console, files and traces in the run directory."""
+
+    console: bool = field(True, "Live table of progress on the terminal.")
+    rollouts_every_steps: int = field(10, "Steps between samples of rollouts written to `rollouts/`; 0 writes none.", ge=0)
+    trace: bool = field(True, "Record a time line, `trace.json`, that Perfetto opens.")

@@ -1,0 +1,43 @@
+"""[train] and [sft]: the optimizer step, and supervised warm-up."""
+
+from typing import Literal
+
+from offbeat.config.base import Section, field
+
+
+class OptimizerConfig(Section):
+    """AdamW with float32 state, a warm-up, a decay and a clip."""
+
+    lr: float = field(1e-6, "Peak learning rate; 1e-6 suits full-parameter RL of pretrained models.", gt=0)
+    beta1: float = field(0.9, "AdamW's first moment decay.", ge=0, lt=1)
+    beta2: float = field(0.95, "AdamW's second moment decay; 0.95 forgets stale curvature sooner than 0.999.", ge=0, lt=1)
+    eps: float = field(1e-8, "AdamW's epsilon.", gt=0)
+    weight_decay: float = field(0.0, "Decoupled weight decay.", ge=0)
+    warmup_steps: int = field(0, "Steps of linear warm-up.", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = field("constant", "Decay after the warm-up, down to min_lr_ratio at the last step.")
+    min_lr_ratio: float = field(0.1, "Final learning rate as a share of the peak.", ge=0, le=1)
+    clip_norm: float = field(1.0, "Global gradient norm is clipped to this; 0 is off.", ge=0)
+
+
+class TrainConfig(Section):
+    """The ranks that learn."""
+
+    num_ranks: int = field(1, "Data-parallel train processes.", ge=1)
+    strategy: Literal["ddp", "fsdp"] = field("ddp", "Replicate the model (faster when it fits) or shard it with FSDP2.")
+    optimizer: OptimizerConfig = field(OptimizerConfig(), "AdamW and its schedule.")
+    max_tokens_per_microbatch: int = field(16384, "Hard cap on tokens in one forward and backward; bounds activation memory.", ge=1)
+    share_prefix: bool = field(True, "Run a group's common prompt once per micro-batch instead of once per sample.")
+    autocast: bool = field(False, "Compute in bfloat16 over float32 weights; pays above about 5M parameters.")
+    gradient_checkpointing: bool = field(False, "Recompute activations in the backward pass to save memory.")
+    threads: int = field(1, "CPU threads per train process; on a CPU share them with the engines.", ge=1)
+    step_timeout_s: float = field(1800.0, "Seconds for one training step of all ranks.", gt=0)
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning: `offbeat sft`, and the quick start's warm-up."""
+
+    total_steps: int = field(200, "Most optimizer steps.", ge=1)
+    batch_size: int = field(128, "Sequences per step.", ge=1)
+    optimizer: OptimizerConfig = field(OptimizerConfig(lr=2e-3, warmup_steps=30), "AdamW and its schedule.")
+    evaluate_every_steps: int = field(0, "Steps between evaluations on held-out prompts; 0 evaluates only at the end.", ge=0)
+    stop_at_accuracy: float = field(1.0, "Stop as soon as held-out accuracy reaches this.", gt=0, le=1)

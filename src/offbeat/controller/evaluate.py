@@ -1,0 +1,88 @@
+"""Held-out accuracy, through the same engines and rewards that training uses."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from offbeat.aio import deadline, run_beside
+from offbeat.cluster.assemble import open_arena
+from offbeat.config.controller import EvaluateConfig
+from offbeat.config.root import Config
+from offbeat.data.dataset import PromptDataset, PromptStream
+from offbeat.errors import ConfigError, RolloutError
+from offbeat.inference.dialects import Sampling
+from offbeat.rollout.executor import RolloutExecutor
+from offbeat.telemetry.console import Console
+from offbeat.telemetry.record import RunRecord
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation.
+
+    Attributes:
+        accuracy: share of prompts whose completion has a reward of at least 1.
+        reward_mean: mean reward.
+        num_prompts: prompts scored.
+        num_failed: prompts that could not be scored; they count as wrong.
+    """
+
+    accuracy: float
+    reward_mean: float
+    num_prompts: int
+    num_failed: int
+
+    def metrics(self) -> dict[str, float]:
+        return {"eval/accuracy": self.accuracy, "eval/reward_mean": self.reward_mean, "eval/failed_prompts": float(self.num_failed)}
+
+
+class Evaluator:
+    """Evaluates the weights that the engines serve."""
+
+    def __init__(self, rollouts: RolloutExecutor, heldout: PromptDataset, config: EvaluateConfig, *, max_new_tokens: int) -> None:
+        self._rollouts = rollouts
+        self._config = config
+        count = min(config.num_prompts, heldout.num_rows or 0)
+        self._rows = [heldout.row(index) for index in range(count)]
+        self._sampling = Sampling(max_new_tokens, config.temperature)
+
+    def due(self, global_step: int, *, last: bool) -> bool:
+        """Whether to evaluate after this step."""
+        every = self._config.every_steps
+        return bool(self._rows) and (last or (every > 0 and global_step % every == 0))
+
+    async def run(self) -> Evaluation:
+        """Complete and score every held-out prompt.
+
+        Raises:
+            DeadlineError: it took longer than `evaluate.timeout_s`.
+            RolloutError: not a single prompt could be scored; shows the first reason.
+        """
+        async with deadline("evaluation", self._config.timeout_s):
+            groups = await self._rollouts.rollout_batch(self._rows, group_size=1, sampling=self._sampling)
+        failed = [group.rejected for group in groups if group.rejected is not None]
+        if len(failed) == len(groups):
+            raise RolloutError(f"none of {len(groups)} held-out prompts could be evaluated; the first because of {failed[0]}")
+        rewards = np.array([group.trajectories[0].reward if group.rejected is None else 0.0 for group in groups])
+        return Evaluation(float(np.mean(rewards >= 1)), float(rewards.mean()), len(groups), len(failed))
+
+
+def evaluate_model(config: Config, console: Console) -> Evaluation:
+    """`offbeat eval`: start engines on `model.path`, evaluate, stop them. Logs go to a run folder of their own, `NAME-eval`.
+
+    Raises:
+        ConfigError: there is no model, or nothing is held out.
+    """
+    if not config.data.heldout_size:
+        raise ConfigError("data.heldout_size is 0, so there is nothing to evaluate on; set it to the number of held-out prompts")
+    run_dir = config.run_dir.with_name(f"{config.run.name}-eval")
+    with RunRecord(run_dir, trace=False, console=console) as record:
+        return asyncio.run(_evaluate_model(config, record))
+
+
+async def _evaluate_model(config: Config, record: RunRecord) -> Evaluation:
+    async with open_arena(config, record) as arena:
+        rollouts = arena.rollouts(PromptStream(arena.material.train, seed=0), version=0, last_version=0)
+        evaluator = Evaluator(rollouts, arena.material.heldout, config.evaluate, max_new_tokens=config.rollout.max_new_tokens)
+        return await run_beside(evaluator.run(), arena.watch())

@@ -1,0 +1,171 @@
+"""The training loop: the file to read first.
+
+    train          consumes batches of groups; produces weights; waits for rollouts, ranks and engines, each under a named deadline
+    the executor   (rollout/executor.py) generates all the while, as far ahead as the staleness bound allows
+    watch          ends the run when too few engines are alive
+
+The controller holds numpy arrays and sockets, never a tensor: torch is not even imported here.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offbeat.aio import run_beside
+from offbeat.algorithms.experience import batch_metrics, make_batch
+from offbeat.cluster.assemble import Session
+from offbeat.cluster.messages import Objective
+from offbeat.controller.checkpoints import Checkpoints
+from offbeat.controller.evaluate import Evaluator
+from offbeat.controller.state import RunState, SavedState, Step
+from offbeat.data import wire
+from offbeat.data.dataset import PromptStream
+from offbeat.data.trajectory import Group
+from offbeat.rollout.executor import RolloutExecutor
+from offbeat.weights.publish import PublishReport
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        steps: training steps done, over all resumptions.
+        heldout_before, heldout_after: accuracy before the first and after the last step of this process; None without held-out prompts.
+        max_staleness: versions between a trained token's policy and the trainer, at most.
+        max_logprob_gap: largest difference of trainer's and engine's mean canary log-probability under the same weights, over all publishes.
+        stopped_early: the user asked to stop.
+    """
+
+    steps: int
+    heldout_before: float | None
+    heldout_after: float | None
+    max_staleness: int
+    max_logprob_gap: float
+    stopped_early: bool
+
+
+async def train(session: Session, state: RunState) -> TrainResult:
+    """Train from `state` to its last step, or until it is asked to stop.
+
+    Raises:
+        WorkerError: a rank failed or died; names it.
+        PublishError: too few engines took a version.
+        RolloutError, CodeError: rollouts keep failing.
+    """
+    return await run_beside(_Training(session, state).run(), session.watch())
+
+
+class _Training:
+    """One run's parts, bound together."""
+
+    def __init__(self, session: Session, state: RunState) -> None:
+        self._session = session
+        self._state = state
+        self._config = session.config
+        self._record = session.record
+        self._checkpoints = Checkpoints(session.trainers, session.config)
+        self._stream = PromptStream(session.material.train, seed=session.config.run.seed, shuffle=session.config.data.shuffle)
+        self._max_staleness = 0
+        self._max_gap = 0.0
+
+    async def run(self) -> TrainResult:
+        session, state, config = self._session, self._state, self._config
+        await session.trainers.set_objective(Objective("ppo", config.run.total_steps))
+        if saved := await self._checkpoints.restore():
+            self._resume(saved)
+        await self._publish(state.version)
+        rollouts = session.rollouts(self._stream, version=state.version, last_version=state.last_version)
+        evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate, max_new_tokens=config.rollout.max_new_tokens)
+        self._record.console.start(f"{config.run.name} · GRPO", config.run.total_steps)
+        before = after = await self._evaluate(evaluator, state.global_step) if evaluator.due(0, last=True) else None
+        async with rollouts:
+            for step in state.steps():
+                start = time.monotonic()
+                groups, stats = await self._step(step, rollouts)
+                last = step.global_step == state.total_steps or state.stopping
+                if evaluator.due(step.global_step, last=last):
+                    after = await self._evaluate(evaluator, step.global_step)
+                    stats["eval/accuracy"] = after
+                if self._checkpoints.due(step.global_step, last=last):
+                    await self._save(step, rollouts)
+                self._commit(step, groups, stats, time.monotonic() - start)
+        await self._checkpoints.export(tokenizer=session.material.tokenizer_folder)
+        return TrainResult(state.global_step, before, after, self._max_staleness, self._max_gap, state.stopped_early)
+
+    async def _step(self, step: Step, rollouts: RolloutExecutor) -> tuple[list[Group], dict[str, float]]:
+        """Rollouts to weights: the design's loop."""
+        config, span = self._config, self._record.tracer.span
+        clock = _Clock()
+        with span("rollout", "controller", step=step.global_step):
+            groups = await rollouts.prepare_batch()
+        waited_s = clock.lap()
+        with span("advantage", "controller"):
+            batch = make_batch(groups, config=config.algorithm, max_new_tokens=config.rollout.max_new_tokens)
+        with span("train", "controller", step=step.global_step):
+            stats = await self._session.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
+        trained_s = clock.lap()
+        with span("publish", "controller", version=step.next_version):
+            report = await self._publish(step.next_version)
+        rollouts.publish(step.next_version)
+        return groups, stats | batch_metrics(groups, version=step.version) | {
+            "step/rollout_wait_s": waited_s, "step/train_s": trained_s, "step/publish_s": report.total_s, "publish/switch_s": report.switch_s,
+            "policy/canary_gap": report.canary_gap,
+        }
+
+    async def _publish(self, version: int) -> PublishReport:
+        report = await self._session.publisher.publish(version)
+        self._max_gap = max(self._max_gap, report.canary_gap)
+        self._record.events.record(
+            "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s, switch_s=report.switch_s,
+            canary_gap=report.canary_gap, quarantined=dict(report.quarantined))
+        return report
+
+    async def _evaluate(self, evaluator: Evaluator, global_step: int) -> float:
+        with self._record.tracer.span("evaluate", "controller"):
+            evaluation = await evaluator.run()
+        self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
+        self._record.console.note(f"held-out accuracy {evaluation.accuracy:.3f} after step {global_step} ({evaluation.num_prompts} prompts)")
+        return evaluation.accuracy
+
+    async def _save(self, step: Step, rollouts: RolloutExecutor) -> None:
+        def saved() -> SavedState:
+            return SavedState(step.global_step, step.next_version, self._stream.state(), rollouts.in_flight)
+
+        with self._record.tracer.span("checkpoint", "controller"):
+            await self._checkpoints.save(saved)
+        self._record.events.record("checkpoint", global_step=step.global_step)
+
+    def _resume(self, saved: SavedState) -> None:
+        self._state.global_step, self._state.version = saved.global_step, saved.version
+        self._stream.restore(saved.stream)
+        for prompt_id in saved.in_flight:
+            self._stream.give_back(prompt_id)
+        self._record.stats.resume_at(saved.global_step + 1)
+        self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=len(saved.in_flight))
+        self._record.console.note(f"resumed after step {saved.global_step}")
+
+    def _commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float], total_s: float) -> None:
+        stats |= {
+            "step/total_s": total_s,
+            "throughput/generated_tokens_per_s": stats["rollout/generated_tokens"] / total_s,
+            "throughput/trained_tokens_per_s": stats["train/tokens"] / total_s,
+        }
+        self._max_staleness = max(self._max_staleness, int(stats.get("rollout/staleness_max_versions", 0)))
+        self._record.stats.commit(self._stream.state().epoch, step.global_step, step.global_step, stats)
+        self._record.console.update(step.global_step, stats)
+        every = self._config.telemetry.rollouts_every_steps
+        if every and step.global_step % every == 0:
+            self._record.rollouts(step.global_step, (wire.encode_json(group) for group in groups))
+
+
+class _Clock:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def lap(self) -> float:
+        now = time.monotonic()
+        elapsed, self._last = now - self._last, now
+        return elapsed

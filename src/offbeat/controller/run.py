@@ -1,0 +1,151 @@
+"""One run from its configuration to its result: folder, processes, warm-up, training, report. Called by the command line."""
+
+import asyncio
+import logging
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from offbeat.checkpoint.recover import CheckpointIndex
+from offbeat.cluster.assemble import Session, open_session
+from offbeat.config.load import dump_toml
+from offbeat.config.root import Config
+from offbeat.controller.loop import train
+from offbeat.controller.state import RunState
+from offbeat.controller.supervised import fine_tune
+from offbeat.data import wire
+from offbeat.errors import ConfigError
+from offbeat.telemetry.console import Console
+from offbeat.telemetry.log import set_up_logging
+from offbeat.telemetry.record import RunRecord
+
+T = TypeVar("T")
+Body = Callable[[Session, RunState], Awaitable[T]]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What `result.json` says.
+
+    Attributes:
+        heldout_before, heldout_after: accuracy before and after reinforcement learning; None without held-out prompts.
+        warm_up_steps: supervised steps before it.
+        steps: reinforcement-learning steps.
+        train_wall_s: seconds of warm-up and reinforcement learning together, evaluations included.
+        startup_wall_s: seconds before that, for processes to start and libraries to load.
+        max_staleness_seen: versions between a trained token's policy and the trainer, at most.
+        max_logprob_gap: largest difference of trainer's and engines' canary log-probability under the same weights.
+        torch_in_controller: whether torch was imported by the controller; always false.
+        controller_memory_bytes: the controller's largest resident memory.
+        stopped_early: the user asked to stop; the run resumes from its checkpoint.
+    """
+
+    heldout_before: float | None
+    heldout_after: float | None
+    warm_up_steps: int
+    steps: int
+    train_wall_s: float
+    startup_wall_s: float
+    max_staleness_seen: int
+    max_logprob_gap: float
+    seed: int
+    torch_in_controller: bool
+    controller_memory_bytes: int
+    stopped_early: bool
+
+
+def run_training(config: Config, console: Console, *, debug: bool = False) -> RunResult:
+    """`offbeat train`: warm-up if configured, then reinforcement learning; writes `result.json`."""
+    start = time.monotonic()
+
+    async def body(session: Session, state: RunState) -> RunResult:
+        ready = time.monotonic()
+        warm_up_steps = 0
+        if config.run.warm_up and CheckpointIndex(config.run_dir / "checkpoints").newest() is None:
+            warm_up_steps = (await fine_tune(session, state, export=False)).steps
+            state.version += 1
+        result = await train(session, state)
+        return RunResult(
+            heldout_before=result.heldout_before, heldout_after=result.heldout_after, warm_up_steps=warm_up_steps, steps=result.steps,
+            train_wall_s=round(time.monotonic() - ready, 3), startup_wall_s=round(ready - start, 3),
+            max_staleness_seen=result.max_staleness, max_logprob_gap=result.max_logprob_gap, seed=config.run.seed,
+            torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
+
+    result = execute(config, console, body, debug=debug)
+    (config.run_dir / "result.json").write_bytes(wire.encode_json(result) + b"\n")
+    console.finish(asdict(result))
+    return result
+
+
+def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False) -> T:
+    """Open the run's folder and its processes, and run `body(session, state)`.
+
+    Ctrl-C once asks the body to end after its step and save; twice ends at once.
+    """
+    prepare_run_dir(config)
+    with RunRecord(config.run_dir, trace=config.telemetry.trace, console=console) as record:
+        set_up_logging(record.log_dir / "controller.log", debug=debug)
+        (config.run_dir / "config.toml").write_text(dump_toml(config))
+        try:
+            return asyncio.run(_with_session(config, record, body))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        except Exception as exc:
+            record.events.record("failed", error=f"{type(exc).__name__}: {exc}", notes=getattr(exc, "__notes__", []))
+            log.exception("the run failed")
+            raise
+
+
+async def _with_session(config: Config, record: RunRecord, body: Body[T]) -> T:
+    state = RunState(total_steps=config.run.total_steps)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "runs inside a task"
+
+    def interrupted() -> None:
+        if state.stopping:
+            task.cancel()
+            return
+        state.request_stop()
+        record.console.note("stopping after this step; press Ctrl-C again to stop at once")
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, interrupted)
+    async with open_session(config, record) as session:
+        return await body(session, state)
+
+
+def prepare_run_dir(config: Config) -> None:
+    """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside.
+
+    Raises:
+        ConfigError: `run.resume` is off and the run exists.
+    """
+    run_dir = config.run_dir
+    if not (run_dir / "config.toml").exists():
+        return
+    if not config.run.resume:
+        raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; set run.name to a new name, or run.resume to true")
+    if CheckpointIndex(run_dir / "checkpoints").newest() is None:
+        move_aside(config)
+
+
+def move_aside(config: Config) -> None:
+    """Rename the run's folder to the next free `name.N`; nothing is deleted but published weights."""
+    number = 1
+    while (aside := config.run_dir.with_name(f"{config.run.name}.{number}")).exists():
+        number += 1
+    config.run_dir.rename(aside)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(aside / "weights")
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

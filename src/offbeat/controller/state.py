@@ -1,0 +1,74 @@
+"""Where a run stands: which step comes next, and what a checkpoint has to remember of the controller."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offbeat.data.dataset import StreamState
+from offbeat.types import Version
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step.
+
+    Attributes:
+        global_step: steps done when it ends, counted from 1.
+        version: weights that it trains on from.
+        next_version: weights that it publishes.
+    """
+
+    global_step: int
+    version: Version
+    next_version: Version
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The controller's part of a checkpoint. With it and the ranks' parts, no prompt that was drawn is lost.
+
+    Attributes:
+        global_step: steps done.
+        version: weights published.
+        stream: where the prompt stream stood.
+        in_flight: prompts drawn and neither trained on nor rejected; drawn again first.
+    """
+
+    global_step: int
+    version: Version
+    stream: StreamState
+    in_flight: tuple[str, ...]
+
+
+class RunState:
+    """Counts steps, and knows when to stop."""
+
+    def __init__(self, *, total_steps: int, global_step: int = 0, version: Version = 0) -> None:
+        self.total_steps = total_steps
+        self.global_step = global_step
+        self.version = version
+        self._stopping = False
+
+    @property
+    def last_version(self) -> Version:
+        """Weights after the last step."""
+        return self.version + self.total_steps - self.global_step
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the step that is being done is the last because the user said so."""
+        return self._stopping
+
+    @property
+    def stopped_early(self) -> bool:
+        return self._stopping and self.global_step < self.total_steps
+
+    def request_stop(self) -> None:
+        """End after the step that is being done."""
+        self._stopping = True
+
+    def steps(self) -> Iterator[Step]:
+        """The steps still to do. Each counts as done when the next is asked for."""
+        while self.global_step < self.total_steps and not self._stopping:
+            yield Step(self.global_step + 1, self.version, self.version + 1)
+            self.global_step += 1
+            self.version += 1

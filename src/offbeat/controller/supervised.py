@@ -1,0 +1,75 @@
+"""Supervised fine-tuning on the same ranks, with the same evaluation: `offbeat sft`, and the quick start's warm-up."""
+
+import time
+from dataclasses import dataclass
+
+from offbeat.aio import run_beside
+from offbeat.algorithms.experience import sft_batch
+from offbeat.cluster.assemble import Session
+from offbeat.cluster.messages import Objective
+from offbeat.controller.checkpoints import Checkpoints
+from offbeat.controller.evaluate import Evaluation, Evaluator
+from offbeat.controller.state import RunState
+from offbeat.data.dataset import PromptStream, sft_sequence
+
+
+@dataclass(frozen=True)
+class SftResult:
+    """What supervised fine-tuning came to.
+
+    Attributes:
+        steps: optimizer steps done.
+        accuracy: held-out accuracy at the end; None without held-out prompts.
+    """
+
+    steps: int
+    accuracy: float | None
+
+
+async def fine_tune(session: Session, state: RunState, *, export: bool) -> SftResult:
+    """Imitate the dataset's answers until `sft.total_steps`, or until held-out accuracy reaches `sft.stop_at_accuracy`.
+
+    Evaluations publish the weights first, so `state.version` rises with each.
+    """
+    return await run_beside(_fine_tune(session, state, export=export), session.watch())
+
+
+async def _fine_tune(session: Session, state: RunState, *, export: bool) -> SftResult:
+    config, sft, material = session.config, session.config.sft, session.material
+    stream = PromptStream(material.train, seed=config.run.seed + 1, shuffle=config.data.shuffle)
+    rollouts = session.rollouts(stream, version=state.version, last_version=state.version)
+    evaluator = Evaluator(rollouts, material.heldout, config.evaluate, max_new_tokens=config.rollout.max_new_tokens)
+    await session.trainers.set_objective(Objective("sft", sft.total_steps))
+    session.record.console.start(f"{config.run.name} · supervised", sft.total_steps)
+    accuracy, step = None, 0
+    while step < sft.total_steps and not state.stopping:
+        step += 1
+        start = time.monotonic()
+        with session.record.tracer.span("train", "controller", step=step):
+            batch = sft_batch([sft_sequence(stream.next()[1], material.tokenizer, config.data) for _ in range(sft.batch_size)])
+            stats = await session.trainers.train_step(batch)
+        last = step == sft.total_steps or state.stopping
+        if last or (sft.evaluate_every_steps and step % sft.evaluate_every_steps == 0):
+            evaluation = await _evaluate(session, state, evaluator)
+            if evaluation is not None:
+                accuracy = evaluation.accuracy
+                stats |= {f"sft_{name}": value for name, value in evaluation.metrics().items()}
+                session.record.console.note(f"held-out accuracy {accuracy:.3f} after {step} supervised steps")
+        stats["step/total_s"] = time.monotonic() - start
+        session.record.console.update(step, stats)
+        session.record.events.record("sft_step", step=step, **{name: stats[name] for name in ("train/loss", "train/grad_norm", "step/total_s")})
+        if accuracy is not None and accuracy >= sft.stop_at_accuracy:
+            break
+    if export:
+        await Checkpoints(session.trainers, config).export(tokenizer=material.tokenizer_folder)
+    return SftResult(step, accuracy)
+
+
+async def _evaluate(session: Session, state: RunState, evaluator: Evaluator) -> Evaluation | None:
+    if not evaluator.due(0, last=True):
+        return None
+    state.version += 1
+    with session.record.tracer.span("publish", "controller", version=state.version):
+        await session.publisher.publish(state.version)
+    with session.record.tracer.span("evaluate", "controller"):
+        return await evaluator.run()

@@ -1,0 +1,264 @@
+"""`report.html` of a run: one file that opens anywhere, with key figures, curves, a time line, the configuration and the events.
+
+Called by `offbeat report` and at the end of a run. Reads the files in the run's folder and nothing else, so it also works while a run goes
+on and after one has crashed.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from offbeat.dashboard import timeline
+from offbeat.dashboard.charts import Chart, Series, draw, smoothed
+from offbeat.dashboard.run_files import RunFiles, read_run
+from offbeat.errors import StorageError
+
+_TEMPLATE = Path(__file__).with_name("report.html")
+_MOST_EVENTS = 500
+
+Card = tuple[Chart, str]
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into a run's folder, over an older one.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        DataError: the folder is no run.
+        StorageError: the report cannot be written.
+    """
+    page = render_report(read_run(run_dir))
+    path = run_dir / "report.html"
+    unfinished = run_dir / ".report.html.tmp"
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as exc:
+        raise StorageError(f"cannot write {path}: {exc.strerror}; make the run's folder writable") from exc
+    return path
+
+
+def render_report(run: RunFiles) -> str:
+    """The report as HTML; parts without data are left out, and a run without metrics says so."""
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        name=escape(run.name),
+        subtitle=escape(_subtitle(run)),
+        figures="".join(_figure(*figure) for figure in _key_figures(run)),
+        charts=_charts_html(run),
+        timeline=_timeline_html(run),
+        details="".join(_details(run)),
+    )
+
+
+def _subtitle(run: RunFiles) -> str:
+    """What was trained, how, and where: "sort_digits · grpo · group 8 × batch 16 · 2 ranks, 2 engines"."""
+    ranks, engines = run.setting("train", "num_ranks"), run.setting("inference", "num_engines")
+    parts = [
+        run.setting("model", "path") or ("tiny model" if run.config else ""),
+        run.setting("data", "task") or run.setting("data", "path"),
+        run.setting("algorithm", "preset"),
+        f"{_count(ranks, 'train rank')}, {_count(engines, 'engine')}" if ranks and engines else "",
+        run.setting("cluster", "launcher"),
+    ]
+    return " · ".join(str(part) for part in parts if part)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
+    """(label, value, remark) of each figure for which there is data."""
+    held_out = run.values("eval/accuracy")
+    if held_out:
+        yield "held-out accuracy", " → ".join(f"{held_out[i]:.2f}" for i in sorted({0, len(held_out) - 1})), "first → last"
+    seconds = run.values("step/total_s")
+    steps = [row["global_step"] for row in run.metrics if "global_step" in row]
+    if steps:
+        total = run.setting("run", "total_steps")
+        yield "steps", str(max(steps)), f"of {total}" if total else ""
+    if seconds:
+        yield "time in steps", _clock(sum(seconds)), f"{sorted(seconds)[len(seconds) // 2]:.2f} s per step, median"
+    tokens_per_s = run.values("throughput/generated_tokens_per_s")
+    if tokens_per_s:
+        yield "tokens/s", f"{sum(tokens_per_s) / len(tokens_per_s):,.0f}", "generated, mean"
+    share = timeline.overlap(run.spans)
+    if share is not None:
+        yield "overlap", f"{share:.0%}", "of training time also generates"
+    staleness = run.values("rollout/staleness_max_versions")
+    if staleness:
+        bound = run.setting("rollout", "max_head_offpolicyness")
+        yield "staleness", f"{max(staleness):g}", "largest, versions" + (f"; bound {bound}" if bound is not None else "")
+    gap = run.values("policy/logprob_gap_max")
+    if gap:
+        yield "log-prob gap", f"{max(gap):.1e}", "largest of any token"
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _figure(label: str, value: str, remark: str) -> str:
+    return f'<div class="figure"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><small>{escape(remark)}</small></div>'
+
+
+def _cards(run: RunFiles) -> list[Card]:
+    """Every chart with the sentence below it."""
+    bound = run.setting("rollout", "max_head_offpolicyness")
+    reward, loss = run.points("reward/mean"), run.points("train/loss")
+    return [
+        (
+            Chart("Held-out accuracy", "", [Series("accuracy", run.points("eval/accuracy"), style="dots")], y_range=(0, 1)),
+            "On prompts that are never trained on.",
+        ),
+        (
+            Chart("Reward", "", [Series("this step", reward, style="faint"), Series("mean of 8 steps", smoothed(reward, window=8))]),
+            "Mean over a step's samples; the strong line is the mean of 8 steps.",
+        ),
+        (
+            Chart(
+                "Staleness",
+                "versions",
+                [
+                    Series("max", run.points("rollout/staleness_max_versions"), "c2"),
+                    Series("mean", run.points("rollout/staleness_mean_versions")),
+                ],
+                y_range=(0, None),
+                bound=bound,
+                bound_label="max_head_offpolicyness",
+            ),
+            "Versions between the policy that sampled a token and the one that trains on it.",
+        ),
+        (
+            Chart(
+                "Trainer-engine log-probability gap",
+                "nats, log scale",
+                [
+                    Series("max", run.points("policy/logprob_gap_max"), "c2"),
+                    Series("mean", run.points("policy/logprob_gap_mean")),
+                ],
+                log=True,
+            ),
+            "|trainer − engine| per token: from staleness and from numerics.",
+        ),
+        (
+            Chart(
+                "Throughput",
+                "tokens/s",
+                [
+                    Series("generated", run.points("throughput/generated_tokens_per_s"), "c3"),
+                    Series("trained", run.points("throughput/trained_tokens_per_s")),
+                ],
+                y_range=(0, None),
+            ),
+            "Tokens that engines wrote, and tokens that the trainer consumed, per second.",
+        ),
+        (
+            Chart(
+                "Where a step's time goes",
+                "s",
+                [
+                    Series("whole step", run.points("step/total_s"), "c4"),
+                    Series("train", run.points("step/train_s")),
+                    Series("wait for rollouts", run.points("step/rollout_wait_s"), "c2"),
+                    Series("publish", run.points("step/publish_s"), "c3"),
+                ],
+                y_range=(0, None),
+            ),
+            "A short wait for rollouts means that the engines keep up.",
+        ),
+        (
+            Chart("Loss", "", [Series("this step", loss, style="faint"), Series("mean of 8 steps", smoothed(loss, window=8))]),
+            "The policy objective; its sign and size say little by themselves.",
+        ),
+        (
+            Chart("Gradient norm", "", [Series("norm", run.points("train/grad_norm"))], y_range=(0, None)),
+            "Before clipping.",
+        ),
+        (
+            Chart("Entropy", "nats", [Series("entropy", run.points("train/entropy"))], y_range=(0, None)),
+            "Per token; a fall to zero is a policy that stopped exploring.",
+        ),
+        (
+            Chart("Learning rate", "", [Series("rate", run.points("train/lr"))], y_range=(0, None)),
+            "Peak, warm-up and decay as configured.",
+        ),
+    ]
+
+
+def _charts_html(run: RunFiles) -> str:
+    cards = [_card(chart, text) for chart, text in _cards(run) if chart.points()]
+    if not cards:
+        return '<p class="empty">No metrics yet. They appear here once the first step has ended; write the report again then.</p>'
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _card(chart: Chart, text: str) -> str:
+    strong = [series for series in chart.series if series.style != "faint" and series.points]
+    keys = [f'<span class="key"><i class="{series.colour}"></i>{escape(series.label)}</span>' for series in strong]
+    if chart.bound is not None:
+        keys.append(f'<span class="key"><i class="dash"></i>{escape(chart.bound_label)} = {chart.bound:g}</span>')
+    shown = "".join(keys) if len(keys) > 1 else ""
+    unit = f" <small>{escape(chart.unit)}</small>" if chart.unit else ""
+    head = f'<h3>{escape(chart.title)}{unit}</h3><div class="keys">{shown}</div>'
+    return f'<figure class="card">{head}{draw(chart)}<p>{escape(text)}</p></figure>'
+
+
+def _timeline_html(run: RunFiles) -> str:
+    if not run.spans:
+        return '<p class="empty">No time line was recorded (telemetry.trace is off, or nothing has run yet).</p>'
+    share = timeline.overlap(run.spans)
+    remark = f" Engines generated during {share:.0%} of the training time." if share is not None else ""
+    start_s = min(span.start_s for span in run.spans)
+    low, high = (t - start_s for t in timeline.middle_window(run.spans))
+    return (
+        f'<figure class="card wide"><h3>Whole run</h3><div class="keys">{timeline.legend(run.spans)}</div>'
+        f"{timeline.draw_whole(run.spans)}<p>What each process was doing.{remark}</p></figure>"
+        f'<figure class="card wide"><h3>A few steps <small>{low:.1f} s to {high:.1f} s, the framed part above</small></h3>'
+        f"{timeline.draw_window(run.spans)}<p>Each line begins a step. Point at a bar to see what it was and how long it took; "
+        "<code>trace.json</code> opens in ui.perfetto.dev for more.</p></figure>"
+    )
+
+
+def _details(run: RunFiles) -> Iterator[str]:
+    """The collapsible parts."""
+    if run.result:
+        rows = [(name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for name, value in run.result.items()]
+        yield _collapsible("Result", _table(("figure", "value"), rows))
+    if run.events:
+        start_s = _start_s(run)
+        rows = [(f"{event.get('time_s', start_s) - start_s:.1f} s", str(event.get("kind", "")), _fields(event)) for event in run.events]
+        left_out = f"<p>The last {_MOST_EVENTS} of {len(rows)}.</p>" if len(rows) > _MOST_EVENTS else ""
+        yield _collapsible(f"Events ({len(rows)})", left_out + _table(("time", "what", "details"), rows[-_MOST_EVENTS:]))
+    if run.config_text:
+        yield _collapsible("Configuration", f"<pre>{escape(run.config_text)}</pre>")
+
+
+def _start_s(run: RunFiles) -> float:
+    times = [row["time_s"] for row in (*run.events, *run.metrics) if "time_s" in row] + [span.start_s for span in run.spans]
+    return min(times, default=0.0)
+
+
+def _fields(event: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name}={_short(value)}" for name, value in event.items() if name not in ("time_s", "kind"))
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _collapsible(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"

@@ -1,0 +1,85 @@
+"""What a run left in its folder, read leniently: a run that crashed, or goes on, is shown as far as it got."""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import DataError
+from offbeat.telemetry.jsonl import read_json_lines
+from offbeat.telemetry.trace import Span, read_trace
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The records of one run; each is empty where its file is missing."""
+
+    name: str
+    config_text: str
+    config: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    spans: Sequence[Span]
+    result: Mapping[str, Any]
+
+    def points(self, metric: str) -> list[tuple[float, float]]:
+        """A metric as (global step, value); rows without it, or with a value that is no finite number, are left out."""
+        rows = (row for row in self.metrics if "global_step" in row and _finite(row.get(metric)))
+        return [(float(row["global_step"]), float(row[metric])) for row in rows]
+
+    def values(self, metric: str) -> list[float]:
+        """The values of a metric in the order of the steps."""
+        return [value for _, value in self.points(metric)]
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the run's configuration; None if it is not there."""
+        table = self.config.get(section, {})
+        return table.get(key) if isinstance(table, Mapping) else None
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read a run's folder.
+
+    Raises:
+        DataError: there is no such folder, or it holds neither `config.toml` nor `metrics.jsonl`.
+    """
+    if not run_dir.is_dir():
+        raise DataError(f"run folder {run_dir} does not exist; give a folder such as runs/NAME")
+    if not (run_dir / "config.toml").is_file() and not (run_dir / "metrics.jsonl").is_file():
+        raise DataError(f"{run_dir} is no run: it holds neither config.toml nor metrics.jsonl; give a folder such as runs/NAME")
+    config_text = _text(run_dir / "config.toml")
+    return RunFiles(
+        name=run_dir.resolve().name,
+        config_text=config_text,
+        config=_toml(config_text),
+        metrics=read_json_lines(run_dir / "metrics.jsonl"),
+        events=read_json_lines(run_dir / "events.jsonl"),
+        spans=read_trace(run_dir / "trace.json"),
+        result=_json_object(_text(run_dir / "result.json")),
+    )
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return {}  # a torn file is still shown as text
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text) if text else {}
+    except json.JSONDecodeError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {"result": parsed}

@@ -1,0 +1,1 @@
+"""Trajectories, batches, tokenizers and datasets, in numpy; no torch."""

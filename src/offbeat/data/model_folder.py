@@ -1,0 +1,69 @@
+"""Model folders without torch: where a model lies, whether it can be one, and what its config.json says.
+
+Called by the controller and the command line before any process starts, and by `offbeat.model.load`, so that both give the same errors.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+
+from offbeat.errors import ModelError
+
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+def check_model_folder(path: str) -> Path:
+    """The local folder of a model, fetched from the hub if `path` is not a folder.
+
+    Raises:
+        ModelError: no such folder and not on the hub (or no network), no config.json, or no safetensors weights.
+    """
+    folder = _local(path) or Path(_fetch(path))
+    read_model_config(str(folder))
+    if not any((folder / name).is_file() for name in WEIGHT_FILES):
+        raise ModelError(f"{folder} holds no {' or '.join(WEIGHT_FILES)}; give a folder with weights in the safetensors format")
+    return folder
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """The contents of a model's config.json; of a model on the hub only this file is fetched.
+
+    Raises:
+        ModelError: as `check_model_folder`, or config.json is not a JSON object with a model_type.
+    """
+    folder = _local(path)
+    file = folder / "config.json" if folder else Path(_fetch(path, file="config.json"))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ModelError(f"{path} is not a model folder: it has no config.json; give the folder that save_pretrained wrote") from exc
+    except (OSError, ValueError) as exc:
+        raise ModelError(f"{file} cannot be read as JSON: {exc}") from exc
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(f"{file} names no model_type; it must be the config.json of a Hugging Face model")
+    return config
+
+
+def _local(path: str) -> Path | None:
+    folder = Path(path).expanduser()
+    return folder if path and folder.is_dir() else None
+
+
+def _fetch(path: str, *, file: str | None = None) -> str:
+    """Path of a hub model's snapshot, or of one file of it."""
+    if not _HUB_ID.fullmatch(path):
+        raise ModelError(f"model folder {path!r} does not exist; give an existing folder or a hub id such as 'Qwen/Qwen3-0.6B'")
+    try:
+        return hf_hub_download(path, file) if file else snapshot_download(path, allow_patterns=_HUB_FILES)
+    except (HfHubHTTPError, OSError, ValueError) as exc:
+        raise ModelError(
+            f"model {path!r} is neither a folder nor could it be fetched from the hub ({type(exc).__name__}); "
+            "check the name, or download it where there is a network and give its folder"
+        ) from exc

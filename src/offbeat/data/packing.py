@@ -1,0 +1,274 @@
+"""Packing: which sequences share a micro-batch, and how a micro-batch becomes one row of tokens without padding.
+
+Called by the controller to plan (`plan_microbatches`) and by the trainer before each forward (`pack_row`); numpy only. A row holds no token
+that no loss depends on: what follows the last predicting token of a sequence is left out, and with `share_prefix` samples of one prompt run
+that prompt once. `row_cost` counts exactly the tokens that `pack_row` lays out, so a budget on it is a hard cap on memory.
+
+A worked example, prompt [7, 8] shared by the answers [1, 2] and [3] (answer tokens are trained on):
+
+    tokens     [7, 8,   1]      the prompt, then the first answer without its last token; the second answer needs no token of its own
+    positions  [0, 1,   2]
+    segments   [0, 2) alone, [2, 3) after prefix 0
+    source     [1, 2,  1]       each trained token is predicted at ...
+    target     [1, 2,  3]       ... and is
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from offbeat.data.balance import longest_first
+from offbeat.data.batch import TokenBatch
+from offbeat.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """S runs of consecutive row tokens. A token attends to itself, to earlier tokens of its run, and to all of the run's prefix.
+
+    Attributes:
+        starts: [S] int64, first row token of the run; runs follow one another and cover the row.
+        lengths: [S] int64, at least 1.
+        prefix: [S] int64, the earlier segment whose tokens stand before this run's; -1 for none. A prefix has no prefix itself.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    prefix: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def prefix_lengths(self) -> np.ndarray:
+        """[S] int64, 0 where there is no prefix."""
+        return np.where(self.prefix >= 0, self.lengths[self.prefix], 0) if len(self) else self.lengths
+
+    @property
+    def longest_span(self) -> int:
+        """Most tokens that one token attends to, itself included."""
+        return int((self.lengths + self.prefix_lengths).max(initial=0))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """One forward pass over R tokens that scores M of a TokenBatch's tokens.
+
+    Attributes:
+        tokens: [R] int32.
+        positions: [R] int32, position of each token in its own sequence.
+        segments: who attends to whom.
+        source: [M] int64, row index of the hidden state that predicts each scored token; repeats where a prefix is shared.
+        target: [M] int64, id of the scored token.
+        batch_index: [M] int64, rising; where the scored token stands in the TokenBatch's flat arrays.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: Segments
+    source: np.ndarray
+    target: np.ndarray
+    batch_index: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def pack_row(batch: TokenBatch, *, share_prefix: bool) -> PackedRow:
+    """Lay a whole batch out as one row.
+
+    Args:
+        batch: the sequences of one micro-batch; the loss mask says which tokens are scored.
+        share_prefix: run a prompt once for the sequences of a group whose first `prefix_lens` tokens really are equal.
+
+    Returns:
+        The row; it has no tokens when nothing in the batch is scored (see `offbeat.model.logprobs.dummy_row`).
+    """
+    used = _used_lengths(batch)
+    own_from, host = _shared_prefixes(batch, used) if share_prefix else (np.zeros(len(batch), np.int64), np.full(len(batch), -1))
+    own_lengths = np.maximum(used - own_from, 0)
+    hosts = np.unique(host[host >= 0])
+
+    # A run is tokens [first, first + length) of sequence `owner`: one per shared prompt, then one per sequence.
+    owner = np.concatenate([hosts, np.arange(len(batch))])
+    first = np.concatenate([np.zeros_like(hosts), own_from])
+    length = np.concatenate([own_from[hosts], own_lengths])
+    prefix = np.concatenate([np.full_like(hosts, -1), np.where(host >= 0, np.searchsorted(hosts, host), -1)])
+    # Runs without a prefix first (a prefix must stand before its users), then by length: attention computes runs of like length together.
+    prefix_length = np.where(prefix >= 0, length[prefix], 0)
+    order = np.lexsort((prefix_length, length, prefix >= 0))
+    order = order[length[order] > 0]
+    rank_of_run = np.full(len(length), -1)
+    rank_of_run[order] = np.arange(len(order))
+    owner_s, first_s, length_s, prefix_s = owner[order], first[order], length[order], prefix[order]
+    starts = np.cumsum(length_s) - length_s
+
+    within = _ranges(length_s)
+    positions = np.repeat(first_s, length_s) + within
+    segments = Segments(starts, length_s, np.where(prefix_s >= 0, rank_of_run[prefix_s], -1))
+    run_start = np.zeros(len(length), np.int64)
+    run_start[order] = starts
+    prompt_start = np.where(host >= 0, run_start[np.searchsorted(hosts, host)], 0) if len(hosts) else np.zeros(len(batch), np.int64)
+    own_start = run_start[len(hosts) :]
+
+    batch_index = np.flatnonzero(batch.loss_mask)
+    sequence = np.searchsorted(batch.offsets, batch_index, side="right") - 1
+    predictor = batch_index - batch.offsets[sequence] - 1
+    in_prefix = predictor < own_from[sequence]
+    source = np.where(in_prefix, prompt_start[sequence] + predictor, own_start[sequence] + predictor - own_from[sequence])
+    return PackedRow(
+        tokens=batch.tokens[np.repeat(batch.offsets[owner_s], length_s) + positions],
+        positions=positions.astype(np.int32),
+        segments=segments,
+        source=source,
+        target=batch.tokens[batch_index].astype(np.int64),
+        batch_index=batch_index,
+    )
+
+
+def row_cost(batch: TokenBatch, *, share_prefix: bool) -> int:
+    """Tokens of the row that `pack_row` makes of this batch."""
+    used = _used_lengths(batch)
+    if not share_prefix:
+        return int(used.sum())
+    own_from, host = _shared_prefixes(batch, used)
+    return int(np.maximum(used - own_from, 0).sum() + own_from[np.unique(host[host >= 0])].sum())
+
+
+def plan_microbatches(batch: TokenBatch, *, num_ranks: int, max_tokens: int, share_prefix: bool) -> list[list[np.ndarray]]:
+    """Divide a batch into micro-batches, in as few rounds over the ranks as first-fit-decreasing finds.
+
+    Args:
+        batch: all sequences of one optimizer step.
+        num_ranks: data-parallel ranks.
+        max_tokens: hard cap on the row cost of one micro-batch.
+        share_prefix: keep the sequences of a group together, and count their prompt once; a group beyond the cap is split.
+
+    Returns:
+        For each rank the same number (at least 1) of arrays [n] int64 of sequence indices, rising; some may be empty. Every sequence
+        appears exactly once.
+
+    Raises:
+        DataError: one sequence alone exceeds max_tokens.
+    """
+    units = list(_units(batch, max_tokens=max_tokens, share_prefix=share_prefix))
+    costs = [cost for _, cost in units]
+    bins = _first_fit(costs, max_tokens)
+    num_rounds = max(1, -(-len(bins) // num_ranks))
+    plan = _evenly(costs, num_ranks, num_rounds, max_tokens) or _deal(bins, costs, num_ranks, num_rounds)
+    return [[_join(units[unit][0] for unit in micro) for micro in rank] for rank in plan]
+
+
+def _used_lengths(batch: TokenBatch) -> np.ndarray:
+    """[N] int64: how many leading tokens of each sequence some loss depends on, which is the position of its last scored token."""
+    index = np.flatnonzero(batch.loss_mask)
+    used = np.zeros(len(batch), np.int64)
+    sequence = np.searchsorted(batch.offsets, index, side="right") - 1
+    used[sequence] = index - batch.offsets[sequence]  # indices rise, so the last one written is the largest
+    first = batch.offsets[:-1][batch.lengths > 0]
+    if batch.loss_mask[first].any():
+        raise DataError("loss_mask must be False on the first token of every sequence: nothing predicts it")
+    return used
+
+
+def _shared_prefixes(batch: TokenBatch, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which sequences leave their prompt to another of their group.
+
+    Returns:
+        own_from: [N] int64, first token that a sequence runs itself; 0 where it shares nothing.
+        host: [N] int64, the sequence whose tokens stand for the shared prompt; -1 where nothing is shared.
+    """
+    own_from, host = np.zeros(len(batch), np.int64), np.full(len(batch), -1)
+    # A sequence that uses less than its prompt gains nothing from sharing it.
+    able = np.flatnonzero((batch.prefix_lens > 0) & (used >= batch.prefix_lens))
+    for members in _groups(batch, able):
+        prompt_len = int(batch.prefix_lens[members[0]])
+        # Equal ids promise equal prompts; a sequence that breaks the promise must not run on another's prompt.
+        while len(members) > 1:
+            prompts = batch.tokens[batch.offsets[members][:, None] + np.arange(prompt_len)]
+            equal = (prompts == prompts[0]).all(axis=1)
+            sharing, members = members[equal], members[~equal]
+            if len(sharing) > 1:
+                own_from[sharing], host[sharing] = prompt_len, sharing[0]
+    return own_from, host
+
+
+def _groups(batch: TokenBatch, candidates: np.ndarray) -> list[np.ndarray]:
+    """Candidates with equal (group id, prefix length), each an array of sequence indices, rising."""
+    order = candidates[np.lexsort((candidates, batch.prefix_lens[candidates], batch.group_ids[candidates]))]
+    keys = np.stack([batch.group_ids[order], batch.prefix_lens[order]])
+    return np.split(order, np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1) if len(order) else []
+
+
+def _units(batch: TokenBatch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, int]]:
+    """Sequences that must stay together, with their row cost: groups cut to max_tokens, or single sequences."""
+    used = _used_lengths(batch)
+    if used.max(initial=0) > max_tokens:
+        worst = int(used.argmax())
+        raise DataError(
+            f"sequence {worst} of {batch.lengths[worst]} tokens needs a row of {used[worst]}, which exceeds max_tokens {max_tokens}; "
+            "raise the budget of a micro-batch or shorten the sequences"
+        )
+    if not share_prefix:
+        yield from ((np.array([i]), int(used[i])) for i in range(len(batch)))
+        return
+    own_from, host = _shared_prefixes(batch, used)
+    for i in np.flatnonzero(host < 0):
+        yield np.array([i]), int(used[i])
+    for leader in np.unique(host[host >= 0]):
+        prompt_len = int(own_from[leader])
+        members = np.flatnonzero(host == leader)
+        own = [int(used[i]) - prompt_len for i in members]
+        # Bins hold the members' own tokens; each bin pays for the prompt once.
+        for micro in _first_fit(own, max_tokens - prompt_len):
+            yield members[sorted(micro)], prompt_len + sum(own[i] for i in micro)
+
+
+def _evenly(costs: list[int], num_ranks: int, num_rounds: int, max_tokens: int) -> list[list[list[int]]] | None:
+    """Balance over ranks, then over each rank's micro-batches; None when some rank's share does not fit into its micro-batches."""
+    plan = []
+    for part in longest_first(costs, num_ranks):
+        own = [costs[unit] for unit in part]
+        micros = longest_first(own, num_rounds)
+        if any(sum(own[i] for i in micro) > max_tokens for micro in micros):
+            micros = _first_fit(own, max_tokens)
+        if len(micros) > num_rounds:
+            return None
+        plan.append([[part[i] for i in micro] for micro in micros] + [[]] * (num_rounds - len(micros)))
+    return plan
+
+
+def _deal(bins: list[list[int]], costs: list[int], num_ranks: int, num_rounds: int) -> list[list[list[int]]]:
+    """Give full micro-batches, dearest first, to the least-loaded rank that has room for one more."""
+    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for load, micro in sorted(((sum(costs[unit] for unit in micro), micro) for micro in bins), reverse=True):
+        rank = min((r for r in range(num_ranks) if len(plan[r]) < num_rounds), key=loads.__getitem__)
+        plan[rank].append(micro)
+        loads[rank] += load
+    return [micros + [[]] * (num_rounds - len(micros)) for micros in plan]
+
+
+def _first_fit(costs: list[int], capacity: int) -> list[list[int]]:
+    """First-fit decreasing: item indices in bins of at most `capacity`; at most 11/9 of the fewest bins, plus one."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        chosen = next((b for b, free in enumerate(room) if free >= costs[item]), None)
+        if chosen is None:
+            chosen = len(bins)
+            bins.append([])
+            room.append(capacity)
+        bins[chosen].append(item)
+        room[chosen] -= costs[item]
+    return bins
+
+
+def _join(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    return np.sort(np.concatenate([np.empty(0, np.int64), *arrays]))
+
+
+def _ranges(lengths: np.ndarray) -> np.ndarray:
+    """0 .. length - 1 for each length, back to back."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,0 +1,91 @@
+"""A row of a dataset: a prompt, its answer, and whatever else a reward may want to see. Also: how a raw record becomes one.
+
+Rows cross to reward processes, so they are frozen and plain. Every complaint about a record says where it stands and which fields it has.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offbeat.config.data import DataConfig
+from offbeat.errors import DataError
+
+Prompt = str | tuple[dict[str, str], ...]
+
+_DEFAULT_FIELDS = {"prompt_answer": ("prompt", "answer"), "gsm8k": ("question", "answer"), "messages": ("messages", "answer")}
+_GSM8K_ANSWER = re.compile(r"####\s*(\S[^\n]*)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt with its answer.
+
+    Attributes:
+        prompt: text, or a chat of messages with `role` and `content`.
+        answer: what a reward compares with.
+        extra: the record's other fields as text; what was no text is JSON.
+        solution: what supervised fine-tuning imitates, where that is more than the answer (GSM8K's worked solution); else empty.
+    """
+
+    prompt: Prompt
+    answer: str
+    extra: dict[str, str] = field(default_factory=dict)
+    solution: str = ""
+
+
+def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str) -> Row:
+    """Make a row from a JSON object or table row, as `config.format` and the field names say.
+
+    Args:
+        where: names the record in messages, like `'train.jsonl', line 3`.
+
+    Raises:
+        DataError: a field is absent or of the wrong type, or GSM8K's answer has no `####`.
+    """
+    default_prompt, default_answer = _DEFAULT_FIELDS[config.format]
+    prompt_field, answer_field = config.prompt_field or default_prompt, config.answer_field or default_answer
+    for name, setting in ((prompt_field, "data.prompt_field"), (answer_field, "data.answer_field")):
+        if name not in record:
+            raise DataError(f"{where}, has no field {name!r}; it has {', '.join(record) or 'none'}; set {setting} or data.format")
+    answer = _text(record[answer_field], answer_field, where)
+    solution = ""
+    if config.format == "gsm8k":
+        solution, answer = answer, _gsm8k_answer(answer, where)
+    prompt = _messages(record[prompt_field], prompt_field, where) if config.format == "messages" else record[prompt_field]
+    if config.format != "messages" and not isinstance(prompt, str):
+        raise DataError(f"{where}: field {prompt_field!r} must be text, got {_kind(prompt)}; a chat needs data.format = \"messages\"")
+    extra = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in record.items() if k not in (prompt_field, answer_field)}
+    return Row(prompt, answer, extra, solution)
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise DataError(f"{where}: field {name!r} must be text or a number, got {_kind(value)}")
+
+
+def _gsm8k_answer(text: str, where: str) -> str:
+    found = _GSM8K_ANSWER.findall(text)
+    if not found:
+        raise DataError(
+            f"{where}: a GSM8K answer must end in '#### ' and a number, got {text[-40:]!r};"
+            ' for bare answers use data.format = "prompt_answer"')
+    return found[-1].strip().replace(",", "")
+
+
+def _messages(value: Any, name: str, where: str) -> tuple[dict[str, str], ...]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: field {name!r} must be a list of messages, got {_kind(value)}")
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            got = json.dumps(message, default=str)[:80]
+            raise DataError(f"{where}: each message in {name!r} must have text in 'role' and 'content', got {got}")
+    return tuple({"role": m["role"], "content": m["content"]} for m in value)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else "an empty list" if value == [] else type(value).__name__

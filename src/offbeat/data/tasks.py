@@ -1,0 +1,88 @@
+"""Tasks that make their own rows: sorting digits, adding, and countdown. For first runs, tests and benchmarks; no file, no download.
+
+A row depends on (task, size, seed, stream, index) alone and is made in constant time, so a resumed run sees the rows it would have seen.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offbeat.data.row import Row
+from offbeat.errors import DataError
+
+_LARGEST_NUMBER = 99
+_LARGEST_TARGET = 999
+
+
+@dataclass(frozen=True)
+class Task:
+    """A family of generated rows.
+
+    Attributes:
+        name: as in `data.task`.
+        size: difficulty: digits to sort, digits per addend, or numbers to combine.
+        make: draws one row from a random generator, at a size.
+        reward: dotted name of the reward that fits it.
+    """
+
+    name: str
+    size: int
+    make: Callable[[random.Random, int], Row]
+    reward: str
+
+    num_rows = None
+    """There is always another row."""
+
+    def row(self, index: int, *, seed: int, stream: str = "train") -> Row:
+        """The row at `index`; streams of different names are independent."""
+        return self.make(random.Random(f"{self.name}/{self.size}/{seed}/{stream}/{index}"), self.size)
+
+
+def find_task(name: str, *, size: int) -> Task:
+    """The built-in task of that name.
+
+    Raises:
+        DataError: there is none.
+    """
+    if name not in _TASKS:
+        raise DataError(f"data.task must be one of {', '.join(_TASKS)}, got {name!r}")
+    make, reward = _TASKS[name]
+    return Task(name, size, make, reward)
+
+
+def _sort_digits(rng: random.Random, size: int) -> Row:
+    digits = [rng.choice("0123456789") for _ in range(size)]
+    return Row("".join(digits) + ">", "".join(sorted(digits)))
+
+
+def _addition(rng: random.Random, size: int) -> Row:
+    a, b = rng.randrange(10**size), rng.randrange(10**size)
+    return Row(f"{a}+{b}=", str(a + b))
+
+
+def _countdown(rng: random.Random, size: int) -> Row:
+    """Combine random pairs until one number is left: its value is the target, so every target can be reached with all numbers."""
+    numbers = [rng.randint(1, _LARGEST_NUMBER) for _ in range(size)]
+    pool = [(n, str(n)) for n in numbers]
+    while len(pool) > 1:
+        (a, a_text), (b, b_text) = sorted((pool.pop(rng.randrange(len(pool))) for _ in range(2)), reverse=True)
+        value, sign = rng.choice(_moves(a, b))
+        pool.append((value, f"({a_text}{sign}{b_text})"))
+    target, expression = pool[0]
+    if size > 1:
+        expression = expression[1:-1]
+    shown = " ".join(map(str, numbers))
+    return Row(f"{shown} -> {target}?", expression, {"numbers": shown, "target": str(target)})
+
+
+def _moves(a: int, b: int) -> list[tuple[int, str]]:
+    """Results of a and b, a >= b >= 1, that are whole, positive and small. Never empty: a - b if they differ, else a / b."""
+    moves = [(a + b, "+"), (a - b, "-"), (a * b, "*")] + ([(a // b, "/")] if a % b == 0 else [])
+    return [(value, sign) for value, sign in moves if 0 < value <= _LARGEST_TARGET]
+
+
+_TASKS: dict[str, tuple[Callable[[random.Random, int], Row], str]] = {
+    "sort_digits": (_sort_digits, "offbeat.rollout.rewards.exact_match:exact_match"),
+    "addition": (_addition, "offbeat.rollout.rewards.exact_match:exact_match"),
+    "countdown": (_countdown, "offbeat.rollout.rewards.countdown:countdown"),
+}

@@ -1,0 +1,159 @@
+"""Text to token ids and back, without torch: the controller renders prompts and decodes completions with this.
+
+`load_tokenizer` reads a Hugging Face folder or hub id; `character_tokenizer` builds one on the spot for tiny models. Both are
+`PreTrainedTokenizerFast` underneath, which imports without torch (`AutoTokenizer` does not).
+"""
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from huggingface_hub import snapshot_download
+from jinja2 import TemplateError
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from offbeat.errors import ModelError
+
+DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
+"""What the built-in tasks and the default chat template need; 54 tokens with the three special ones."""
+
+TEXT_ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \t\n"
+"""All printable ASCII, for chats and word problems with a character tokenizer."""
+
+DEFAULT_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+EOS, PAD, UNK = "<eos>", "<pad>", "<unk>"
+_REQUIRED = ("tokenizer.json", "tokenizer_config.json")
+_WANTED = (*_REQUIRED, "special_tokens_map.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A tokenizer with an end token.
+
+    Attributes:
+        hf: what does the work.
+        name: folder or hub id it came from, for messages.
+    """
+
+    hf: PreTrainedTokenizerFast
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.hf.eos_token_id is None:
+            raise ModelError(
+                f"tokenizer {self.name!r} has no end token, so generation could not stop; set eos_token in tokenizer_config.json")
+        # A tokenizer.json may carry the truncation and padding of its training; a prompt must never be cut or filled in silence.
+        self.hf.backend_tokenizer.no_truncation()
+        self.hf.backend_tokenizer.no_padding()
+
+    @property
+    def eos_token_id(self) -> int:
+        return cast(int, self.hf.eos_token_id)
+
+    @property
+    def pad_token_id(self) -> int:
+        """The end token where the tokenizer has no pad token."""
+        return self.eos_token_id if self.hf.pad_token_id is None else cast(int, self.hf.pad_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's embedding may have more rows than this, never fewer."""
+        return len(self.hf)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.hf.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`. Special tokens written out in it, such as `<eos>`, become themselves."""
+        return self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return cast(str, self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a chat, up to where the assistant is to answer.
+
+        Args:
+            messages: each with `role` and `content`.
+
+        Raises:
+            ModelError: there is no chat template, or it refuses these messages.
+        """
+        if not self.has_chat_template:
+            raise ModelError(
+                f"tokenizer {self.name!r} has no chat template; put a chat_template.jinja beside its tokenizer.json,"
+                " or use plain prompts (data.chat_template = false)")
+        try:
+            text = self.hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+        except TemplateError as exc:
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
+        return self.encode(cast(str, text))
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""
+        self.hf.save_pretrained(folder)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read a tokenizer from a folder or, if there is no such folder, from the hub.
+
+    Raises:
+        ModelError: files are missing or unreadable, the hub cannot be reached, or there is no end token.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = _download(str(path))
+    missing = [name for name in _REQUIRED if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"tokenizer {str(path)!r} has no {' and no '.join(missing)}; it needs {' and '.join(_REQUIRED)}")
+    try:
+        hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as exc:  # the Rust library raises bare Exception
+        raise ModelError(f"tokenizer {str(path)!r} cannot be read: {exc}; save it again with save_pretrained") from exc
+    return Tokenizer(hf, str(path))
+
+
+def _download(hub_id: str) -> Path:
+    if hub_id.startswith(("/", ".", "~")) or hub_id.count("/") > 1 or not hub_id:
+        raise ModelError(
+            f"tokenizer folder {hub_id!r} does not exist; give a folder with {' and '.join(_REQUIRED)}, or a hub id like 'org/name'")
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_WANTED)))
+    except (OSError, ValueError) as exc:
+        raise ModelError(
+            f"tokenizer {hub_id!r} is no folder here and could not be fetched from the hub ({type(exc).__name__});"
+            " check the name and the connection, or give a folder") from exc
+
+
+def character_tokenizer(alphabet: str = DEFAULT_ALPHABET, *, chat_template: str | None = DEFAULT_CHAT_TEMPLATE) -> Tokenizer:
+    """One token per character of `alphabet`, after `<eos>` (id 0), `<pad>` (1) and `<unk>` (2).
+
+    Args:
+        alphabet: different characters; others in a text become `<unk>`.
+        chat_template: Jinja text; None leaves the tokenizer without one.
+
+    Raises:
+        ModelError: the alphabet is empty or repeats a character.
+    """
+    if not alphabet or len(set(alphabet)) < len(alphabet):
+        raise ModelError(f"the alphabet of a character tokenizer must hold each character once, and at least one; got {alphabet!r}")
+    vocab = {token: i for i, token in enumerate((EOS, PAD, UNK, *alphabet))}
+    backend = Backend(models.WordLevel(vocab, unk_token=UNK))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=EOS, pad_token=PAD, unk_token=UNK,
+        clean_up_tokenization_spaces=False, chat_template=chat_template)
+    return Tokenizer(hf, "characters")

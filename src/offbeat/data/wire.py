@@ -1,0 +1,75 @@
+"""Frozen dataclasses to bytes and back, numpy arrays included. What crosses a process goes through here; nothing is ever unpickled.
+
+MessagePack through msgspec, which checks types on the way in. An array travels as (dtype, shape, raw little-endian bytes).
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from offbeat.errors import DataError
+
+T = TypeVar("T")
+
+_ALLOWED_DTYPES = frozenset({"bool", "uint8", "uint16", "int16", "int32", "int64", "float32", "float64"})
+
+
+class _Array(msgspec.Struct, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return _Array(value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} does not cross a process")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise NotImplementedError(f"{kind} does not cross a process")
+    array = msgspec.convert(value, _Array)
+    if array.dtype not in _ALLOWED_DTYPES:
+        raise ValueError(f"array dtype must be one of {sorted(_ALLOWED_DTYPES)}, got {array.dtype!r}")
+    return np.frombuffer(array.data, dtype=array.dtype).reshape(array.shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+
+
+def encode(value: Any) -> bytes:
+    """Encode a frozen dataclass (or a builtin container of them)."""
+    return _encoder.encode(value)
+
+
+def decode(kind: type[T], data: bytes | memoryview) -> T:
+    """Decode bytes from `encode`; arrays are read-only views of `data`.
+
+    Raises:
+        DataError: the bytes do not describe a `kind`.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain)
+    except (msgspec.DecodeError, ValueError) as exc:
+        raise DataError(f"these bytes are not a {getattr(kind, '__name__', kind)}: {exc}") from exc
+
+
+def encode_json(value: Any) -> bytes:
+    """One line of JSON; arrays become lists."""
+    return msgspec.json.encode(value, enc_hook=lambda v: v.tolist() if isinstance(v, np.ndarray | np.generic) else _to_plain(v))
+
+
+def decode_json(kind: type[T], data: bytes | str) -> T:
+    """Decode `encode_json`. JSON lists have no dtype: the dataclass sets it in `__post_init__`.
+
+    Raises:
+        DataError: the text does not describe a `kind`.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind, dec_hook=lambda _, v: np.asarray(v))
+    except (msgspec.DecodeError, ValueError) as exc:
+        raise DataError(f"this JSON is not a {getattr(kind, '__name__', kind)}: {exc}") from exc

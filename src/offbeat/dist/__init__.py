@@ -1,0 +1,1 @@
+"""The only home of devices, process groups and collectives."""

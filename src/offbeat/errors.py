@@ -1,0 +1,81 @@
+"""Every error a person may see, in one hierarchy.
+
+A `UserError` is the user's to mend: one sentence with what was wrong, the value, what is allowed and what to do (exit 2).
+A `RunError` is a run that failed although it was asked for correctly (exit 1). Each is also the standard-library error it refines.
+"""
+
+
+class OffbeatError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_code = 1
+
+
+class UserError(OffbeatError):
+    """Something that the user gave cannot work."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration value is unknown, of the wrong type or out of range."""
+
+
+class DataError(UserError, ValueError):
+    """A dataset or a row of it cannot be used."""
+
+
+class ModelError(UserError, ValueError):
+    """A model or tokenizer folder cannot be used."""
+
+
+class CodeError(UserError):
+    """User code named in the configuration (a reward, a workflow) cannot be found or always fails."""
+
+
+class MissingExtraError(UserError, ImportError):
+    """An optional dependency is not installed; the message names the extra."""
+
+
+class PortBusyError(UserError, OSError):
+    """A port that was asked for is taken."""
+
+
+class StorageError(UserError, OSError):
+    """A disk is full or a folder cannot be written; what was saved before is intact."""
+
+
+class RunError(OffbeatError, RuntimeError):
+    """A run that was asked for correctly failed."""
+
+
+class DeadlineError(RunError, TimeoutError):
+    """A named wait passed its deadline."""
+
+
+class WorkerError(RunError):
+    """A worker process raised, or died; the message names it and shows its last words."""
+
+
+class EngineError(RunError):
+    """An engine refused or failed a request."""
+
+
+class RefusedError(EngineError):
+    """The engine says that the request itself is wrong; another engine would say the same."""
+
+
+class BusyError(EngineError):
+    """The engine's queue is full; later, or elsewhere, the request may be served."""
+
+
+class PublishError(RunError):
+    """A version could not be published to enough engines."""
+
+
+class RolloutError(RunError):
+    """Rollouts cannot go on: every episode of the last ones failed."""
+
+
+class NotLearnedError(RunError):
+    """A run ended below the accuracy that it promises."""

@@ -1,0 +1,1 @@
+"""Clients, dialects and the pool of engines."""

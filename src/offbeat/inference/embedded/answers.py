@@ -1,0 +1,112 @@
+"""What the engine's HTTP endpoints answer, in OpenAI's words plus `token_ids` and `versions`. Used by `server`; no I/O."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.inference.embedded.request import Output
+from offbeat.inference.embedded.text import TextStream, cut_at_stop
+from offbeat.inference.embedded.wire import GenerateBody
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Format(Protocol):
+    """How one endpoint dresses a piece of text."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def text(self, text: str, *, chunk: bool) -> dict[str, Any]:
+        """The part of a choice that holds the text."""
+        ...
+
+    def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The part of a choice that holds log-probabilities."""
+        ...
+
+
+class CompletionFormat:
+    """/v1/completions."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def text(self, text: str, *, chunk: bool) -> dict[str, Any]:  # noqa: ARG002
+        return {"text": text}
+
+    def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:  # noqa: ARG002
+        # Without OpenAI's `tokens`: decoding them one by one would cost more than all the rest of an answer.
+        return {"token_logprobs": output.logprobs}
+
+
+class ChatFormat:
+    """/v1/chat/completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def text(self, text: str, *, chunk: bool) -> dict[str, Any]:
+        return {"delta" if chunk else "message": {"role": "assistant", "content": text}}
+
+    def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
+        tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in output.token_ids]
+        return {"content": [{"token": token, "logprob": logprob} for token, logprob in zip(tokens, output.logprobs, strict=True)]}
+
+
+class Answer:
+    """Turns the outputs of one request into bytes, whole or as server-sent events."""
+
+    def __init__(
+        self,
+        request_id: str,
+        form: Format,
+        body: GenerateBody,
+        *,
+        tokenizer: Tokenizer,
+        model: str,
+        prompt_len: int,
+        stops: tuple[str, ...],
+    ) -> None:
+        self._form = form
+        self._body = body
+        self._tokenizer = tokenizer
+        self._prompt_len = prompt_len
+        self._stops = stops
+        self._streams: Mapping[int, TextStream] = {i: TextStream(tokenizer, stops) for i in range(body.n)} if body.stream else {}
+        self._head = {"id": request_id, "created": int(time.time()), "model": model}
+
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        """The answer to a request that does not stream, once all samples are done."""
+        generated = sum(len(output.token_ids) for output in outputs)
+        usage = {"prompt_tokens": self._prompt_len, "completion_tokens": generated, "total_tokens": self._prompt_len + generated}
+        choices = []
+        for output in sorted(outputs, key=lambda o: o.index):
+            text = cut_at_stop(self._tokenizer.decode(output.token_ids), self._stops)
+            choices.append(self._choice(output, text, chunk=False))
+        return msgspec.json.encode({**self._head, "object": self._form.kind, "choices": choices, "usage": usage})
+
+    def piece(self, output: Output) -> bytes:
+        """One event of a streaming answer."""
+        stream = self._streams[output.index]
+        text = "".join(map(stream.push, output.token_ids))
+        if output.finish_reason is not None:
+            text += stream.finish()
+        choice = self._choice(output, text, chunk=True)
+        return b"data: " + msgspec.json.encode({**self._head, "object": self._form.chunk_kind, "choices": [choice]}) + b"\n\n"
+
+    def _choice(self, output: Output, text: str, *, chunk: bool) -> dict[str, Any]:
+        choice = {"index": output.index, **self._form.text(text, chunk=chunk), "finish_reason": output.finish_reason, "logprobs": None}
+        if self._body.wants_logprobs:
+            choice["logprobs"] = self._form.logprobs(output, self._tokenizer)
+        if self._body.return_token_ids:
+            choice["token_ids"], choice["versions"] = output.token_ids, output.versions
+        return choice
+
+
+def error_body(message: str, *, status: int) -> bytes:
+    """An error in OpenAI's words."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})

@@ -1,0 +1,163 @@
+"""Keys and values of all running samples: one tensor of dense slots, grown on demand. Used by both forward paths.
+
+Slots, not pages: at contexts of some thousand tokens memory is not the limit, and a decode step reads plain views. Positions past a
+sample's length hold finite leftovers, which the mask of `DecodeStep` hides and later tokens overwrite.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BUCKET = 32
+"""Positions are read in multiples of this."""
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one position of one sample takes."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Where a prefill's keys and values go: slot `slots[i]` receives those of prompt `prompts[i]`. Both [S] int64."""
+
+    slots: Tensor
+    prompts: Tensor
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Smallest multiple that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+class SlotCache:
+    """Keys and values, [num_layers, 2, slots, num_kv_heads, positions, head_dim]."""
+
+    def __init__(self, shape: CacheShape, *, max_slots: int, max_positions: int) -> None:
+        self.shape = shape
+        self.max_slots = max_slots
+        self.max_positions = round_up(max_positions, BUCKET)
+        self._data = self._allocate(0, 0)
+
+    @property
+    def slots(self) -> int:
+        return self._data.shape[2]
+
+    @property
+    def positions(self) -> int:
+        return self._data.shape[4]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slots * self.positions * self.shape.bytes_per_token
+
+    def reserve(self, *, slots: int, positions: int) -> None:
+        """Make room, keeping what is stored. Sizes grow by half at least, so that copies stay a small share of all work."""
+        if slots <= self.slots and positions <= self.positions:
+            return
+        assert slots <= self.max_slots and positions <= self.max_positions, "the scheduler admits no more than the cache may hold"
+        old = self._data
+        if slots > self.slots:
+            slots = min(max(slots, self.slots * 3 // 2), self.max_slots)
+        if positions > self.positions:
+            positions = min(round_up(max(positions, self.positions * 3 // 2), BUCKET), self.max_positions)
+        self._data = self._allocate(max(slots, self.slots), max(positions, self.positions))
+        self._data[:, :, : old.shape[2], :, : old.shape[4]] = old
+
+    def write_prompts(self, layer: int, keys: Tensor, values: Tensor, rows: PromptRows) -> None:
+        """Store a prefill's keys and values, each [prompts, num_kv_heads, positions, head_dim], from position 0 on."""
+        length = keys.shape[2]
+        for target, new in zip(self._data[layer], (keys, values), strict=True):
+            target[:, :, :length].index_copy_(0, rows.slots, new.index_select(0, rows.prompts))
+
+    def move(self, sources: list[int], targets: list[int], *, positions: int) -> None:
+        """Copy the first `positions` of each source slot to its target slot."""
+        if sources:
+            view = self._data[:, :, :, :, : min(positions, self.positions)]
+            view[:, :, torch.tensor(targets)] = view[:, :, torch.tensor(sources)]
+
+    def step(self, lengths: np.ndarray) -> "DecodeStep":
+        """Prepare one decode step of slots 0..B-1; `lengths` [B] counts each sample's cached positions."""
+        return DecodeStep(self, lengths)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [slots, num_kv_heads, positions, head_dim]; views."""
+        return self._data[layer, 0], self._data[layer, 1]
+
+    def _allocate(self, slots: int, positions: int) -> Tensor:
+        # Zeros, not empty: a masked position's value is multiplied by 0, which a NaN survives.
+        shape = self.shape
+        return torch.zeros(shape.num_layers, 2, slots, shape.num_kv_heads, positions, shape.head_dim, dtype=shape.dtype)
+
+
+class DecodeStep:
+    """One new position for each of the slots 0..B-1; what all layers share is computed once.
+
+    Attributes:
+        positions: [B] int64, the position of the new token, which is also the number of those cached before it.
+        mask: [B * num_kv_heads, 1, width], 0 where the new token attends and -inf elsewhere.
+        width: positions that attention reads, a multiple of `BUCKET`.
+    """
+
+    def __init__(self, cache: SlotCache, lengths: np.ndarray) -> None:
+        self._cache = cache
+        shape = cache.shape
+        self.rows = len(lengths)
+        self.width = round_up(int(lengths.max()) + 1, BUCKET)
+        cache.reserve(slots=self.rows, positions=self.width)
+        self.positions = torch.from_numpy(lengths.astype(np.int64))
+        heads = torch.arange(self.rows * shape.num_kv_heads)
+        self._index = heads * cache.positions + self.positions.repeat_interleave(shape.num_kv_heads)
+        self.mask = self.window_mask(None)
+
+    def window_mask(self, window: int | None) -> Tensor:
+        """Mask where a token also attends to no more than `window` positions, itself included; None for all."""
+        position = torch.arange(self.width)
+        hidden = position > self.positions[:, None]
+        if window is not None:
+            hidden |= position <= self.positions[:, None] - window
+        mask = torch.zeros(self.rows, self.width, dtype=self._cache.shape.dtype).masked_fill_(hidden, -torch.inf)
+        return mask.repeat_interleave(self._cache.shape.num_kv_heads, dim=0).unsqueeze(1)
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new position's keys and values, each [B, num_kv_heads, head_dim].
+
+        Returns:
+            All cached keys and values of the slots, each [B * num_kv_heads, width, head_dim]; views.
+        """
+        cached = []
+        for stored, new in zip(self._cache.layer(layer), (keys, values), strict=True):
+            head_dim = new.shape[-1]
+            stored.view(-1, head_dim).index_copy_(0, self._index, new.reshape(-1, head_dim))
+            cached.append(stored[: self.rows, :, : self.width].flatten(0, 1))
+        return cached[0], cached[1]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
+    """Attention of one new token per sample over the cache.
+
+    Batched matrix products over (sample, key head): on a CPU they match or beat `scaled_dot_product_attention`, whose set-up costs
+    more than its tiling saves at one query.
+
+    Args:
+        queries: [B * num_kv_heads, G, head_dim], G query heads per key head.
+        keys: [B * num_kv_heads, width, head_dim]; values likewise.
+        mask: [B * num_kv_heads, 1, width], added to the scores.
+        scale: of the scores.
+
+    Returns:
+        [B * num_kv_heads, G, head_dim].
+    """
+    scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
+    return torch.bmm(torch.softmax(scores, dim=-1), values)

@@ -1,0 +1,337 @@
+"""The engine: requests in, sampled tokens out, one `step()` at a time: schedule, run, postprocess.
+
+Single-threaded: `loop.EngineLoop` calls it from one thread, tests and benchmarks call it directly (`generate`). Between two steps it can be
+paused, given new weights, or asked to score tokens. It promises that every token carries the version of the weights that sampled it, that a
+staged version never changes, and that a sample with a seed does not depend on what runs beside it.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import EngineError, RefusedError
+from offbeat.inference.embedded.cache import PromptRows, SlotCache
+from offbeat.inference.embedded.forward import Forward
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.request import Event, FinishReason, Output, Request, SamplingParams
+from offbeat.inference.embedded.rows import Rows
+from offbeat.inference.embedded.sampler import row_keys, sample
+from offbeat.inference.embedded.scheduler import Scheduler, plan_prefill
+from offbeat.inference.embedded.versions import VersionStore, read_weights
+from offbeat.types import Version
+from offbeat.weights.protocol import Interrupt
+
+
+@dataclass(frozen=True, eq=False)
+class PendingSwitch:
+    """A switch that was asked for and is not done."""
+
+    version: Version
+    started: float
+    done: "Future[float]"
+
+
+class Engine:
+    """One model, its cache and its running samples.
+
+    Attributes:
+        tokenizer: of the model.
+        version: of the weights that serve now.
+        finished: samples by finish reason.
+        num_prompt_tokens, num_generated_tokens: since the start.
+        switch_s: what the last switch took, from its request on.
+    """
+
+    def __init__(self, forward: Forward, tokenizer: Tokenizer, options: EngineOptions) -> None:
+        self.version: Version = options.version
+        self.max_context = min(options.max_context or forward.max_positions, forward.max_positions)
+        self.paused = False
+        self.finished: Counter[str] = Counter()
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.switch_s = 0.0
+        self._forward = forward
+        self.tokenizer = tokenizer
+        self._max_prefill_tokens = options.max_prefill_tokens
+        self._scheduler = Scheduler(
+            max_running=options.max_running, max_queued=options.max_queued, max_prefill_tokens=options.max_prefill_tokens
+        )
+        self._cache = SlotCache(forward.cache_shape, max_slots=options.max_running, max_positions=self.max_context)
+        self._rows = Rows(max_rows=options.max_running)
+        self._versions = VersionStore(live=options.version, folder=options.model)
+        self._rng = np.random.default_rng(options.seed)
+        self._pending: PendingSwitch | None = None
+
+    # -- requests ----------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that keys and values take now."""
+        return self._cache.size_bytes
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        waiting = self.num_waiting > 0 and self._pending is None
+        return not self.paused and (self.num_running > 0 or waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RefusedError: it can never be served; says why.
+            BusyError: too many wait.
+        """
+        self._check(request)
+        self._scheduler.add(request)
+
+    def _check(self, request: Request) -> None:
+        prompt_len, params = len(request.prompt), request.params
+        if prompt_len == 0:
+            raise RefusedError("the prompt is empty; it needs at least one token")
+        if min(request.prompt) < 0 or max(request.prompt) >= self._forward.vocab_size:
+            bad = next(t for t in request.prompt if not 0 <= t < self._forward.vocab_size)
+            raise RefusedError(f"prompt token {bad} is outside the vocabulary of {self._forward.vocab_size} tokens")
+        if prompt_len + params.max_new_tokens > self.max_context:
+            raise RefusedError(
+                f"the prompt has {prompt_len} tokens and max_tokens is {params.max_new_tokens}, together more than the context of "
+                f"{self.max_context}; shorten the prompt or lower max_tokens"
+            )
+        if request.n > self._scheduler.max_running:
+            raise RefusedError(f"n must be at most the engine's max_running of {self._scheduler.max_running}, got {request.n}")
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request whose client is gone; nothing is reported."""
+        if not self._scheduler.remove(request_id):
+            rows = [row for row, running in enumerate(self._rows.samples) if running.request.id == request_id]
+            self.finished["abort"] += len(rows)
+            self._release(rows)
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int = 1) -> list[list[Output]]:
+        """Run prompts to their end in this thread, ahead of nothing else; [P][n] outputs in order."""
+        results: dict[str, list[Output]] = {f"generate-{i}": [] for i in range(len(prompts))}
+        pending = [Request(id=name, prompt=list(p), params=params, n=n) for name, p in zip(results, prompts, strict=True)]
+        pending.reverse()
+        while pending or self.has_work:
+            while pending and self.num_waiting < self._scheduler.max_queued:
+                self.submit(pending.pop())
+            for event in self.step():
+                assert isinstance(event.result, Output), "steps report outputs"
+                results[event.request_id].append(event.result)
+        return [sorted(outputs, key=lambda o: o.index) for outputs in results.values()]
+
+    # -- the step ----------------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Sample one token for every running sample and the first token of every sample that starts now."""
+        if not self.has_work:
+            return []
+        admitted = self._schedule()
+        logits = self._run(admitted)
+        return self._postprocess(logits)
+
+    def _schedule(self) -> list[Request]:
+        admitted = [] if self._pending else self._scheduler.admit()
+        for request in admitted:
+            params = request.params
+            seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
+            eos = () if params.ignore_eos else (self.tokenizer.eos_token_id,)
+            self._rows.add(request, keys=row_keys(seed, request.n), stop_ids=params.stop_token_ids + eos, tokenizer=self.tokenizer)
+            self.num_prompt_tokens += len(request.prompt)
+        return admitted
+
+    def _run(self, admitted: list[Request]) -> Tensor:
+        """Logits for the next token of every row, [B, V]: old rows decode, new ones prefill."""
+        counts = torch.tensor([request.n for request in admitted], dtype=torch.int64)
+        old = len(self._rows) - int(counts.sum())
+        parts = []
+        if old:
+            step = self._cache.step(self._rows.length[:old] - 1)
+            parts.append(self._forward.decode(torch.from_numpy(self._rows.last_tokens(old)), step))
+        if admitted:
+            prompts = torch.arange(len(admitted)).repeat_interleave(counts)
+            rows = PromptRows(torch.arange(old, len(self._rows)), prompts)
+            parts.append(self._prefill([np.array(request.prompt) for request in admitted], rows)[prompts])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _prefill(self, sequences: list[np.ndarray], rows: PromptRows) -> Tensor:
+        """Write the sequences' keys and values to their slots; returns the logits after each, [P, V]."""
+        lengths = np.array([len(s) for s in sequences])
+        self._cache.reserve(slots=int(rows.slots.max()) + 1, positions=int(lengths.max()))
+        logits: Tensor | None = None
+        for chunk in plan_prefill(lengths, max_tokens=self._max_prefill_tokens):
+            tokens = np.zeros((len(chunk), lengths[chunk].max()), np.int64)
+            for row, i in enumerate(chunk):
+                tokens[row, : lengths[i]] = sequences[i]
+            place = torch.full((len(sequences),), -1).index_copy_(0, torch.from_numpy(chunk), torch.arange(len(chunk)))[rows.prompts]
+            here = PromptRows(rows.slots[place >= 0], place[place >= 0])
+            new = self._forward.prefill(torch.from_numpy(tokens), torch.from_numpy(lengths[chunk]), cache=self._cache, rows=here)
+            if logits is None:
+                logits = new.new_empty(len(sequences), new.shape[-1])
+            logits[torch.from_numpy(chunk)] = new
+        assert logits is not None, "a prefill has at least one sequence"
+        return logits
+
+    def _postprocess(self, logits: Tensor) -> list[Event]:
+        """Sample, account, report and free finished slots."""
+        tokens, logprobs = sample(logits, self._rows.sampling(), self._rows.uniforms())
+        stopped, full = self._rows.append(tokens, logprobs, version=self.version)
+        self.num_generated_tokens += len(tokens)
+        events = []
+        for row, running in enumerate(self._rows.samples):
+            if running.text is not None:
+                running.text.push(int(tokens[row]))
+                stopped[row] |= running.text.stopped
+            if running.request.stream and not (stopped[row] or full[row]):
+                events.append(Event(running.request.id, self._rows.output(row, None)))
+        ended = np.flatnonzero(stopped | full).tolist()
+        events += [self._end(row, "stop" if stopped[row] else "length") for row in ended]
+        self._release(ended)
+        return events
+
+    def _end(self, row: int, reason: FinishReason) -> Event:
+        self.finished[reason] += 1
+        return Event(self._rows.samples[row].request.id, self._rows.output(row, reason))
+
+    @torch.inference_mode()
+    def _release(self, rows: list[int]) -> None:
+        """Free slots and keep the rest dense; the last one out lets a draining switch happen."""
+        if rows:
+            longest = int(self._rows.length[: len(self._rows)].max())
+            sources, targets = self._scheduler.compact(rows)
+            self._cache.move(sources, targets, positions=longest)
+            self._rows.compact(sources, targets, running=self._scheduler.running)
+            self._finish_drain()
+
+    # -- control, between two steps ----------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: Literal["keep", "abort"]) -> list[Event]:
+        """Stop stepping. "keep" holds requests where they are; "abort" ends them all with what they have."""
+        self.paused = True
+        if mode == "keep":
+            return []
+        events = [self._end(row, "abort") for row in range(len(self._rows))]
+        self._release(list(range(len(self._rows))))
+        for request in self._scheduler.drop_waiting():
+            self.finished["abort"] += request.n
+            events += [Event(request.id, Output(index, [], [], [], "abort")) for index in range(request.n)]
+        return events
+
+    def resume(self) -> None:
+        """Step again."""
+        self.paused = False
+
+    def fail(self, error: EngineError) -> list[Event]:
+        """End every request and a switch under way with an error; the engine is not used after it."""
+        known = dict.fromkeys([running.request.id for running in self._rows.samples])
+        known |= dict.fromkeys([request.id for request in self._scheduler.drop_waiting()])
+        if self._pending is not None:
+            self._pending.done.set_exception(error)
+        return [Event(request_id, error) for request_id in known]
+
+    def is_staged(self, version: Version, folder: str) -> bool:
+        """See `VersionStore.has`."""
+        return self._versions.has(version, folder)
+
+    def prepare(self, folder: str) -> object:
+        """Read a folder's weights into what `stage` takes. May run on any thread.
+
+        Raises:
+            ModelError: the folder does not hold this model's weights.
+        """
+        return read_weights(self._forward, folder)
+
+    def stage(self, version: Version, folder: str, prepared: object) -> None:
+        """Hold prepared weights beside the live ones, as `version`.
+
+        Raises:
+            RefusedError: the version is bound to another folder.
+        """
+        if not self.is_staged(version, folder):
+            self._versions.add(version, folder, prepared)
+
+    def switch(self, version: Version, interrupt: Interrupt) -> "Future[float]":
+        """Serve a staged version.
+
+        Args:
+            version: staged before; the live one again is no change.
+            interrupt: samples in flight go on under the new weights with their cache computed anew ("recompute") or as it is ("keep"), or
+                finish first under the old ones while nothing new starts ("drain").
+
+        Returns:
+            Seconds that it took, once it is done; with "drain" that is after later steps.
+
+        Raises:
+            RefusedError: the version is not staged.
+            EngineError: another switch is draining.
+        """
+        if self._pending is not None:
+            raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before switching to {version}")
+        done: Future[float] = Future()
+        if version == self.version:
+            done.set_result(0.0)
+            return done
+        self._versions.check_staged(version)
+        self._pending = PendingSwitch(version, time.monotonic(), done)
+        if interrupt == "drain":
+            self._finish_drain()
+        else:
+            self._finish_switch(recompute=interrupt == "recompute")
+        return done
+
+    def _finish_drain(self) -> None:
+        if not self._rows.samples:
+            self._finish_switch(recompute=False)
+
+    def _finish_switch(self, *, recompute: bool) -> None:
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        self._forward.install(self._versions.make_live(pending.version))
+        self.version = pending.version
+        if recompute and self._rows.samples:
+            self._recompute()
+        self.switch_s = time.monotonic() - pending.started
+        pending.done.set_result(self.switch_s)
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Fill the cache of all running samples under the live weights."""
+        index = torch.arange(len(self._rows))
+        self._prefill([self._rows.cached_tokens(row) for row in range(len(self._rows))], PromptRows(index, index))
+
+    def weights(self) -> tuple[Version, dict[str, Tensor]]:
+        """The live version and its tensors under their Hugging Face names; they are never changed, so any thread may read them."""
+        return self.version, self._forward.tensors()
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int]) -> tuple[Version, list[float]]:
+        """The live version and the log-probability, at temperature 1, of each token after the first; through the forward that serves.
+
+        Raises:
+            RefusedError: fewer than two tokens, too many, or one outside the vocabulary.
+        """
+        if len(tokens) < 2 or len(tokens) > self.max_context:
+            raise RefusedError(f"scoring takes 2 to {self.max_context} tokens, got {len(tokens)}")
+        if min(tokens) < 0 or max(tokens) >= self._forward.vocab_size:
+            raise RefusedError(f"tokens to score must lie in the vocabulary of {self._forward.vocab_size} tokens")
+        ids = torch.tensor(tokens, dtype=torch.int64)
+        logprobs = self._forward.score(ids)[:-1].float().log_softmax(dim=-1)
+        return self.version, logprobs.gather(1, ids[1:, None]).squeeze(1).tolist()

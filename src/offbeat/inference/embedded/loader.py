@@ -1,0 +1,40 @@
+"""Builds an engine from its options: model, forward path, tokenizer. Called by the server and by in-process users."""
+
+import torch
+
+from offbeat.data.tokenizer import load_tokenizer
+from offbeat.errors import ModelError
+from offbeat.inference.embedded.engine import Engine
+from offbeat.inference.embedded.forward import Forward, check_forward
+from offbeat.inference.embedded.forward_direct import DirectForward, supports
+from offbeat.inference.embedded.forward_hf import HFForward
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.model.load import load_causal_lm
+
+
+def load_engine(options: EngineOptions) -> Engine:
+    """Load everything and check that decoding agrees with a full forward.
+
+    Raises:
+        ModelError: the model or tokenizer cannot be used, or not with the forward path asked for.
+    """
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    return Engine(load_forward(options), tokenizer, options)
+
+
+@torch.inference_mode()
+def load_forward(options: EngineOptions) -> Forward:
+    """The forward path for a model, checked."""
+    model = load_causal_lm(options.model, dtype=options.dtype, attention="sdpa")
+    dtype = getattr(torch, options.dtype)
+    direct = supports(model.config)
+    if options.forward == "direct" and not direct:
+        raise ModelError(
+            f"the direct forward does not compute {options.model} (model type {model.config.model_type!r}); use forward = auto or hf"
+        )
+    if direct and options.forward != "hf":
+        forward: Forward = DirectForward(model.config, {n: p.detach() for n, p in model.named_parameters()}, dtype=dtype)
+    else:
+        forward = HFForward(model, dtype=dtype)
+    check_forward(forward)
+    return forward

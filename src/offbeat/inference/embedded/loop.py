@@ -1,0 +1,147 @@
+"""Runs an engine on a thread of its own and lets other threads talk to it between two steps. Used by `server.EngineServer`.
+
+The engine's thread
+    consumes   commands (`submit`, `abort`, `call`) in the order in which they came, and the engine's work, one step at a time
+    produces   events, handed to `deliver` in one batch per round
+    waits for  a command, when there is no work; it never spins
+    woken by   a command, or `stop`
+If it raises, every request it knows of fails with that error, later commands fail too, and `error` says why.
+"""
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from offbeat.errors import EngineError
+from offbeat.inference.embedded.engine import Engine
+from offbeat.inference.embedded.request import Event, Request
+from offbeat.types import Version
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Command:
+    """Something to do between two steps, and whom to tell if it raises or the engine has ended."""
+
+    run: Callable[[], Any]
+    fail: Callable[[Exception], None]
+
+
+class EngineLoop:
+    """An engine on its thread.
+
+    Attributes:
+        error: why the engine ended; None while it runs.
+    """
+
+    def __init__(self, engine: Engine, *, deliver: Callable[[list[Event]], None]) -> None:
+        self.engine = engine
+        self.error: EngineError | None = None
+        self._deliver = deliver
+        self._commands: list[Command] = []
+        self._events: list[Event] = []
+        self._stopping = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="offbeat-engine", daemon=True)
+
+    def start(self) -> None:
+        # The model's objects live as long as the process; walking them would interrupt steps for milliseconds.
+        gc.collect()
+        gc.freeze()
+        self._thread.start()
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """End the thread after the step it is in; requests in flight fail."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    # -- from any thread ---------------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request and return at once; a refusal comes as an event like any answer."""
+        self._post(Command(lambda: self.engine.submit(request), lambda error: self._refuse(request, error)))
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and return at once."""
+        self._post(Command(lambda: self.engine.abort(request_id), lambda _: None))
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Run a function between two steps; its result or error comes as a future."""
+        future: Future[T] = Future()
+        self._post(Command(lambda: future.set_result(function()), future.set_exception))
+        return future
+
+    def pause(self, mode: Literal["keep", "abort"]) -> "Future[None]":
+        """See `Engine.pause`."""
+        return self.call(lambda: self._events.extend(self.engine.pause(mode)))
+
+    def stage(self, version: Version, folder: str) -> None:
+        """Load a folder's weights in the calling thread, beside the steps, and hold them as `version`. Blocks.
+
+        Raises:
+            RefusedError, ModelError: as `Engine.prepare` and `Engine.stage`; the live weights go on serving.
+        """
+        if not self.call(lambda: self.engine.is_staged(version, folder)).result():
+            prepared = self.engine.prepare(folder)
+            self.call(lambda: self.engine.stage(version, folder, prepared)).result()
+
+    def _post(self, command: Command) -> None:
+        with self._wake:
+            if self.error is None:
+                self._commands.append(command)
+                self._wake.notify()
+                return
+        command.fail(self.error)
+        self._flush()
+
+    # -- on the engine's thread --------------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        reason = EngineError("the engine was stopped")
+        try:
+            while not self._stopping:
+                self._round()
+        except Exception as exc:
+            logger.exception("the engine failed")
+            reason = EngineError(f"the engine failed: {type(exc).__name__}: {exc}")
+        self._close(reason)
+
+    def _round(self) -> None:
+        with self._wake:
+            while not (self._commands or self.engine.has_work or self._stopping):
+                self._wake.wait()
+            commands, self._commands = self._commands, []
+        for command in commands:
+            try:
+                command.run()
+            except Exception as exc:
+                command.fail(exc)
+        self._events += self.engine.step()
+        self._flush()
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        refusal = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+        self._events.append(Event(request.id, refusal))
+
+    def _flush(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._deliver(events)
+
+    def _close(self, reason: EngineError) -> None:
+        with self._wake:
+            self.error = reason
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command.fail(reason)
+        self._events += self.engine.fail(reason)
+        self._flush()

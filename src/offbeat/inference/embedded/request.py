@@ -1,0 +1,99 @@
+"""State of what the engine was asked for: sampling parameters, requests, and what comes out of them.
+
+A request is one prompt with n samples that share its prefill. The server (or `Engine.generate`) makes requests; the engine answers each
+sample with one `Output`, or with one per decode step when the request streams.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from offbeat.errors import EngineError, RefusedError
+from offbeat.types import Version
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn and when a sample ends.
+
+    Attributes:
+        max_new_tokens: most tokens to generate, the end token included.
+        temperature: divides the logits; 0 is greedy.
+        top_p: keep the likeliest tokens until their mass reaches this; 1 keeps all.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        seed: fixes the sample, whatever else runs in the engine; None draws from the engine's generator.
+        stop_token_ids: end the sample besides the tokenizer's end token; the token is part of the output.
+        stop: strings that end the sample; the text is cut before them, the tokens are not.
+        ignore_eos: go on past the tokenizer's end token; `stop_token_ids` still count.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_new_tokens >= 1, "max_tokens must be >= 1", self.max_new_tokens),
+            (0 <= self.temperature < float("inf"), "temperature must be >= 0 and finite; 0 is greedy", self.temperature),
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
+            (self.top_k >= 0, "top_k must be >= 0; 0 samples from all tokens", self.top_k),
+            (all(self.stop), "stop must not hold an empty string", list(self.stop)),
+        )
+        for holds, rule, value in checks:
+            if not holds:
+                raise RefusedError(f"{rule}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One prompt and the n samples wanted of it.
+
+    Attributes:
+        id: unique among requests in the engine.
+        prompt: token ids, at least one.
+        n: samples.
+        stream: answer after every decode step instead of once.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    stream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise RefusedError(f"n must be >= 1, got {self.n}")
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """Tokens of one sample: all of them, or those since the last `Output` of a streaming request.
+
+    Attributes:
+        index: which of the n samples.
+        token_ids: generated tokens, a stopping token included.
+        logprobs: of each token, under the distribution that it was sampled from (see `sampler`).
+        versions: of the weights that sampled each token.
+        finish_reason: None while the sample goes on.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[Version]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """What a step has to say to one request: tokens, or the error that ended it."""
+
+    request_id: str
+    result: Output | EngineError

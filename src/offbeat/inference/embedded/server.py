@@ -1,0 +1,306 @@
+"""The engine's HTTP front: OpenAI's completions, weight control and metrics, on Starlette and uvicorn.
+
+`EngineServer` runs two threads: uvicorn's event loop and the engine's (`loop`). A request handler submits and then waits on a queue of its
+own, which the engine's events reach in one hop per step. A client that goes away aborts its samples.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, PortBusyError, RefusedError, UserError
+from offbeat.inference.embedded.answers import DONE, Answer, ChatFormat, CompletionFormat, Format, error_body
+from offbeat.inference.embedded.loader import load_engine
+from offbeat.inference.embedded.loop import EngineLoop
+from offbeat.inference.embedded.metrics import registry_of
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.request import Event, Output, Request
+from offbeat.inference.embedded.versions import fingerprint_tensors
+from offbeat.inference.embedded.wire import ChatBody, CompletionBody, GenerateBody, PauseBody, ScoreBody, StageBody, SwitchBody, read_body
+
+Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
+
+DEFAULT_MAX_TOKENS = 16
+_KEEP_ALIVE_S = 30
+
+logger = logging.getLogger(__name__)
+
+
+class Disconnected(Exception):  # noqa: N818 (an event, not an error)
+    """The client of a request went away."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on a thread of its own, which says when it listens and on which event loop."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        self.ready.set()
+
+
+class EngineServer:
+    """An engine behind HTTP.
+
+    >>> server = EngineServer(EngineOptions(model="folder"))
+    >>> url = server.start()
+    >>> server.stop()
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Load the model; nothing listens yet.
+
+        Raises:
+            ModelError: see `loader.load_engine`.
+        """
+        self._options = options
+        self._model_name = Path(options.model).name
+        self._engine = load_engine(options)
+        self._tokenizer = self._engine.tokenizer
+        self._loop = EngineLoop(self._engine, deliver=self._deliver)
+        self._registry = registry_of(self._engine)
+        self._inboxes: dict[str, asyncio.Queue[Output | EngineError | Disconnected]] = {}
+        self._http: HttpServer | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------------------------------
+
+    def start(self, *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> str:
+        """Listen and serve from threads of this process; port 0 takes a free one. Returns the URL.
+
+        Raises:
+            PortBusyError: the port is taken.
+            DeadlineError: uvicorn did not come up.
+        """
+        listener = _bind(host, port)
+        config = uvicorn.Config(
+            Starlette(routes=self._routes()), lifespan="off", access_log=False, log_level="warning",
+            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=2,
+        )
+        self._http = HttpServer(config)
+        self._thread = threading.Thread(target=self._http.run, args=([listener],), name="offbeat-http", daemon=True)
+        self._thread.start()
+        if not self._http.ready.wait(timeout_s):
+            raise DeadlineError(f"the engine's HTTP server on {host} did not start within {timeout_s:g} s")
+        self._loop.start()
+        return f"http://{host}:{listener.getsockname()[1]}"
+
+    def stop(self) -> None:
+        """Fail what is in flight, stop listening and end both threads."""
+        if self._http is None or self._thread is None:
+            return
+        self._loop.stop()
+        self._http.should_exit = True
+        self._thread.join(10.0)
+        self._http = None
+
+    def _deliver(self, events: list[Event]) -> None:
+        assert self._http is not None, "the engine starts after the event loop and ends before it"
+        self._http.loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for event in events:
+            inbox = self._inboxes.get(event.request_id)
+            if inbox is not None:
+                inbox.put_nowait(event.result)
+
+    # -- routes ------------------------------------------------------------------------------------------------------------------------
+
+    def _routes(self) -> list[Route]:
+        table: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/completions", self._completions),
+            ("POST", "/v1/chat/completions", self._chat),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", self._metrics),
+            ("POST", "/v1/weights/stage", self._stage),
+            ("POST", "/v1/weights/switch", self._switch),
+            ("GET", "/v1/weights/fingerprint", self._fingerprint),
+            ("POST", "/v1/score", self._score),
+            ("POST", "/pause", self._pause),
+            ("POST", "/resume", self._resume),
+        ]
+        return [Route(path, self._guarded(handler), methods=[method]) for method, path, handler in table]
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """Check the key, and turn errors into answers."""
+        wanted = f"Bearer {self._options.api_key}" if self._options.api_key else None
+
+        async def guarded(http: HttpRequest) -> Response:
+            if wanted is not None and http.headers.get("authorization") != wanted:
+                return _error("this engine wants its key; send it as 'Authorization: Bearer KEY'", status=401)
+            try:
+                return await handler(http)
+            except BusyError as exc:
+                return _error(str(exc), status=429, headers={"Retry-After": "1"})
+            except (RefusedError, UserError) as exc:
+                return _error(str(exc), status=400)
+            except Disconnected:
+                return Response(status_code=499)
+            except OffbeatError as exc:
+                return _error(str(exc), status=500)
+
+        return guarded
+
+    async def _completions(self, http: HttpRequest) -> Response:
+        body = read_body(CompletionBody, await http.body())
+        if body.echo:
+            raise RefusedError("echo is not offered; POST /v1/score gives log-probabilities of a prompt")
+        prompt = self._tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        return await self._generate(http, body, prompt, CompletionFormat(), default_max_tokens=DEFAULT_MAX_TOKENS)
+
+    async def _chat(self, http: HttpRequest) -> Response:
+        body = read_body(ChatBody, await http.body())
+        body.max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        prompt = self._tokenizer.chat([{"role": m.role, "content": m.content} for m in body.messages])
+        rest = max(self._engine.max_context - len(prompt), 1)
+        return await self._generate(http, body, prompt, ChatFormat(), default_max_tokens=rest)
+
+    async def _generate(
+        self, http: HttpRequest, body: GenerateBody, prompt: list[int], form: Format, *, default_max_tokens: int
+    ) -> Response:
+        params = body.params(default_max_tokens=default_max_tokens)
+        request = Request(id=f"{form.prefix}-{uuid.uuid4().hex}", prompt=prompt, params=params, n=body.n, stream=body.stream)
+        answer = Answer(
+            request.id, form, body, tokenizer=self._tokenizer, model=self._model_name, prompt_len=len(prompt), stops=params.stop
+        )
+        outputs = self._outputs(http, request)
+        if not body.stream:
+            return _json(answer.whole([output async for output in outputs]))
+        # The first output before the headers: a refusal must be able to set the status.
+        first = await anext(outputs)
+        return StreamingResponse(_stream(answer, first, outputs), media_type="text/event-stream")
+
+    async def _outputs(self, http: HttpRequest, request: Request) -> AsyncGenerator[Output]:
+        """Run a request; yields its outputs until all n samples are done, and aborts it if left early.
+
+        Raises:
+            EngineError: the engine refused it or failed.
+            Disconnected: the client went away.
+        """
+        inbox = self._inboxes[request.id] = asyncio.Queue()
+        watch = asyncio.create_task(self._watch(http, request.id), name=f"disconnect of {request.id}")
+        self._loop.submit(request)
+        unfinished = request.n
+        try:
+            while unfinished:
+                result = await inbox.get()
+                if not isinstance(result, Output):
+                    raise result
+                unfinished -= result.finish_reason is not None
+                yield result
+        finally:
+            watch.cancel()
+            del self._inboxes[request.id]
+            if unfinished:
+                self._loop.abort(request.id)
+
+    async def _watch(self, http: HttpRequest, request_id: str) -> None:
+        """Abort a request as soon as its client is gone; its handler may be busy sending, or waiting for the next output."""
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        self._loop.abort(request_id)
+        if request_id in self._inboxes:
+            self._inboxes[request_id].put_nowait(Disconnected())
+
+    async def _models(self, _: HttpRequest) -> Response:
+        model = {"id": self._model_name, "object": "model", "owned_by": "offbeat", "max_model_len": self._engine.max_context}
+        return _json(msgspec.json.encode({"object": "list", "data": [model]}))
+
+    async def _health(self, _: HttpRequest) -> Response:
+        engine, error = self._engine, self._loop.error
+        if error is not None:
+            return _error(str(error), status=500)
+        status = "paused" if engine.paused else "ok"
+        return _json(
+            msgspec.json.encode(
+                {"status": status, "version": engine.version, "running": engine.num_running, "waiting": engine.num_waiting}
+            )
+        )
+
+    async def _metrics(self, _: HttpRequest) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    # -- control -----------------------------------------------------------------------------------------------------------------------
+
+    async def _stage(self, http: HttpRequest) -> Response:
+        body = read_body(StageBody, await http.body())
+        await asyncio.to_thread(self._loop.stage, body.version, body.folder)
+        return _json(msgspec.json.encode({"version": body.version, "folder": body.folder}))
+
+    async def _switch(self, http: HttpRequest) -> Response:
+        body = read_body(SwitchBody, await http.body())
+        done = await asyncio.wrap_future(self._loop.call(lambda: self._engine.switch(body.version, body.interrupt)))
+        switch_s = await asyncio.wrap_future(done)
+        return _json(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
+
+    async def _fingerprint(self, _: HttpRequest) -> Response:
+        version, tensors = await asyncio.wrap_future(self._loop.call(self._engine.weights))
+        name = await asyncio.to_thread(fingerprint_tensors, tensors)
+        return _json(msgspec.json.encode({"version": version, "fingerprint": name}))
+
+    async def _score(self, http: HttpRequest) -> Response:
+        body = read_body(ScoreBody, await http.body())
+        version, logprobs = await asyncio.wrap_future(self._loop.call(lambda: self._engine.score(body.tokens)))
+        return _json(msgspec.json.encode({"version": version, "logprobs": logprobs}))
+
+    async def _pause(self, http: HttpRequest) -> Response:
+        body = read_body(PauseBody, await http.body())
+        await asyncio.wrap_future(self._loop.pause(body.mode))
+        return _json(msgspec.json.encode({"status": "paused"}))
+
+    async def _resume(self, _: HttpRequest) -> Response:
+        await asyncio.wrap_future(self._loop.call(self._engine.resume))
+        return _json(msgspec.json.encode({"status": "ok"}))
+
+
+async def _stream(answer: Answer, first: Output, outputs: AsyncGenerator[Output]) -> AsyncIterator[bytes]:
+    try:
+        yield answer.piece(first)
+        async for output in outputs:
+            yield answer.piece(output)
+        yield DONE
+    except EngineError as exc:
+        yield b"data: " + error_body(str(exc), status=500) + b"\n\n"
+    except Disconnected:
+        return
+    finally:
+        await outputs.aclose()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as exc:
+        listener.close()
+        raise PortBusyError(f"the engine cannot listen on {host}:{port}: {exc.strerror}; choose another port, or 0 for a free one") from exc
+    return listener
+
+
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
+
+
+def _error(message: str, *, status: int, headers: dict[str, str] | None = None) -> Response:
+    return Response(error_body(message, status=status), status_code=status, headers=headers, media_type="application/json")

@@ -1,0 +1,70 @@
+"""Weight versions an engine holds: the live one and those staged beside it. Owned by `engine.Engine`.
+
+A version is bound to its folder the first time it is staged, and never again to another.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import RefusedError
+from offbeat.inference.embedded.forward import Forward
+from offbeat.model.hf_io import read_safetensors
+from offbeat.types import Version
+from offbeat.weights.fingerprint import fingerprint
+
+
+def read_weights(forward: Forward, folder: str) -> Any:
+    """A folder's weights, ready for `Forward.install`. May run beside the engine's thread.
+
+    Raises:
+        ModelError: the folder does not hold this model's weights.
+    """
+    return forward.prepare(dict(read_safetensors(folder)))
+
+
+def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """The fingerprint that the trainer's `named_bytes` of the same weights has."""
+    return fingerprint((name, tensor.contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
+
+
+class VersionStore:
+    """Folders of all versions ever staged; prepared weights of those that are staged and not yet live."""
+
+    def __init__(self, *, live: Version, folder: str) -> None:
+        self._live = live
+        self._folders = {live: folder}
+        self._staged: dict[Version, Any] = {}
+
+    def has(self, version: Version, folder: str) -> bool:
+        """Whether the version is staged or live.
+
+        Raises:
+            RefusedError: it is bound to another folder.
+        """
+        bound = self._folders.get(version, folder)
+        if bound != folder:
+            raise RefusedError(f"version {version} is {bound} and cannot become {folder}; a version is immutable, use a new one")
+        return version == self._live or version in self._staged
+
+    def add(self, version: Version, folder: str, prepared: Any) -> None:
+        """Hold prepared weights; `has` allowed it."""
+        self._folders[version] = folder
+        self._staged[version] = prepared
+
+    def check_staged(self, version: Version) -> None:
+        """
+        Raises:
+            RefusedError: the version is not staged.
+        """
+        if version not in self._staged:
+            raise RefusedError(f"version {version} is not staged; staged are {sorted(self._staged)} and {self._live} is live")
+
+    def make_live(self, version: Version) -> Any:
+        """Take a staged version's weights; older staged ones are dropped."""
+        prepared = self._staged[version]
+        self._live = version
+        self._staged = {v: weights for v, weights in self._staged.items() if v > version}
+        return prepared

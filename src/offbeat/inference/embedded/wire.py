@@ -1,0 +1,118 @@
+"""What the engine's HTTP endpoints take: typed bodies, checked by msgspec, and their translation to requests. Used by `server`.
+
+Bodies follow OpenAI's and vLLM's; fields that are not named here are ignored.
+"""
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+from offbeat.errors import RefusedError
+from offbeat.inference.embedded.request import SamplingParams
+from offbeat.weights.protocol import Interrupt
+
+T = TypeVar("T")
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """What completions and chats share.
+
+    Attributes:
+        max_tokens: None takes the endpoint's default: 16 for completions, the rest of the context for chats.
+        logprobs: anything but null or false returns the log-probability of each sampled token; others are not offered.
+        return_token_ids: return token ids, and with them the weight version of each token.
+    """
+
+    max_tokens: int | None = None
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    logprobs: int | bool | None = None
+    return_token_ids: bool = False
+
+    def params(self, *, default_max_tokens: int) -> SamplingParams:
+        """
+        Raises:
+            RefusedError: a value is out of range.
+        """
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            max_new_tokens=default_max_tokens if self.max_tokens is None else self.max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),  # vLLM writes -1 for no limit
+            seed=self.seed,
+            stop=tuple(stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+
+class CompletionBody(GenerateBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[int]
+    echo: bool = False
+
+
+class Message(msgspec.Struct):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+class ChatBody(GenerateBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+
+class StageBody(msgspec.Struct):
+    """POST /v1/weights/stage."""
+
+    version: int
+    folder: str
+
+
+class SwitchBody(msgspec.Struct):
+    """POST /v1/weights/switch."""
+
+    version: int
+    interrupt: Interrupt = "recompute"
+
+
+class ScoreBody(msgspec.Struct):
+    """POST /v1/score."""
+
+    tokens: list[int]
+
+
+class PauseBody(msgspec.Struct):
+    """POST /pause."""
+
+    mode: Literal["keep", "abort"] = "keep"
+
+
+def read_body(kind: type[T], data: bytes) -> T:
+    """Decode and check a body.
+
+    Raises:
+        RefusedError: it is not JSON, lacks a field or has one of the wrong type; the message names the field.
+    """
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except msgspec.DecodeError as exc:
+        hint = "; prompt takes one string or one list of token ids" if "$.prompt" in str(exc) else ""
+        raise RefusedError(f"the request body is wrong: {exc}{hint}") from exc

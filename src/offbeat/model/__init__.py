@@ -1,0 +1,1 @@
+"""Loading, writing and building causal language models; packed attention and log-probabilities."""

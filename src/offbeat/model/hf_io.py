@@ -1,0 +1,171 @@
+"""Weights to and from Hugging Face folders (config.json and safetensors).
+
+Called by publishing, checkpoints and the tiny model. A folder appears complete or not at all: it is written under another name beside its
+place and renamed. Into a folder that exists files are moved one by one, config.json last.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from offbeat.data.model_folder import WEIGHT_FILES, read_model_config
+from offbeat.errors import ModelError, StorageError
+
+_SINGLE_FILE, _INDEX_FILE = WEIGHT_FILES
+_COMPANIONS = (
+    *("config.json", "generation_config.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt"),
+)
+"""What a complete folder holds beside its weights."""
+
+
+def write_safetensors(
+    state: Mapping[str, Tensor], folder: str | Path, *, config_from: PreTrainedModel | str | Path, max_shard_bytes: int = 5 << 30
+) -> None:
+    """Write a complete model folder.
+
+    Args:
+        state: weights by their Hugging Face names, on any device; left untouched. Of tied weights only one is written.
+        folder: parents are created; files of earlier weights in it are replaced, others stay.
+        config_from: a model whose configurations are written, or a folder whose configuration and tokenizer files are copied.
+        max_shard_bytes: above this the weights are split into several files with an index.
+
+    Raises:
+        StorageError: the disk is full or the folder cannot be written; what was there before is intact.
+    """
+    folder = Path(folder)
+    staging = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    try:
+        staging.mkdir(parents=True)
+        _write_companions(staging, config_from)
+        _write_shards(_without_tied(state, config_from), staging, max_shard_bytes)
+        _move_into_place(staging, folder)
+    except (OSError, SafetensorError) as exc:
+        raise StorageError(f"the model could not be written to {folder}: {exc}; free space or choose another folder") from exc
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, CPU tensor) of every weight in a folder, one file after another.
+
+    Raises:
+        ModelError: the folder holds no safetensors, or one that cannot be read.
+    """
+    for file in _weight_files(Path(folder)):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    yield name, tensors.get_tensor(name)
+        except (OSError, SafetensorError) as exc:
+            raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
+
+
+@torch.no_grad()
+def copy_into(model: nn.Module, folder: str | Path) -> None:
+    """Load a folder's weights into an existing model, in place; numbers are cast to the model's format and tied weights stay tied.
+
+    Raises:
+        ModelError: a weight is missing, unknown or of another shape; the model is then unchanged.
+    """
+    own = model.state_dict()
+    shapes = {name: shape for file in _weight_files(Path(folder)) for name, shape in _read_shapes(file)}
+    # A tied weight is present when any of its names is.
+    present = {own[name].data_ptr() for name in shapes if name in own}
+    missing = sorted(name for name, tensor in own.items() if name not in shapes and tensor.data_ptr() not in present)
+    unknown = sorted(shapes.keys() - own.keys())
+    misshapen = sorted(name for name in shapes.keys() & own.keys() if shapes[name] != tuple(own[name].shape))
+    for problem, names in (("lacks", missing), ("holds the unknown", unknown), ("has another shape for", misshapen)):
+        if names:
+            raise ModelError(f"{folder} {problem} {names[0]!r} ({len(names)} such weights); it must hold the weights of this architecture")
+    for name, tensor in read_safetensors(folder):
+        own[name].copy_(tensor)
+
+
+def _without_tied(state: Mapping[str, Tensor], config_from: PreTrainedModel | str | Path) -> dict[str, Tensor]:
+    if isinstance(config_from, PreTrainedModel):
+        tied = set(config_from.all_tied_weights_keys)
+    else:
+        tied = {"lm_head.weight"} if read_model_config(str(config_from)).get("tie_word_embeddings") else set()
+    return {name: tensor.detach() for name, tensor in state.items() if name not in tied}
+
+
+def _write_companions(staging: Path, config_from: PreTrainedModel | str | Path) -> None:
+    if isinstance(config_from, PreTrainedModel):
+        config_from.config.save_pretrained(staging)
+        if config_from.generation_config is not None:
+            config_from.generation_config.save_pretrained(staging)
+        return
+    read_model_config(str(config_from))
+    for pattern in _COMPANIONS:
+        for file in Path(config_from).glob(pattern):
+            shutil.copyfile(file, staging / file.name)
+
+
+def _write_shards(state: dict[str, Tensor], staging: Path, max_shard_bytes: int) -> None:
+    total = sum(tensor.nbytes for tensor in state.values())
+    if total > (free := shutil.disk_usage(staging).free):
+        raise StorageError(f"the model needs {total} bytes in {staging.parent}, where {free} are free; free space or choose another folder")
+    shards = _split(state, max_shard_bytes)
+    if len(shards) == 1:
+        _save(state, list(state), staging / _SINGLE_FILE)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _save(state, names, staging / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (staging / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _split(state: dict[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in state.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    return shards
+
+
+def _save(state: dict[str, Tensor], names: list[str], file: Path) -> None:
+    save_file({name: state[name].cpu().contiguous() for name in names}, file, metadata={"format": "pt"})
+
+
+def _move_into_place(staging: Path, folder: Path) -> None:
+    if not folder.exists():
+        staging.rename(folder)
+        return
+    stale = [file for pattern in ("model*.safetensors", _INDEX_FILE) for file in folder.glob(pattern) if not (staging / file.name).exists()]
+    for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
+        file.replace(folder / file.name)
+    for file in stale:
+        file.unlink()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _INDEX_FILE).is_file():
+        weight_map = json.loads((folder / _INDEX_FILE).read_text())["weight_map"]
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    if (folder / _SINGLE_FILE).is_file():
+        return [folder / _SINGLE_FILE]
+    raise ModelError(f"{folder} holds no {_SINGLE_FILE} or {_INDEX_FILE}; give a folder with weights in the safetensors format")
+
+
+def _read_shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
+    except (OSError, SafetensorError) as exc:
+        raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc

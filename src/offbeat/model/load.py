@@ -1,0 +1,75 @@
+"""Loading a Hugging Face causal language model for training or scoring.
+
+Called by the trainer and by tools. A model is loaded complete or not at all: missing weights are an error, never random numbers.
+"""
+
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from offbeat.data.model_folder import check_model_folder
+from offbeat.errors import ModelError
+from offbeat.model.attention import PACKED
+from offbeat.model.norm import use_fast_norms
+
+# Workers have no terminal; a bar per process would only garble their logs.
+disable_progress_bar()
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_causal_lm(path: str, *, dtype: str = "float32", attention: str = PACKED) -> PreTrainedModel:
+    """Load a model onto the CPU, in eval mode.
+
+    Args:
+        path: folder or hub id.
+        dtype: "float32" or "bfloat16", number format of the weights.
+        attention: "packed" for rows of several sequences (`offbeat.model.attention`); "sdpa" or "eager" for plain use.
+
+    Raises:
+        ModelError: no such model, an unknown architecture, missing or misshapen weights, or layers that packed rows cannot use.
+    """
+    if dtype not in _DTYPES:
+        raise ModelError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    folder = check_model_folder(path)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_DTYPES[dtype], attn_implementation=attention, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as exc:
+        raise ModelError(f"{folder} cannot be loaded as a causal language model: {_first_line(exc)}") from exc
+    model, report = loaded
+    wrong = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
+    if wrong:
+        raise ModelError(f"{folder} lacks or misshapes {len(wrong)} weights, {wrong[0]!r} first; its config.json must describe its weights")
+    if attention == PACKED:
+        _check_packable(model)
+    use_fast_norms(model)
+    return model
+
+
+def context_length(config: Any) -> int:
+    """Longest sequence in tokens that a model's configuration allows.
+
+    Raises:
+        ModelError: the configuration names none.
+    """
+    text_config = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(length := getattr(text_config, name, None), int):
+            return length
+    raise ModelError(f"the configuration of model type {config.model_type!r} names no max_position_embeddings; add it to config.json")
+
+
+def _check_packable(model: PreTrainedModel) -> None:
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    foreign = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if foreign:
+        raise ModelError(f"{type(model).__name__} has {foreign[0]} layers, which would mix a packed row's sequences; use another model")
+
+
+def _first_line(exc: Exception) -> str:
+    return str(exc).strip().split("\n", 1)[0]

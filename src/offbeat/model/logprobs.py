@@ -1,0 +1,88 @@
+"""Log-probabilities of a packed row's scored tokens: the one quantity that losses, scorers and checks of an engine share.
+
+Called by the trainer, with the model bare or inside DDP or FSDP2: only the outermost forward is called, so that its collectives run.
+"""
+
+import inspect
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax
+from transformers import PreTrainedModel
+
+from offbeat.data.packing import PackedRow, Segments
+from offbeat.errors import ModelError
+from offbeat.model.attention import AttentionPlan, build_plan
+
+
+@overload
+def token_logprobs(model: nn.Module, row: PackedRow, *, temperature: float = 1.0, with_entropy: Literal[False] = False) -> Tensor: ...
+@overload
+def token_logprobs(model: nn.Module, row: PackedRow, *, temperature: float = 1.0, with_entropy: Literal[True]) -> tuple[Tensor, Tensor]: ...
+def token_logprobs(
+    model: nn.Module, row: PackedRow, *, temperature: float = 1.0, with_entropy: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Score a row's target tokens under the model.
+
+    Args:
+        model: from `load_causal_lm`, bare or wrapped; its row has R tokens, of which M are scored.
+        row: at least one token; `dummy_row()` where there is nothing to score.
+        temperature: the logits are divided by it, as the engine did when it sampled.
+        with_entropy: also return the entropy of each token's whole distribution.
+
+    Returns:
+        [M] float32 log-probabilities with gradient, in the order of `row.target`; with `with_entropy` also [M] float32 entropies in nats,
+        without gradient.
+
+    Raises:
+        ModelError: the model does not compute attention as the row needs.
+    """
+    device = next(model.parameters()).device
+    source, inverse = np.unique(row.source, return_inverse=True)
+    logits = _logits(model, row, source if len(source) else np.zeros(1, np.int64), device)
+    if len(source) < len(logits):
+        logits = logits[: len(source)]  # the dummy position: through the graph, yet in no result
+    # Where samples share a prompt, its last position predicts several tokens: one softmax serves them all.
+    logprobs_UV = log_softmax(logits.float() / temperature if temperature != 1.0 else logits.float(), dim=-1)
+    inverse_tensor = torch.from_numpy(inverse).to(device)
+    logprobs = logprobs_UV[inverse_tensor, torch.from_numpy(row.target).to(device)]
+    if not with_entropy:
+        return logprobs
+    with torch.no_grad():
+        entropy = -(logprobs_UV.exp() * logprobs_UV).nan_to_num(nan=0.0).sum(dim=-1)
+    return logprobs, entropy[inverse_tensor]
+
+
+def dummy_row() -> PackedRow:
+    """One token, none scored: lets a rank with nothing to do run the same collectives as its peers. Its gradient is zero."""
+    one, none = np.zeros(1, np.int32), np.zeros(0, np.int64)
+    return PackedRow(one, one, Segments(np.zeros(1, np.int64), np.ones(1, np.int64), np.full(1, -1)), none, none, none)
+
+
+def _logits(model: nn.Module, row: PackedRow, source: np.ndarray, device: torch.device) -> Tensor:
+    """[U, V] logits at the U given row positions."""
+    bare: Any = getattr(model, "module", model)
+    keep = torch.from_numpy(source).to(device)
+    selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
+    plan = build_plan(row, device)
+    logits = model(
+        input_ids=torch.from_numpy(row.tokens.astype(np.int64)).to(device).unsqueeze(0),
+        position_ids=torch.from_numpy(row.positions.astype(np.int64)).to(device).unsqueeze(0),
+        # With a cache transformers forgets that the row holds several sequences.
+        use_cache=False,
+        attention_plan=plan,
+        **({"logits_to_keep": keep} if selects else {}),
+    ).logits[0]
+    _check_plan_was_used(plan, bare)
+    return logits if selects else logits[keep]
+
+
+def _check_plan_was_used(plan: AttentionPlan, model: PreTrainedModel) -> None:
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if plan.num_calls < num_layers:
+        raise ModelError(
+            f"{type(model).__name__} used packed attention in {plan.num_calls} of {num_layers} layers, so sequences leak into each other; "
+            'load it with load_causal_lm(attention="packed"), or use a model whose layers are all softmax attention'
+        )

@@ -1,0 +1,1 @@
+"""Admission, execution of workflows, rewards."""

@@ -1,0 +1,172 @@
+"""Plays groups of episodes while the trainer learns. The gate decides how many and which; this drives it.
+
+    _admit         consumes capacity and prompts; produces running groups; waits for nothing; called after every event that frees capacity
+    _play          consumes engines and rewards; produces one settled group; waits for both under the episode's deadline
+    prepare_batch  consumes ready groups; produces a step's batch; woken by every settled group
+
+There is no producer loop that could miss a wake-up: whoever frees capacity admits.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from offbeat.aio import deadline
+from offbeat.config.rollout import RolloutConfig
+from offbeat.data.dataset import PromptStream
+from offbeat.data.row import Row
+from offbeat.data.trajectory import Group
+from offbeat.errors import CodeError, DeadlineError, RolloutError
+from offbeat.inference.dialects import Sampling
+from offbeat.rollout.episode import Episode, Workflow
+from offbeat.rollout.staleness import Gate
+from offbeat.types import Version
+
+MakeEpisode = Callable[[Row, int, Sampling], Episode]
+Accept = Callable[[Group], bool]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How a group ended, for the event log: its prompt, and why it is not trained on."""
+
+    prompt_id: str
+    rejected: str
+
+
+class RolloutExecutor:
+    """Asynchronous rollouts over one prompt stream. Use as `async with`; leaving cancels what still runs."""
+
+    def __init__(
+        self,
+        *,
+        gate: Gate,
+        stream: PromptStream,
+        workflow: Workflow,
+        make_episode: MakeEpisode,
+        config: RolloutConfig,
+        accept: Accept = lambda _group: True,
+        on_rejected: Callable[[Settled], None] = lambda _settled: None,
+    ) -> None:
+        """`make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer."""
+        self._gate = gate
+        self._stream = stream
+        self._workflow = workflow
+        self._make_episode = make_episode
+        self._config = config
+        self._accept = accept
+        self._on_rejected = on_rejected
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ready: dict[str, Group] = {}
+        self._changed = asyncio.Event()
+        self._failures: list[Exception] = []
+        self.sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.stop)
+
+    async def __aenter__(self) -> Self:
+        self._admit()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def in_flight(self) -> tuple[str, ...]:
+        """Prompts drawn and neither trained on nor rejected, oldest first; a checkpoint records them so that none is lost."""
+        return (*self._gate.ready, *self._gate.running)
+
+    async def prepare_batch(self) -> list[Group]:
+        """The groups of the next step, as soon as the gate lets them go.
+
+        Raises:
+            RolloutError: `max_failures_in_a_row` groups failed in a row, for a reason of ours; shows the first.
+            CodeError: likewise, where the reason is the user's reward or workflow.
+            DeadlineError: no group finished for `batch_timeout_s`.
+        """
+        while True:
+            self._raise_if_hopeless()
+            if (keys := self._gate.take()) is not None:
+                return [self._ready.pop(str(key)) for key in keys]
+            if self._config.on_stale == "requeue":
+                self._requeue(self._gate.too_slow())
+            self._changed.clear()
+            async with deadline("a finished group of rollouts", self._config.batch_timeout_s):
+                await self._changed.wait()
+
+    def publish(self, version: Version) -> None:
+        """Engines serve `version`: its admissions may start."""
+        self._gate.publish(version)
+        self._admit()
+
+    async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:
+        """Play the given rows now, past the gate, and wait for all: for evaluation and debugging. Groups come in the order of rows."""
+        slots = asyncio.Semaphore(self._config.max_concurrent_rollouts)
+
+        async def play(index: int, row: Row) -> Group:
+            async with slots:
+                return (await self._settle(f"batch:{index}", row, group_size, sampling))[0]
+
+        async with asyncio.TaskGroup() as tasks:
+            playing = [tasks.create_task(play(index, row)) for index, row in enumerate(rows)]
+        return [task.result() for task in playing]
+
+    def _admit(self) -> None:
+        while self._gate.capacity:
+            prompt_id, row = self._stream.next()
+            self._gate.admit(prompt_id)
+            self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
+
+    async def _play(self, prompt_id: str, row: Row) -> None:
+        group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling)
+        if failure is not None:
+            self._failures.append(failure)
+        else:
+            self._failures.clear()
+            group = self._judge(group)
+        del self._tasks[prompt_id]
+        if group.rejected is None:
+            self._ready[prompt_id] = group
+            self._gate.finish(prompt_id)
+        else:
+            self._gate.release(prompt_id)
+            self._on_rejected(Settled(prompt_id, group.rejected))
+        if len(self._failures) < self._config.max_failures_in_a_row:
+            self._admit()
+        self._changed.set()
+
+    async def _settle(self, prompt_id: str, row: Row, group_size: int, sampling: Sampling) -> tuple[Group, Exception | None]:
+        """Play one group. A failure is data: the group carries its reason, and the exception comes beside it."""
+        version = self._gate.version
+        try:
+            async with deadline(f"group {prompt_id}", self._config.episode_timeout_s):
+                trajectories = await self._workflow(self._make_episode(row, group_size, sampling))
+            return Group(prompt_id, version, tuple(trajectories)), None
+        except Exception as exc:  # the boundary to user code: whatever a workflow raises rejects its own group only
+            return Group(prompt_id, version, rejected=f"{type(exc).__name__}: {exc}"), exc
+
+    def _judge(self, group: Group) -> Group:
+        try:
+            accepted = self._accept(group)
+        except Exception as exc:
+            return replace(group, trajectories=(), rejected=f"should_accept raised {type(exc).__name__}: {exc}")
+        return group if accepted else replace(group, trajectories=(), rejected="not accepted by should_accept")
+
+    def _requeue(self, prompt_ids: Sequence[str]) -> None:
+        for prompt_id in prompt_ids:
+            self._tasks.pop(prompt_id).cancel()
+            self._gate.release(prompt_id)
+            self._stream.give_back(prompt_id)
+            self._on_rejected(Settled(prompt_id, "requeued: it would have become too stale"))
+        if prompt_ids:
+            self._admit()
+            self._changed.set()
+
+    def _raise_if_hopeless(self) -> None:
+        if len(self._failures) < self._config.max_failures_in_a_row:
+            return
+        first = self._failures[0]
+        kind = CodeError if isinstance(first, CodeError | DeadlineError) else RolloutError
+        raise kind(f"the last {len(self._failures)} groups of rollouts all failed; the first with {type(first).__name__}: {first}") from first

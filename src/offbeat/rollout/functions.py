@@ -1,0 +1,77 @@
+"""Functions named in the configuration: rewards, workflows, filters. Called once per process, at its start.
+
+A name is `package.module:function`, or `path/to/file.py:function` for code that is not installed. Everything that can be wrong with a name
+is said in one sentence, with the nearest name that exists.
+"""
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from offbeat.errors import CodeError
+
+
+def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
+    """The function behind a name.
+
+    Args:
+        dotted: "module:function" or "file.py:function".
+        kind: what it is for ("reward", "workflow"), for messages.
+
+    Raises:
+        CodeError: the form is wrong, the module or function does not exist, importing fails, or it cannot be called.
+    """
+    module_name, _, function_name = dotted.rpartition(":")
+    if not module_name or not function_name.isidentifier():
+        raise CodeError(f"{kind} must be 'module:function' or 'path/to/file.py:function', got {dotted!r}")
+    if module_name.endswith(".py"):
+        path = Path(module_name).resolve()
+        if not path.is_file():
+            raise CodeError(f"{kind} {dotted!r}: there is no file {str(path)!r}; a path is taken from the working directory")
+        module = _load_file(path)
+    else:
+        module = _import(module_name, kind)
+    if not hasattr(module, function_name):
+        own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+        names = [name for name, value in own.items() if callable(value) and not name.startswith("_")]
+        near = difflib.get_close_matches(function_name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(names)) or 'no functions'}"
+        raise CodeError(f"{kind} {dotted!r}: {module_name!r} has no function {function_name!r}; {hint}")
+    function = getattr(module, function_name)
+    if not callable(function):
+        raise CodeError(f"{kind} {dotted!r} must be a function, got a {type(function).__name__}")
+    return function
+
+
+def _import(name: str, kind: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as exc:
+        # A parent of `name` missing is a wrong name; anything else is an import inside the module that failed.
+        if exc.name is None or not f"{name}.".startswith(f"{exc.name}."):
+            raise CodeError(f"{kind} module {name!r} needs the module {exc.name!r}, which is not installed") from exc
+        raise CodeError(
+            f"{kind} module {name!r} was not found; check the spelling, install it, or name its file: path/to/file.py:function") from exc
+    except Exception as exc:
+        raise CodeError(f"{kind} module {name!r} failed on import: {type(exc).__name__}: {exc}") from exc
+
+
+@functools.cache  # a file's functions share its state
+def _load_file(path: Path) -> ModuleType:
+    name = f"offbeat_user_{path.stem}_{abs(hash(path)):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except Exception as exc:
+        del sys.modules[name]
+        raise CodeError(f"file {str(path)!r} failed on import: {type(exc).__name__}: {exc}") from exc
+    return module

@@ -1,0 +1,1 @@
+"""Reward functions, called by dotted name in a pool of processes."""

@@ -1,0 +1,105 @@
+"""The admission gate: how many groups may be in flight, and which finished ones a step may take. Pure; the executor drives it.
+
+With eta = `max_head_offpolicyness`, B = `consumer_batch_size`, M = `max_concurrent_rollouts`, all counted in groups:
+
+    capacity = min(M - running, (eta + 1) * B - (running + ready + training), B * steps left - (running + ready + training))
+
+`ready` groups are finished and not yet taken; `training` ones were taken by the step whose version is not published yet. A group admitted
+at version a may be trained on up to version a + eta, its deadline. A step takes the B ready groups with the earliest deadlines, but only if
+what remains can still meet its own: for every deadline d, at most B * (d - version) unconsumed groups have a deadline <= d.
+Otherwise it waits for the urgent ones that still run. Admission alone, as in AReaL, does not bound what a straggler costs.
+"""
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from offbeat.types import Version
+
+Key = Hashable
+OnStale = Literal["wait", "requeue", "keep"]
+
+
+@dataclass
+class Gate:
+    """Counts groups from admission to publication.
+
+    Attributes:
+        batch_size: B.
+        max_running: M.
+        eta: largest allowed difference between the version of a step and the version at which its groups were admitted.
+        version: weights the engines serve.
+        last_version: version after the final step; nothing is admitted that no step would take. None admits for ever.
+        on_stale: "keep" takes ready groups whatever their age; the others hold the bound.
+    """
+
+    batch_size: int
+    max_running: int
+    eta: int
+    version: Version = 0
+    last_version: Version | None = None
+    on_stale: OnStale = "wait"
+    running: dict[Key, Version] = field(default_factory=dict)
+    ready: dict[Key, Version] = field(default_factory=dict)
+    training: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be admitted now; see the module's formula."""
+        held = len(self.running) + len(self.ready) + self.training
+        room = min(self.max_running - len(self.running), (self.eta + 1) * self.batch_size - held)
+        if self.last_version is not None:
+            room = min(room, (self.last_version - self.version) * self.batch_size - held)
+        return max(room, 0)
+
+    def admit(self, key: Key) -> None:
+        """Start a group; its deadline is the current version plus eta."""
+        assert self.capacity > 0, "admit without capacity"
+        assert key not in self.running and key not in self.ready, f"group {key} is already in flight"
+        self.running[key] = self.version + self.eta
+
+    def finish(self, key: Key) -> None:
+        """A running group is ready to be trained on."""
+        self.ready[key] = self.running.pop(key)
+
+    def release(self, key: Key) -> None:
+        """A running group was rejected, failed or cancelled: its place is free."""
+        del self.running[key]
+
+    def take(self) -> list[Key] | None:
+        """The B groups of the next step, earliest deadline first; None while the step has to wait."""
+        assert self.training == 0, "a step was taken before the one before it was published"
+        if len(self.ready) < self.batch_size:
+            return None
+        chosen = sorted(self.ready, key=self.ready.__getitem__)[: self.batch_size]  # stable: ties leave in order of finishing
+        if self.on_stale != "keep" and self._first_missed_deadline(chosen) is not None:
+            return None
+        for key in chosen:
+            del self.ready[key]
+        self.training = len(chosen)
+        return chosen
+
+    def too_slow(self) -> list[Key]:
+        """Running groups that alone keep a full batch waiting, for `on_stale = "requeue"`: cancel them and draw their prompts again."""
+        if len(self.ready) < self.batch_size:
+            return []
+        chosen = sorted(self.ready, key=self.ready.__getitem__)[: self.batch_size]
+        deadline = self._first_missed_deadline(chosen)
+        return [] if deadline is None else [key for key, due in self.running.items() if due <= deadline]
+
+    def publish(self, version: Version) -> None:
+        """The weights of the step in training are served."""
+        assert version > self.version, f"version must rise, got {version} after {self.version}"
+        self.version = version
+        self.training = 0
+
+    def _first_missed_deadline(self, chosen: list[Key]) -> Version | None:
+        due = Counter(self.running.values()) + Counter(self.ready.values())
+        due.subtract(Counter(self.ready[key] for key in chosen))
+        unconsumed = 0
+        for deadline in sorted(due):
+            unconsumed += due[deadline]
+            if unconsumed > self.batch_size * (deadline - self.version):
+                return deadline
+        return None

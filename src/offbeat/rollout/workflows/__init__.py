@@ -1,0 +1,1 @@
+"""Workflows: one async function that turns a prompt into trajectories."""

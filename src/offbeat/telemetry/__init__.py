@@ -1,0 +1,1 @@
+"""Logs, statistics, traces and the files that reports are drawn from."""

@@ -1,0 +1,22 @@
+"""What happened to a run besides its steps: publishes, faults, quarantines, failures, in order, in `events.jsonl`."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from offbeat.telemetry.jsonl import JsonLinesFile
+
+
+class EventLog:
+    """An append-only file; nothing is ever taken back, not even by a resumed run."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = JsonLinesFile(path)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Append one event with the wall-clock time, in seconds since 1970, as `time_s`; values that JSON does not know become text."""
+        self._file.write({"time_s": round(time.time(), 3), "kind": kind, **fields})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,37 @@
+"""Statistics of one step, committed once and fanned out to every sink. The loop calls `commit`; names are `folder/name_unit`."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from offbeat.telemetry.sinks import Sink
+
+
+class StatsLogger:
+    """Fans rows out to sinks, in the order in which the sinks were given."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def commit(self, epoch: int, step: int, global_step: int, stats: Mapping[str, float]) -> None:
+        """Write one row to every sink.
+
+        Args:
+            epoch: passes over the data so far.
+            step: step within the epoch.
+            global_step: optimizer steps of the run.
+            stats: values by metric name; numpy scalars are welcome, counts stay integers.
+        """
+        row: dict[str, float] = {"epoch": epoch, "step": step, "global_step": global_step, "time_s": round(time.time(), 3)}
+        row |= {name: value if isinstance(value, int) else float(value) for name, value in stats.items()}
+        for sink in self._sinks:
+            sink.write(row)
+
+    def resume_at(self, global_step: int) -> None:
+        """Make every sink forget this global step and all later ones."""
+        for sink in self._sinks:
+            sink.resume_at(global_step)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()

@@ -1,0 +1,117 @@
+"""A time line of a run in `trace.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing open and the report draws.
+
+The controller records its own spans and adds those that workers report. Times are wall-clock seconds (`time.time()`), so that spans of all
+processes of a machine align. The file is a JSON array without its closing bracket, which the format allows: it is appended to line by
+line, and a crash leaves a file that opens. One thread writes.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import StorageError
+from offbeat.telemetry.jsonl import cut_torn_line
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time, on a named track; times in wall-clock seconds."""
+
+    name: str
+    track: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Tracer:
+    """Writes spans as they end; without a path it keeps nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Append to the trace at `path`, or start it; tracks of an earlier run keep their places.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self._tids: dict[str, int] = {}
+        self._file = None
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cut_torn_line(path)
+            self._tids = {event["args"]["name"]: event["tid"] for event in _read_events(path) if event["ph"] == "M"}
+            self._file = path.open("a", encoding="utf-8")
+            if self._file.tell() == 0:
+                self._file.write("[\n")
+        except OSError as exc:
+            raise StorageError(f"cannot write {path}: {exc.strerror}; free space, or turn the time line off with telemetry.trace") from exc
+
+    @contextmanager
+    def span(self, name: str, track: str, **args: Any) -> Iterator[None]:
+        """Record the body as a span, also when it raises."""
+        start_s = time.time()
+        try:
+            yield
+        finally:
+            self.add(name, track, start_s, time.time(), args)
+
+    def add(self, name: str, track: str, start_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
+        """Record a span that has ended.
+
+        Args:
+            name: what was done.
+            track: the row that it is drawn in, such as "controller", "engine 0" or "rank 0".
+            start_s: wall-clock seconds.
+            end_s: wall-clock seconds.
+            args: shown with the span.
+        """
+        if self._file is None:
+            return
+        if track not in self._tids:
+            self._tids[track] = tid = len(self._tids) + 1
+            self._write({"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": track}})
+            self._write({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": {"name": track, "sort_index": tid}})
+        start_us, duration_us = round(start_s * 1e6), max(0, round((end_s - start_s) * 1e6))
+        event = {"ph": "X", "name": name, "pid": 1, "tid": self._tids[track], "ts": start_us, "dur": duration_us}
+        self._write(event | ({"args": dict(args)} if args else {}))
+
+    def close(self) -> None:
+        """Close the file; later spans are dropped."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        assert self._file is not None, "a tracer without a file wrote an event"
+        self._file.write(json.dumps(event, default=str) + ",\n")
+        self._file.flush()
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a trace in the order written; [] if there is none. A torn last line is passed over."""
+    events = _read_events(path)
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    return [
+        Span(event["name"], tracks[event["tid"]], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}))
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line.rstrip(","))
+        except json.JSONDecodeError:
+            continue  # the opening bracket, or a line that a crash tore
+        if isinstance(event, dict) and "ph" in event:
+            events.append(event)
+    return events

@@ -1,0 +1,46 @@
+"""A model's whole weights on rank 0, by the names and in the number format in which they are published."""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offbeat.trainer.strategies import whole
+
+Dtype = Literal["float32", "bfloat16"]
+_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@torch.no_grad()
+def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tensor]:
+    """Copy all weights to the CPU; collective where they lie in shards.
+
+    Args:
+        model: unwrapped, or sharded with FSDP2.
+        dtype: number format of the copies.
+        keep: whether this rank wants them; the others take part and get an empty dictionary.
+
+    Returns:
+        Parameters, tied ones once, and the buffers that a checkpoint holds.
+    """
+    state = {}
+    for name, tensor in _owned(model):
+        full = whole(tensor.detach())
+        if keep:
+            target = _DTYPES[dtype] if full.is_floating_point() else full.dtype
+            state[name] = full.to("cpu", target, copy=True)
+    return state
+
+
+def parameter_bytes(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, [bytes] uint8) of each parameter in `state`, as `offbeat.model.tensors.named_bytes` gives of a model that holds them."""
+    for name, _ in model.named_parameters():
+        yield name, state[name].contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    yield from ((name, tensor) for name, tensor in model.state_dict().items() if name not in parameter_names)

@@ -1,0 +1,84 @@
+"""How a model lies over the ranks: whole on one, whole on each (DDP), or in shards (FSDP2).
+
+The engine talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from offbeat.dist.mesh import ProcessGroups
+from offbeat.dist.platform import current_platform
+
+
+class Strategy(Protocol):
+    """A model laid over the ranks.
+
+    Attributes:
+        model: the model itself; its parameters, by the names of a checkpoint, are what the optimizer sees.
+        forward: what to call for a forward pass; collective.
+    """
+
+    model: nn.Module
+    forward: nn.Module
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager:
+        """Surrounds one forward and backward; gradients are averaged over ranks in the last one only. Collective if `last`."""
+        ...
+
+
+class Alone:
+    """One rank holds the whole model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = self.forward = model.to(current_platform.device)
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager:  # noqa: ARG002
+        return nullcontext()
+
+
+class Replicated:
+    """Every rank holds the whole model; gradients are averaged by DDP."""
+
+    def __init__(self, model: nn.Module, groups: ProcessGroups) -> None:
+        self.model = model.to(current_platform.device)
+        # Buffers are constants of the architecture, equal on all ranks; broadcasting them would make every forward a collective.
+        self._ddp = DistributedDataParallel(self.model, process_group=groups.mesh.get_group("dp"), broadcast_buffers=False)
+        self.forward: nn.Module = self._ddp
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager:
+        return nullcontext() if last else self._ddp.no_sync()
+
+
+class Sharded:
+    """Every rank holds a shard of each parameter; layers are gathered when they run (FSDP2)."""
+
+    def __init__(self, model: PreTrainedModel, groups: ProcessGroups) -> None:
+        layer_types = set(model._no_split_modules or ())
+        for module in model.modules():
+            if type(module).__name__ in layer_types:
+                fully_shard(module, mesh=groups.mesh)
+        self._root = fully_shard(model, mesh=groups.mesh)
+        self.model: nn.Module = model
+        self.forward: nn.Module = model
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager:
+        self._root.set_requires_gradient_sync(last)
+        return nullcontext()
+
+
+def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: ProcessGroups) -> Strategy:
+    """Lay `model` over the ranks; collective. "ddp" on a single rank is the bare model."""
+    if name == "fsdp":
+        return Sharded(model, groups)
+    return Alone(model) if groups.world == 1 else Replicated(model, groups)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be in shards; collective if it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

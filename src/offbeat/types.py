@@ -1,0 +1,12 @@
+"""Names shared by all layers.
+
+Shape letters, used in names and docstrings everywhere: P prompts, G samples per prompt, N sequences, T packed tokens, V vocabulary,
+R ranks, A adapters. A *version* counts optimizer steps published; version 0 is the initial model.
+"""
+
+from typing import Final
+
+Version = int
+
+PROMPT_VERSION: Final = -1
+"""The version written beside prompt tokens, which no policy sampled."""

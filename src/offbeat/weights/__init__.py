@@ -1,0 +1,1 @@
+"""Publishing of immutable weight versions to engines, with proof."""

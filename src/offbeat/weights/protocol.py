@@ -1,0 +1,67 @@
+"""What a published version is, and what an engine must be able to do with it."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from offbeat.types import Version
+
+Interrupt = Literal["recompute", "keep", "drain"]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One immutable version, as the trainer wrote it.
+
+    Attributes:
+        version: optimizer steps published.
+        folder: Hugging Face folder that holds the weights; never written again.
+        fingerprint: `weights.fingerprint` of the tensors as written.
+        canary: token ids whose log-probability proves the policy.
+        canary_logprob: mean log-probability of canary[1:] under the trainer's weights.
+    """
+
+    version: Version
+    folder: str
+    fingerprint: str
+    canary: tuple[int, ...]
+    canary_logprob: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What an engine says of the weights that it samples from now."""
+
+    version: Version
+    fingerprint: str
+    canary_logprob: float
+
+
+class EngineControl(Protocol):
+    """One engine, seen from the publisher. All methods raise `EngineError` or `DeadlineError`."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
+        """Load the version beside the one that is served."""
+        ...
+
+    async def switch(self, version: Version, *, interrupt: Interrupt, timeout_s: float) -> None:
+        """Serve a staged version from the next decode step on."""
+        ...
+
+    async def prove(self, canary: tuple[int, ...], *, timeout_s: float) -> Proof:
+        """Fingerprint and canary log-probability, from the live weights through the serving forward."""
+        ...
+
+
+class Channel(Protocol):
+    """How weights leave the trainer."""
+
+    async def write(self, version: Version) -> Manifest:
+        """Make the trainer's weights available as an immutable version."""
+        ...
+
+    def prune(self) -> None:
+        """Remove versions that no engine needs any more."""
+        ...

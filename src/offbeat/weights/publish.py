@@ -1,0 +1,194 @@
+"""Publishing a version: stage on every engine, switch, prove, admit.
+
+`Publication` decides (events in, actions out, no I/O); `Publisher` does. An engine that fails or is late at any stage, or whose proof does
+not match, is quarantined with the reason: it never serves an unknown version. The publish succeeds while `min_engines` serve.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from offbeat.config.weights import WeightsConfig
+from offbeat.errors import OffbeatError, PublishError
+from offbeat.types import Version
+from offbeat.weights.protocol import Channel, EngineControl, Manifest, Proof
+
+
+class Stage(Enum):
+    """Where one engine is in a publication."""
+
+    STAGING = "staging"
+    STAGED = "staged"
+    SWITCHING = "switching"
+    PROVING = "proving"
+    SERVING = "serving"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something the shell has to do: move `engine` through `stage` (STAGING, SWITCHING or PROVING)."""
+
+    engine: str
+    stage: Stage
+
+
+@dataclass
+class Publication:
+    """The state of one version's way to its engines."""
+
+    manifest: Manifest
+    tolerance: float
+    stages: dict[str, Stage]
+    reasons: dict[str, str] = field(default_factory=dict)
+    largest_gap: float = 0.0
+
+    @classmethod
+    def start(cls, manifest: Manifest, engines: Iterable[str], *, tolerance: float) -> tuple["Publication", list[Action]]:
+        """A new publication and its first actions."""
+        publication = cls(manifest, tolerance, dict.fromkeys(engines, Stage.STAGING))
+        return publication, [Action(name, Stage.STAGING) for name in publication.stages]
+
+    @property
+    def serving(self) -> list[str]:
+        return [name for name, stage in self.stages.items() if stage is Stage.SERVING]
+
+    def done(self, engine: str) -> list[Action]:
+        """The engine's STAGING or SWITCHING succeeded."""
+        if self.stages[engine] is Stage.STAGING:
+            self.stages[engine] = Stage.STAGED
+            return self._switch_when_all_staged()
+        assert self.stages[engine] is Stage.SWITCHING, f"{engine} reported success while {self.stages[engine].value}"
+        self.stages[engine] = Stage.PROVING
+        return [Action(engine, Stage.PROVING)]
+
+    def proved(self, engine: str, proof: Proof) -> list[Action]:
+        """The engine answered its proof; it serves only if the proof is right."""
+        assert self.stages[engine] is Stage.PROVING, f"{engine} proved while {self.stages[engine].value}"
+        if reason := self._objection(proof):
+            return self.failed(engine, reason)
+        self.stages[engine] = Stage.SERVING
+        self.largest_gap = max(self.largest_gap, self._gap(proof))
+        return []
+
+    def failed(self, engine: str, reason: str) -> list[Action]:
+        """The engine failed or was late; others go on without it."""
+        self.stages[engine] = Stage.QUARANTINED
+        self.reasons[engine] = reason
+        return self._switch_when_all_staged()
+
+    def _switch_when_all_staged(self) -> list[Action]:
+        if Stage.STAGING in self.stages.values():
+            return []
+        staged = [name for name, stage in self.stages.items() if stage is Stage.STAGED]
+        for name in staged:
+            self.stages[name] = Stage.SWITCHING
+        return [Action(name, Stage.SWITCHING) for name in staged]
+
+    def _objection(self, proof: Proof) -> str:
+        wanted = self.manifest
+        if proof.version != wanted.version:
+            return f"serves version {proof.version} instead of {wanted.version}"
+        if proof.fingerprint != wanted.fingerprint:
+            return f"its weights have fingerprint {proof.fingerprint[:12]} instead of {wanted.fingerprint[:12]}"
+        gap = self._gap(proof)
+        if not gap <= self.tolerance:  # NaN is no proof either
+            return f"its canary log-probability is off by {gap:.3g}, more than {self.tolerance:g}"
+        return ""
+
+    def _gap(self, proof: Proof) -> float:
+        return abs(proof.canary_logprob - self.manifest.canary_logprob)
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What a publish took and showed.
+
+    Attributes:
+        total_s, write_s, stage_s, switch_s: all of it; writing; staging; from the first switch to the last proof.
+        canary_gap: largest difference of the canary's mean log-probability between the trainer and an engine that serves.
+        quarantined: engines that were lost, with reasons.
+    """
+
+    version: Version
+    total_s: float
+    write_s: float
+    stage_s: float
+    switch_s: float
+    canary_gap: float
+    quarantined: Mapping[str, str]
+
+
+class Publisher:
+    """Carries versions to engines. One publish at a time."""
+
+    def __init__(
+        self,
+        engines: Callable[[], Mapping[str, EngineControl]],
+        channel: Channel,
+        config: WeightsConfig,
+        *,
+        min_engines: int,
+        on_serving: Callable[[str, int], None],
+        on_quarantine: Callable[[str, str], None],
+    ) -> None:
+        """`engines` gives the healthy engines by name at each publish; the callbacks admit or exclude one for routing."""
+        self._engines = engines
+        self._channel = channel
+        self._config = config
+        self._min_engines = min_engines
+        self._on_serving = on_serving
+        self._on_quarantine = on_quarantine
+
+    async def publish(self, version: Version) -> PublishReport:
+        """Write the trainer's weights as `version` and bring every healthy engine to it.
+
+        Raises:
+            PublishError: fewer than `min_engines` serve the version; gives each engine's reason.
+        """
+        engines = self._engines()
+        start = switch_start = time.monotonic()
+        manifest = await self._channel.write(version)
+        written = time.monotonic()
+        publication, actions = Publication.start(manifest, engines, tolerance=self._config.proof_tolerance)
+        tasks: set[asyncio.Task[list[Action]]] = set()
+        try:
+            while actions or tasks:
+                if any(action.stage is Stage.SWITCHING for action in actions):
+                    switch_start = time.monotonic()
+                tasks |= {asyncio.create_task(self._do(action, engines[action.engine], publication)) for action in actions}
+                finished, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                actions = [action for task in finished for action in task.result()]
+        finally:
+            for task in tasks:
+                task.cancel()
+        end = time.monotonic()
+        if len(publication.serving) < self._min_engines:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in publication.reasons.items()) or "no engine is healthy"
+            raise PublishError(
+                f"version {manifest.version} is served by {len(publication.serving)} engines, fewer than the {self._min_engines} needed: {reasons}")
+        self._channel.prune()
+        return PublishReport(
+            version, total_s=end - start, write_s=written - start, stage_s=switch_start - written, switch_s=end - switch_start,
+            canary_gap=publication.largest_gap, quarantined=dict(publication.reasons))
+
+    async def _do(self, action: Action, engine: EngineControl, publication: Publication) -> list[Action]:
+        manifest, config = publication.manifest, self._config
+        try:
+            if action.stage is Stage.STAGING:
+                await engine.stage(manifest, timeout_s=config.stage_timeout_s)
+                return publication.done(engine.name)
+            if action.stage is Stage.SWITCHING:
+                await engine.switch(manifest.version, interrupt=config.interrupt, timeout_s=config.switch_timeout_s)
+                return publication.done(engine.name)
+            proof = await engine.prove(manifest.canary, timeout_s=config.switch_timeout_s)
+            actions = publication.proved(engine.name, proof)
+        except OffbeatError as exc:
+            actions = publication.failed(engine.name, f"{action.stage.value} failed: {exc}")
+        if reason := publication.reasons.get(engine.name):
+            self._on_quarantine(engine.name, reason)
+        else:
+            self._on_serving(engine.name, manifest.version)
+        return actions

@@ -1,0 +1,169 @@
+"""Groups to batches: weights, advantages and shared prompts by hand; minibatches and metrics."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.algorithms.experience import batch_metrics, make_batch, sft_batch, split_minibatches
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.data.trajectory import Group, Trajectory
+from offbeat.errors import DataError
+
+ALL = AlgorithmConfig(scale_by_std=False, drop_zero_advantage=False)
+
+
+def trajectory(num_generated, reward, *, prompt=(5, 6), reason="stop", version=0):
+    length = len(prompt) + num_generated
+    mask = np.arange(length) >= len(prompt)
+    return Trajectory(
+        tokens=[*prompt, *range(10, 10 + num_generated)], loss_mask=mask, rollout_logprobs=np.where(mask, -0.5, 0.0),
+        versions=np.where(mask, version, -1), reward=reward, reason=reason,
+    )
+
+
+def group(*trajectories, prompt_id="0:0"):
+    return Group(prompt_id, 0, trajectories)
+
+
+# Two groups: 2 + 1 + 3 generated tokens, and 4 of a group whose rewards are equal.
+MIXED = [group(trajectory(2, 1.0), trajectory(1, 0.0), trajectory(3, 0.5)), group(trajectory(4, 1.0, prompt=(7,)))]
+
+
+def test_a_small_batch_by_hand():
+    batch = make_batch(MIXED, config=ALL, max_new_tokens=8)
+    assert batch.tokens.tolist() == [5, 6, 10, 11, 5, 6, 10, 5, 6, 10, 11, 12, 7, 10, 11, 12, 13]
+    assert batch.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1]
+    assert batch.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, -0.5, *[0] * 10]
+    assert batch.offsets.tolist() == [0, 4, 7, 12, 17]
+    assert batch.group_ids.tolist() == [0, 0, 0, 1]
+    assert batch.prefix_lens.tolist() == [2, 2, 2, 1]
+    np.testing.assert_allclose(batch.rollout_logprobs, batch.loss_mask * -0.5)
+    np.testing.assert_allclose(batch.loss_weights, batch.loss_mask * 0.1)
+
+
+@pytest.mark.parametrize(("aggregation", "weights"), [
+    ("token_mean", [1 / 10] * 4),
+    ("sequence_mean", [1 / 8, 1 / 4, 1 / 12, 1 / 16]),
+    ("fixed_length", [1 / 32] * 4),
+])
+def test_token_weights_by_hand_and_unchanged_when_sequences_are_dropped(aggregation, weights):
+    config = AlgorithmConfig(loss_aggregation=aggregation, scale_by_std=False, drop_zero_advantage=False)
+    batch = make_batch(MIXED, config=config, max_new_tokens=8)
+    np.testing.assert_allclose([batch.loss_weights[end - 1] for end in batch.offsets[1:]], weights)
+    kept = make_batch(MIXED, config=config.model_copy(update={"drop_zero_advantage": True}), max_new_tokens=8)
+    # Left are the first group's two with an advantage: the third sits at the mean, the second group has only one.
+    assert kept.group_ids.tolist() == [0, 0]
+    np.testing.assert_allclose([kept.loss_weights[end - 1] for end in kept.offsets[1:]], weights[:2])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.0, 1.0, 0.25])), min_size=1, max_size=4), max_size=5),
+       st.sampled_from(["token_mean", "sequence_mean", "fixed_length"]), st.booleans())
+def test_the_batch_loss_is_that_of_plain_loops(shape, aggregation, scale_by_std):
+    """With token loss 1 per token and advantage weighting, dropped sequences change nothing."""
+    groups = [group(*(trajectory(n, r) for n, r in members)) for members in shape]
+    config = AlgorithmConfig(loss_aggregation=aggregation, scale_by_std=scale_by_std)
+    batch = make_batch(groups, config=config, max_new_tokens=6)
+    total, everyone, expected = sum(n for members in shape for n, _ in members), sum(map(len, shape)), 0.0
+    for members in shape:
+        rewards = np.array([r for _, r in members])
+        std = rewards.std(ddof=1) + 1e-6 if scale_by_std and len(members) > 1 else 1.0
+        for n, r in members:
+            per_token = {"token_mean": 1 / max(total, 1), "sequence_mean": 1 / (everyone * max(n, 1)), "fixed_length": 1 / (everyone * 6)}
+            expected += n * per_token[aggregation] * (r - rewards.mean()) / std
+    assert float(batch.loss_weights @ batch.advantages) == pytest.approx(expected, abs=1e-5)
+    assert not batch.loss_mask[batch.offsets[:-1]].any()
+    assert all(batch.advantages[s:e].any() for s, e in zip(batch.offsets[:-1], batch.offsets[1:], strict=True))
+    for start, prefix in zip(batch.offsets[:-1], batch.prefix_lens, strict=True):
+        assert not batch.loss_mask[start:start + prefix].any()
+
+
+def test_a_trajectory_without_a_reward_stays_out_of_the_baseline():
+    lost = trajectory(2, 0.0, reason="reward failed: timed out")
+    batch = make_batch([group(trajectory(1, 1.0), lost, trajectory(1, 0.0), trajectory(1, float("nan")))], config=ALL, max_new_tokens=8)
+    last = batch.offsets[1:] - 1
+    assert batch.advantages[last].tolist() == [0.5, 0, -0.5, 0]
+    np.testing.assert_allclose(batch.loss_weights[last], 1 / 5)
+
+
+def test_prompts_that_differ_share_nothing():
+    different = group(trajectory(1, 1.0, prompt=(1, 2)), trajectory(1, 0.0, prompt=(1, 3)))
+    longer = group(trajectory(1, 1.0, prompt=(1, 2)), trajectory(1, 0.0, prompt=(1, 2, 3)))
+    assert make_batch([different, longer], config=ALL, max_new_tokens=4).prefix_lens.tolist() == [0, 0, 0, 0]
+
+
+def test_rejected_groups_and_empty_batches_are_batches_of_nothing():
+    for groups in ([], [Group("0:1", 0, rejected="timed out")]):
+        batch = make_batch(groups, config=ALL, max_new_tokens=4)
+        assert (len(batch), batch.num_tokens) == (0, 0)
+        assert [len(part) for part in split_minibatches(batch, 3, seed=0)] == [0]
+    assert len(sft_batch([])) == 0
+
+
+def test_a_trajectory_without_a_prompt_is_refused():
+    with pytest.raises(DataError, match="prompt 0:9 begins with a generated token"):
+        make_batch([group(trajectory(2, 1.0, prompt=()), prompt_id="0:9")], config=ALL, max_new_tokens=4)
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 5))
+def test_minibatches_keep_groups_whole_and_average_to_the_batch(num_groups, count, seed):
+    groups = [group(trajectory(1 + i, 1.0, prompt=(i, 1)), trajectory(2, 0.0, prompt=(i, 1))) for i in range(num_groups)]
+    batch = make_batch(groups, config=ALL, max_new_tokens=4)
+    parts = split_minibatches(batch, count, seed=seed)
+    sizes = [len(np.unique(part.group_ids)) for part in parts]
+    assert len(parts) == min(count, num_groups)
+    assert sum(sizes) == num_groups
+    assert max(sizes) - min(sizes) <= 1
+    assert np.mean([part.loss_weights.sum() for part in parts]) == pytest.approx(batch.loss_weights.sum(), rel=1e-5)
+    seen = sorted((int(g), part.tokens[s:e].tolist()) for part in parts
+                  for g, s, e in zip(part.group_ids, part.offsets[:-1], part.offsets[1:], strict=True))
+    assert seen == sorted((int(g), batch.tokens[s:e].tolist())
+                          for g, s, e in zip(batch.group_ids, batch.offsets[:-1], batch.offsets[1:], strict=True))
+    again = split_minibatches(batch, count, seed=seed)
+    assert [p.tokens.tolist() for p in parts] == [p.tokens.tolist() for p in again]
+
+
+def test_one_minibatch_is_the_batch():
+    batch = make_batch(MIXED, config=ALL, max_new_tokens=8)
+    [part] = split_minibatches(batch, 1, seed=3)
+    assert part.tokens.tolist() == batch.tokens.tolist()
+    assert part.loss_weights.tolist() == batch.loss_weights.tolist()
+
+
+def test_a_fine_tuning_batch_weighs_every_answer_token_alike():
+    batch = sft_batch([(np.array([1, 2, 3]), np.array([False, True, True])), (np.array([4, 5]), np.array([False, True]))])
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5]
+    np.testing.assert_allclose(batch.loss_weights, np.array([0, 1, 1, 0, 1]) / 3)
+    assert batch.advantages.tolist() == [0, 1, 1, 0, 1]
+    assert batch.group_ids.tolist() == [0, 1]
+    assert not batch.prefix_lens.any()
+
+
+def test_metrics_by_hand():
+    groups = [
+        group(trajectory(2, 1.0, version=3), trajectory(4, 0.0, version=5, reason="length")),
+        group(trajectory(1, 1.0, version=5), trajectory(1, 1.0, version=4)),
+        group(trajectory(2, 0.0, version=5, reason="reward failed: ZeroDivisionError")),
+        Group("0:5", 3, rejected="timed out"),
+    ]
+    assert batch_metrics(groups, version=5) == pytest.approx({
+        "rollout/generated_tokens": 10,
+        "rollout/response_mean_tokens": 2,
+        "rollout/truncated_share": 0.2,
+        "rollout/staleness_mean_versions": 3 / 5,
+        "rollout/staleness_max_versions": 2,
+        "reward/mean": 0.75,
+        "reward/std": 3**0.5 / 4,
+        "reward/positive_share": 0.75,
+        "reward/failed_share": 0.2,
+        "reward/zero_advantage_group_share": 2 / 3,
+    })
+
+
+def test_metrics_of_nothing_leave_means_out():
+    assert batch_metrics([], version=5) == {"rollout/generated_tokens": 0.0}
+    silent = replace(trajectory(1, 0.0, reason="reward failed: x"), loss_mask=np.zeros(3, bool))
+    assert {"reward/mean", "rollout/staleness_max_versions"}.isdisjoint(batch_metrics([group(silent)], version=1))

@@ -1,0 +1,113 @@
+"""Saving and going on: exactly on as many ranks, to rounding on another number or strategy, and safely on a full disk."""
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat.errors import RunError, StorageError
+from offbeat.model.tiny import build_tiny
+from ranks import run_alone, run_ranks
+from train_samples import TINY, build_engine, build_model, make_batch, train
+
+SAVED, AFTER = [make_batch(3, 2, seed=seed) for seed in range(2)], [make_batch(3, 2, seed=seed) for seed in range(2, 4)]
+
+
+def _save_and_go_on(groups, folder):
+    """By strategy: results after the save, results after loading it anew, and the error of saving to a full disk."""
+    results = {}
+    for strategy in ("ddp", "fsdp"):
+        target = Path(folder) / f"{strategy}{groups.world}"
+        engine = build_engine(groups, f"{folder}/model", strategy=strategy)
+        train(engine, SAVED)
+        engine.save(target)
+        straight_on = train(engine, AFTER)
+        error = _save_to_full_disk(groups, engine, target) if groups.world > 1 else ""
+        resumed = build_engine(groups, f"{folder}/model", strategy=strategy)
+        resumed.canary([1, 2, 3])
+        resumed.load(target)
+        results[strategy] = {"straight_on": straight_on, "step": resumed.step, "resumed": train(resumed, AFTER), "error": error}
+    return results
+
+
+def _save_to_full_disk(groups, engine, target):
+    """Only the last rank has no room; every rank must hear of it."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if groups.rank == groups.world - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    try:
+        engine.save(target)
+    except StorageError as exc:
+        return str(exc)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    return "no error"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    build_model(folder / "model")
+    return folder, run_ranks(_save_and_go_on, world=2, argument=str(folder))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resumed_run_goes_on_exactly(saved, strategy):
+    _, ranks = saved
+    for rank in ranks:
+        assert rank[strategy]["step"] == len(SAVED)
+        assert rank[strategy]["resumed"] == rank[strategy]["straight_on"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_full_disk_on_one_rank_is_told_to_all_and_harms_nothing(saved, strategy):
+    folder, ranks = saved
+    for rank in ranks:
+        assert "could not be written; what was saved before is intact (rank 1:" in rank[strategy]["error"]
+    assert not list(folder.glob("*.part"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("saved_by", ["ddp2", "fsdp2"])
+def test_two_ranks_are_resumed_by_one(saved, strategy, saved_by):
+    folder, ranks = saved
+
+    def resume(groups, _):
+        engine = build_engine(groups, f"{folder}/model", strategy=strategy)
+        engine.load(folder / saved_by)
+        return engine.step, train(engine, AFTER)
+
+    step, results = run_alone(resume)
+    assert step == len(SAVED)
+    np.testing.assert_allclose(results, ranks[0]["ddp"]["straight_on"], rtol=1e-5, atol=1e-5)
+
+
+def test_one_rank_saves_and_goes_on_exactly_and_can_save_over(saved):
+    folder, _ = saved
+    for _ in range(2):
+        results = run_alone(_save_and_go_on, argument=str(folder))
+        assert results["ddp"]["resumed"] == results["ddp"]["straight_on"]
+        assert results["fsdp"]["resumed"] == results["fsdp"]["straight_on"]
+
+
+def test_a_checkpoint_that_is_not_there_is_a_storage_error(saved, tmp_path):
+    folder, _ = saved
+
+    def load_nothing(groups, _):
+        with pytest.raises(StorageError, match="1 of 1 ranks find no checkpoint in .*nothing"):
+            build_engine(groups, f"{folder}/model").load(tmp_path / "nothing")
+
+    run_alone(load_nothing)
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
+    folder, _ = saved
+    other = tmp_path / "other"
+    build_tiny(other, tiny=TINY, vocab_size=29, eos_token_id=1, pad_token_id=0, seed=7)
+
+    def load_other(groups, _):
+        with pytest.raises(RunError, match="could not be read"):
+            build_engine(groups, other).load(folder / "fsdp2")
+
+    run_alone(load_other)

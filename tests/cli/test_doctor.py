@@ -1,0 +1,70 @@
+"""`offbeat doctor`."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+
+from offbeat.cli import doctor
+from offbeat.errors import ConfigError
+
+
+def call(*argv):
+    parser = argparse.ArgumentParser()
+    doctor.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["doctor", *argv])
+    return args.run(args, [])
+
+
+def test_json_lists_every_check_of_this_machine(capsys):
+    code = call("--json")
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    machine = {"python", "offbeat", "torch", "cores", "OMP_WAIT_POLICY", "memory", "disk", "loopback port"}
+    assert checks.keys() == machine | {"ray", "datasets", "pyarrow", "vLLM"}
+    assert code == int(any(check["status"] == "fail" for check in checks.values()))
+    assert checks["torch"]["status"] == "ok" and checks["torch"]["found"][0].isdigit()
+    assert all(check["advice"] for check in checks.values() if check["status"] != "ok")
+
+
+def test_the_table_shows_found_and_advice_and_a_failure_exits_1(capsys, monkeypatch):
+    ready = [doctor.Check("python", "ok", "3.11"), doctor.Check("ray", "warn", "not installed", "get it")]
+    checks = [*ready, doctor.Check("torch", "fail", "gone", "mend it")]
+    monkeypatch.setattr(doctor, "all_checks", lambda: checks)
+    assert call() == 1
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("✓", "3.11", "!", "get it", "✗", "mend it", "1 of 3 checks failed"))
+    monkeypatch.setattr(doctor, "all_checks", lambda: ready)
+    assert call() == 0
+    assert "Ready, with 1 remark." in capsys.readouterr().out
+
+
+def test_a_torch_that_cannot_be_imported_is_a_failure_with_its_last_words(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('libgone.so')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = doctor.check_torch()
+    assert (check.status, check.found) == ("fail", "ImportError: libgone.so")
+
+
+def test_threads_that_spin_are_remarked():
+    assert doctor.check_threads("ACTIVE").status == "warn"
+    assert doctor.check_threads("").status == "ok"
+    assert doctor.check_threads("passive").status == "ok"
+
+
+def test_a_vllm_environment_is_found_where_it_stands(tmp_path):
+    assert doctor.check_vllm(tmp_path).status == "warn"
+    (tmp_path / ".venv-vllm" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv-vllm" / "bin" / "python").touch()
+    assert doctor.check_vllm(tmp_path).status == "ok"
+
+
+def test_the_command_imports_no_torch():
+    code = "import sys, offbeat.cli.doctor, offbeat.cli.config, offbeat.cli.report; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_settings_are_refused():
+    with pytest.raises(ConfigError, match="takes no settings"):
+        doctor.run(argparse.Namespace(json=False), [("run.name", "x")])

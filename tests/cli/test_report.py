@@ -1,0 +1,30 @@
+"""`offbeat report`."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli import report
+from offbeat.errors import ConfigError, DataError
+
+
+def call(*argv):
+    parser = argparse.ArgumentParser()
+    report.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["report", *argv])
+    return args.run(args, [])
+
+
+def test_the_path_of_the_report_is_printed(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"global_step": 1, "reward/mean": 0.5}\n')
+    assert call(str(tmp_path)) == 0
+    assert Path(capsys.readouterr().out.strip()) == tmp_path / "report.html"
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_folder_that_is_no_run_and_settings_are_refused(tmp_path):
+    with pytest.raises(DataError):
+        call(str(tmp_path))
+    with pytest.raises(ConfigError, match="takes no settings, got --run.name"):
+        report.run(argparse.Namespace(run_dir=tmp_path), [("run.name", "x")])

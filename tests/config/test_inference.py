@@ -1,0 +1,17 @@
+"""[inference]: bounds."""
+
+import pytest
+from pydantic import ValidationError
+
+from offbeat.config.inference import InferenceConfig
+
+
+def test_a_context_of_zero_takes_the_models():
+    assert InferenceConfig().max_context == 0
+
+
+@pytest.mark.parametrize("name", ["num_engines", "min_engines", "max_running", "max_queued", "threads"])
+def test_counts_start_at_one(name):
+    assert getattr(InferenceConfig(**{name: 1}), name) == 1
+    with pytest.raises(ValidationError):
+        InferenceConfig(**{name: 0})

@@ -1,0 +1,180 @@
+"""Configuration files, overrides and the sentences that refuse them."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.config.load import HINTS, dump_toml, load_config, settings, split_overrides, toml_value
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError
+
+
+def refusal(*overrides: tuple[str, str], path: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_nothing_given_is_the_default_configuration():
+    assert load_config(None) == Config()
+
+
+def test_an_override_wins_over_the_file_and_the_last_override_over_the_first(tmp_path):
+    path = written(tmp_path, "[rollout]\ngroup_size = 4\nconsumer_batch_size = 3\n")
+    config = load_config(path, [("rollout.group_size", "16"), ("rollout.group_size", "32")])
+    assert (config.rollout.group_size, config.rollout.consumer_batch_size) == (32, 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("train.optimizer.lr", "3e-4", 3e-4),
+        ("train.autocast", "true", True),
+        ("train.autocast", "False", False),
+        ("model.tiny.num_layers", "2", 2),
+        ("rollout.stop", '["\\n", "END"]', ("\n", "END")),
+        ("model.path", "models/some model", "models/some model"),
+        ("model.path", '"quoted"', "quoted"),
+        ("data.task", "", ""),
+        ("run.name", "12", "12"),
+        ("run.name", "2026-01-31", "2026-01-31"),
+        ("data.system_prompt", "a\nb = 1", "a\nb = 1"),
+    ],
+)
+def test_override_values_are_read_as_toml_or_taken_as_they_stand(key, text, value):
+    found = load_config(None, [(key, text)])
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "sentence"),
+    [
+        (
+            "rollout.max_head_offpolicynes",
+            "1",
+            "rollout.max_head_offpolicynes is not a setting; did you mean rollout.max_head_offpolicyness?",
+        ),
+        ("rollout.lr", "1", "rollout.lr is not a setting; did you mean train.optimizer.lr?"),
+        ("rolout.group_size", "1", "rolout is not a setting; did you mean rollout?"),
+        ("zzz.qqq", "1", "zzz is not a setting; 'offbeat config docs' lists them all"),
+        ("rollout.group_size", "eight", "rollout.group_size must be an integer, got 'eight'"),
+        ("rollout.group_size", "2.5", "rollout.group_size must be an integer, got 2.5"),
+        ("rollout.temperature", "hot", "rollout.temperature must be a number, got 'hot'"),
+        ("rollout.temperature", "nan", "rollout.temperature must be a finite number, got nan"),
+        ("train.autocast", "maybe", "train.autocast must be true or false, got 'maybe'"),
+        ("rollout.stop", "END", "rollout.stop must be a list, such as [\"a\", \"b\"], got 'END'"),
+        (
+            "rollout.max_head_offpolicyness",
+            "-1",
+            "rollout.max_head_offpolicyness must be >= 0, got -1; use 0 for synchronous training",
+        ),
+        ("train.optimizer.lr", "0", "train.optimizer.lr must be > 0, got 0"),
+        ("train.optimizer.beta1", "1", "train.optimizer.beta1 must be < 1, got 1"),
+        ("rollout.top_p", "1.5", "rollout.top_p must be <= 1, got 1.5; use 1 to sample from all tokens"),
+        (
+            "rollout.on_stale",
+            "requeu",
+            "rollout.on_stale must be one of 'wait', 'requeue', 'keep', got 'requeu'; did you mean 'requeue'?",
+        ),
+        ("train.strategy", "zero", "train.strategy must be 'ddp' or 'fsdp', got 'zero'"),
+        ("model.tiny", "3", "model.tiny must be a table of settings, got 3; write [model.tiny] and its settings below"),
+        (
+            "run.name",
+            "a b",
+            "run.name is not allowed to be 'a b'; use letters, digits, '.', '_' and '-', starting with a letter or digit",
+        ),
+        ("inference.min_engines", "3", "inference.min_engines must be <= inference.num_engines = 1, got 3"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_sentence(key, text, sentence):
+    assert refusal((key, text)) == sentence
+
+
+def test_of_several_errors_the_first_is_shown_and_the_others_counted():
+    assert refusal(("run.seed", "-1"), ("rollout.top_k", "-2")) == "run.seed must be >= 0, got -1 (and 1 more error)"
+    assert refusal(("run.seed", "-1"), ("rollout.top_k", "-2"), ("zz.a", "1")).endswith("(and 2 more errors)")
+
+
+def test_a_missing_file_a_folder_and_a_binary_are_refused_by_name(tmp_path):
+    assert refusal(path="no.toml") == "configuration file no.toml does not exist; give the path of a TOML file"
+    assert "cannot be read: Is a directory" in refusal(path=str(tmp_path))
+    (tmp_path / "weights").write_bytes(b"\xff\xfe\x00")
+    assert "weights is not UTF-8 text" in refusal(path=str(tmp_path / "weights"))
+
+
+def test_a_syntax_error_names_file_and_line(tmp_path):
+    path = written(tmp_path, "[run]\nname = \n")
+    assert refusal(path=path).startswith(f"{path} is not valid TOML at line 2, column 8: invalid value")
+
+
+def test_an_override_below_something_that_is_no_table_is_refused(tmp_path):
+    path = written(tmp_path, "rollout = 3\n")
+    assert refusal(("rollout.group_size", "4"), path=path).startswith("rollout must be a table of settings, got 3")
+
+
+def test_giving_one_key_of_a_table_keeps_what_its_default_sets_beside_it():
+    config = load_config(None, [("sft.optimizer.lr", "1e-3")])
+    assert (config.sft.optimizer.lr, config.sft.optimizer.warmup_steps) == (1e-3, Config().sft.optimizer.warmup_steps)
+    assert Config().sft.optimizer.warmup_steps > 0
+
+
+def test_a_preset_fills_in_and_a_given_key_wins(tmp_path):
+    assert load_config(None, [("algorithm.preset", "dr_grpo")]).algorithm.loss_aggregation == "fixed_length"
+    path = written(tmp_path, '[algorithm]\npreset = "dr_grpo"\nloss_aggregation = "token_mean"\n')
+    assert load_config(path).algorithm.loss_aggregation == "token_mean"
+
+
+def test_overrides_are_split_from_other_arguments():
+    argv = ["train", "a.toml", "--rollout.group_size", "4", "--json", "--run.name=--x", "--train.optimizer.lr", "1e-3", "./b.c"]
+    overrides, rest = split_overrides(argv)
+    assert overrides == [("rollout.group_size", "4"), ("run.name", "--x"), ("train.optimizer.lr", "1e-3")]
+    assert rest == ["train", "a.toml", "--json", "./b.c"]
+
+
+def test_a_true_or_false_setting_may_stand_alone():
+    overrides, rest = split_overrides(["--train.autocast", "a.toml", "--telemetry.trace", "false", "--run.resume"])
+    assert overrides == [("train.autocast", "true"), ("telemetry.trace", "false"), ("run.resume", "true")]
+    assert rest == ["a.toml"]
+
+
+def test_a_negative_number_is_a_value_and_arguments_after_two_dashes_are_left_alone():
+    assert split_overrides(["--run.seed", "-1", "--", "--run.seed", "2"]) == ([("run.seed", "-1")], ["--", "--run.seed", "2"])
+
+
+def test_an_override_without_value_or_setting_is_refused():
+    for argv in (["--run.seed"], ["--run.seed", "--json"]):
+        with pytest.raises(ConfigError, match=r"^--run.seed has no value; write --run.seed VALUE"):
+            split_overrides(argv)
+    with pytest.raises(ConfigError, match=r"run.sed is not a setting; did you mean run.seed"):
+        split_overrides(["--run.sed"])
+
+
+def test_dumped_toml_loads_to_an_equal_configuration(tmp_path):
+    config = load_config(
+        None,
+        [("run.name", "x"), ("rollout.stop", '["\\n", "é\\"\\\\"]'), ("train.optimizer.lr", "1e-7"), ("data.system_prompt", "Hi 😀\x7f\t")],
+    )
+    text = dump_toml(config)
+    assert load_config(written(tmp_path, text)) == config
+    assert {"run", "model", "sft"} <= tomllib.loads(text).keys()
+    assert "tiny" in tomllib.loads(text)["model"]
+
+
+@given(st.recursive(st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(), st.lists, max_leaves=5))
+def test_any_value_survives_toml(value):
+    assert repr(tomllib.loads(f"v = {toml_value(value)}")["v"]) == repr(value)
+
+
+def test_every_hint_belongs_to_a_setting():
+    assert HINTS.keys() <= {key for key, _ in settings()}

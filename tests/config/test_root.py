@@ -1,0 +1,33 @@
+"""The whole configuration and the rules that span sections."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from offbeat.config.root import Config
+
+
+def test_folders_follow_from_names():
+    config = Config.model_validate({"run": {"dir": "out", "name": "first"}})
+    assert config.run_dir == Path("out/first")
+    assert config.weights_dir == Path("out/first/weights")
+    assert Config.model_validate({"weights": {"dir": "/dev/shm/w"}}).weights_dir == Path("/dev/shm/w")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"inference": {"num_engines": 2, "min_engines": 3}}, "inference.min_engines must be <= inference.num_engines = 2, got 3"),
+        ({"model": {"tiny": {"num_heads": 6, "num_kv_heads": 4}}}, "model.tiny.num_kv_heads must divide num_heads = 6, got 4"),
+        ({"algorithm": {"dual_clip": 0.5}}, r"algorithm.dual_clip must be 0 \(off\) or > 1, got 0.5"),
+        ({"data": {"task": "addition", "path": "a.jsonl"}}, "data.task and data.path exclude each other, got 'addition' and 'a.jsonl'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(values, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        Config.model_validate(values)
+
+
+def test_settings_at_the_edge_of_these_rules_are_allowed():
+    Config.model_validate({"inference": {"num_engines": 2, "min_engines": 2}, "algorithm": {"dual_clip": 3.0}})

@@ -1,0 +1,52 @@
+import subprocess
+import sys
+
+import huggingface_hub.constants
+import pytest
+
+from offbeat.data.model_folder import check_model_folder, read_model_config
+from offbeat.errors import ModelError
+
+
+def write(folder, text='{"model_type": "qwen3", "vocab_size": 7}', *, weights=True):
+    (folder / "config.json").write_text(text)
+    if weights:
+        (folder / "model.safetensors").write_bytes(b"")
+    return str(folder)
+
+
+def test_a_model_folder_gives_its_configuration_and_its_path(tmp_path):
+    path = write(tmp_path)
+    assert read_model_config(path)["vocab_size"] == 7
+    assert check_model_folder(path) == tmp_path
+
+
+def test_a_folder_without_configuration_or_weights_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        check_model_folder(str(tmp_path))
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        check_model_folder(write(tmp_path, weights=False))
+
+
+@pytest.mark.parametrize(("text", "match"), [("{", "as JSON"), ("[]", "model_type"), ('{"a": 1}', "model_type")])
+def test_a_broken_configuration_is_refused(tmp_path, text, match):
+    with pytest.raises(ModelError, match=match):
+        read_model_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./missing", "~/missing-model", ""])
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(path):
+    with pytest.raises(ModelError, match="does not exist"):
+        check_model_folder(path)
+
+
+def test_a_hub_id_without_network_is_one_clear_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for look in (check_model_folder, read_model_config):
+        with pytest.raises(ModelError, match="neither a folder nor could it be fetched"):
+            look("nobody/no-such-model")
+
+
+def test_looking_at_a_model_does_not_import_torch():
+    code = "import sys, offbeat.data.model_folder, offbeat.data.packing, offbeat.weights.fingerprint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,161 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.data.batch import TokenBatch
+from offbeat.data.packing import pack_row, plan_microbatches, row_cost
+from offbeat.errors import DataError
+
+
+def make_batch(sequences, *, prefix_lens, group_ids, masks=None):
+    lengths = [len(sequence) for sequence in sequences]
+    if masks is None:
+        masks = [np.arange(length) >= max(prefix, 1) for length, prefix in zip(lengths, prefix_lens, strict=True)]
+    zeros = np.zeros(sum(lengths), np.float32)
+    return TokenBatch(
+        np.concatenate([np.asarray(s, np.int32) for s in sequences] or [np.zeros(0, np.int32)]),
+        np.concatenate([np.asarray(m, bool) for m in masks] or [np.zeros(0, bool)]),
+        zeros,
+        zeros,
+        zeros,
+        np.concatenate([[0], np.cumsum(lengths)]),
+        group_ids,
+        prefix_lens,
+    )
+
+
+@st.composite
+def batches(draw):
+    """Groups that mostly keep their promise of equal prompts, with random masks, empty answers and untrained tails."""
+    sequences, prefix_lens, group_ids, masks = [], [], [], []
+    for group in range(draw(st.integers(0, 5))):
+        prompt = draw(st.lists(st.integers(0, 3), min_size=0, max_size=5))
+        for _ in range(draw(st.integers(1, 4))):
+            other = st.lists(st.integers(0, 3), min_size=len(prompt), max_size=len(prompt))
+            start = draw(other) if draw(st.integers(0, 4)) == 0 else prompt
+            sequence = start + draw(st.lists(st.integers(0, 9), min_size=0 if start else 1, max_size=6))
+            sequences.append(sequence)
+            prefix_lens.append(len(prompt))
+            group_ids.append(group)
+            masks.append([i >= max(1, len(prompt)) and draw(st.booleans()) for i in range(len(sequence))])
+    order = draw(st.permutations(range(len(sequences))))
+    pick = lambda values: [values[i] for i in order]  # noqa: E731
+    return make_batch(pick(sequences), prefix_lens=np.array(pick(prefix_lens)), group_ids=np.array(pick(group_ids)), masks=pick(masks))
+
+
+def visible(row, index):
+    """Row indices that a token attends to, in order, by the definition of Segments."""
+    segments = row.segments
+    segment = int(np.flatnonzero((segments.starts <= index) & (index < segments.starts + segments.lengths))[0])
+    own = list(range(segments.starts[segment], index + 1))
+    prefix = segments.prefix[segment]
+    return (list(range(segments.starts[prefix], segments.starts[prefix] + segments.lengths[prefix])) if prefix >= 0 else []) + own
+
+
+@given(batches(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_each_scored_token_is_predicted_from_exactly_the_tokens_before_it_in_its_sequence(batch, share):
+    row = pack_row(batch, share_prefix=share)
+    assert row.batch_index.tolist() == np.flatnonzero(batch.loss_mask).tolist()
+    for source, target, index in zip(row.source, row.target, row.batch_index, strict=True):
+        sequence = int(np.searchsorted(batch.offsets, index, side="right")) - 1
+        before = slice(batch.offsets[sequence], index)
+        seen = visible(row, int(source))
+        assert target == batch.tokens[index]
+        assert row.tokens[seen].tolist() == batch.tokens[before].tolist()
+        assert row.positions[seen].tolist() == list(range(len(seen)))
+
+
+@given(batches(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_the_row_cost_is_the_length_of_the_row_and_sharing_never_costs_more(batch, share):
+    row = pack_row(batch, share_prefix=share)
+    assert row_cost(batch, share_prefix=share) == len(row) == row.segments.lengths.sum()
+    assert row_cost(batch, share_prefix=True) <= row_cost(batch, share_prefix=False)
+    # Nothing is laid out that no scored token looks at.
+    assert set(range(len(row))) == {seen for source in row.source for seen in visible(row, int(source))}
+
+
+def test_the_worked_example_of_the_module_is_what_comes_out():
+    batch = make_batch([[7, 8, 1, 2], [7, 8, 3]], prefix_lens=[2, 2], group_ids=[0, 0])
+    row = pack_row(batch, share_prefix=True)
+    assert row.tokens.tolist() == [7, 8, 1]
+    assert row.positions.tolist() == [0, 1, 2]
+    assert row.source.tolist() == [1, 2, 1]
+    assert row.target.tolist() == [1, 2, 3]
+    assert row.batch_index.tolist() == [2, 3, 6]
+    assert (row.segments.starts.tolist(), row.segments.lengths.tolist(), row.segments.prefix.tolist()) == ([0, 2], [2, 1], [-1, 0])
+
+
+def test_a_prompt_that_differs_although_its_group_id_is_equal_is_not_shared():
+    batch = make_batch([[7, 8, 1, 2], [7, 9, 3, 4]], prefix_lens=[2, 2], group_ids=[0, 0])
+    assert row_cost(batch, share_prefix=True) == row_cost(batch, share_prefix=False) == 6
+
+
+def test_a_loss_on_a_first_token_is_refused():
+    batch = make_batch([[1, 2]], prefix_lens=[0], group_ids=[0], masks=[[True, True]])
+    with pytest.raises(DataError, match="first token"):
+        pack_row(batch, share_prefix=False)
+
+
+@given(batches(), st.integers(1, 4), st.integers(10, 40), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_plan_holds_every_sequence_once_under_the_cap_with_equal_counts(batch, num_ranks, max_tokens, share):
+    plan = plan_microbatches(batch, num_ranks=num_ranks, max_tokens=max_tokens, share_prefix=share)
+    assert len(plan) == num_ranks
+    assert len({len(rank) for rank in plan}) == 1
+    assert len(plan[0]) >= 1
+    micros = [micro for rank in plan for micro in rank]
+    assert sorted(np.concatenate(micros).tolist()) == list(range(len(batch)))
+    costs = [row_cost(batch.select(micro), share_prefix=share) for micro in micros]
+    assert max(costs) <= max_tokens
+    # First-fit decreasing needs at most 11/9 of the fewest bins, plus one, and splits of large groups pay for their prompt again.
+    fewest = row_cost(batch, share_prefix=False) / max_tokens
+    assert len(plan[0]) <= max(1, np.ceil((2 * fewest + 1) / num_ranks))
+
+
+@given(batches(), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_sequences_that_share_a_prompt_stay_together_while_they_fit(batch, num_ranks):
+    cap = max(1, row_cost(batch, share_prefix=True))
+    plan = plan_microbatches(batch, num_ranks=num_ranks, max_tokens=cap, share_prefix=True)
+    total = sum(row_cost(batch.select(micro), share_prefix=True) for rank in plan for micro in rank)
+    assert total == row_cost(batch, share_prefix=True)
+
+
+def test_a_group_beyond_the_cap_is_split_and_each_part_pays_for_the_prompt():
+    batch = make_batch([[5] * 4 + [1, 2, 3]] * 6, prefix_lens=[4] * 6, group_ids=[0] * 6)
+    plan = plan_microbatches(batch, num_ranks=1, max_tokens=9, share_prefix=True)
+    assert [row_cost(batch.select(micro), share_prefix=True) for micro in plan[0]] == [8, 8, 8]
+
+
+def test_a_tight_cap_is_filled_where_even_shares_would_not_fit():
+    # 7+5, 7+5, 6+6 and 4+4+4 fill four micro-batches to the last token; dealing by length alone would need a fifth.
+    lengths = [7, 7, 6, 6, 5, 5, 4, 4, 4]
+    batch = make_batch([[1] * (n + 1) for n in lengths], prefix_lens=[0] * 9, group_ids=range(9))
+    plan = plan_microbatches(batch, num_ranks=2, max_tokens=12, share_prefix=False)
+    assert len(plan[0]) == 2
+    assert max(row_cost(batch.select(micro), share_prefix=False) for rank in plan for micro in rank) <= 12
+
+
+def test_ranks_without_work_get_empty_microbatches():
+    batch = make_batch([[1, 2, 3]], prefix_lens=[0], group_ids=[0])
+    plan = plan_microbatches(batch, num_ranks=3, max_tokens=8, share_prefix=False)
+    assert [[micro.tolist() for micro in rank] for rank in plan] == [[[0]], [[]], [[]]]
+    assert plan[1][0].dtype == np.int64
+
+
+def test_a_sequence_beyond_the_cap_is_refused_by_name():
+    batch = make_batch([[1] * 3, [1] * 12], prefix_lens=[0, 0], group_ids=[0, 1])
+    with pytest.raises(DataError, match=r"sequence 1 of 12 tokens .* exceeds max_tokens 8"):
+        plan_microbatches(batch, num_ranks=1, max_tokens=8, share_prefix=False)
+
+
+def test_tokens_are_balanced_over_ranks():
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(4, 0.9, 256), 16, 512).astype(int)
+    batch = make_batch([[1] * n for n in lengths], prefix_lens=[0] * 256, group_ids=range(256))
+    plan = plan_microbatches(batch, num_ranks=8, max_tokens=1024, share_prefix=False)
+    loads = [sum(row_cost(batch.select(micro), share_prefix=False) for micro in rank) for rank in plan]
+    assert max(loads) <= 1.01 * np.mean(loads)

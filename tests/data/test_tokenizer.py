@@ -1,0 +1,151 @@
+"""Character tokenizers, tokenizer folders, chat templates, and the absence of torch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.data.tokenizer import DEFAULT_ALPHABET, TEXT_ALPHABET, character_tokenizer, load_tokenizer
+from offbeat.errors import ModelError
+
+TORCH_FREE = (
+    "offbeat.data.tokenizer", "offbeat.data.row", "offbeat.data.sources", "offbeat.data.tasks", "offbeat.data.dataset",
+    "offbeat.rollout.functions", "offbeat.rollout.rewards.exact_match", "offbeat.rollout.rewards.math", "offbeat.rollout.rewards.countdown",
+    "offbeat.algorithms.advantages", "offbeat.algorithms.experience",
+)
+TEXT = character_tokenizer(TEXT_ALPHABET)
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "3+4"}]
+
+
+def run_python(code, **env):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, timeout=100, check=False)
+
+
+def test_nothing_here_imports_torch_even_when_a_chat_is_rendered_and_a_folder_read(tmp_path):
+    character_tokenizer().save(tmp_path)
+    code = (
+        f"import sys, {', '.join(TORCH_FREE)}\n"
+        f"offbeat.data.tokenizer.load_tokenizer({str(tmp_path)!r}).chat([dict(role='user', content='1')])\n"
+        "assert 'torch' not in sys.modules and 'ray' not in sys.modules"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(TEXT_ALPHABET.replace("<", ""), max_size=40))  # without it, no text spells a special token
+def test_text_of_the_alphabet_survives_encoding(text):
+    ids = TEXT.encode(text)
+    assert len(ids) == len(text)
+    assert TEXT.decode(ids) == text
+
+
+def test_the_default_vocabulary_is_small_and_has_its_special_tokens():
+    tokenizer = character_tokenizer()
+    assert tokenizer.vocab_size == len(DEFAULT_ALPHABET) + 3 == 54
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
+    assert tokenizer.encode("0z") == [3, 3 + DEFAULT_ALPHABET.index("z")]
+
+
+def test_an_unknown_character_is_unk_and_special_tokens_are_dropped_on_decoding():
+    tokenizer = character_tokenizer("ab")
+    assert tokenizer.encode("aéb<eos>") == [3, 2, 4, 0]
+    assert tokenizer.decode([3, 4, 0, 1]) == "ab"
+    assert tokenizer.decode([3, 0], skip_special_tokens=False) == "a<eos>"
+
+
+def test_the_default_chat_template_ends_where_the_assistant_is_to_speak():
+    tokenizer = character_tokenizer()
+    assert tokenizer.decode(tokenizer.chat(CHAT)) == "system: be brief\nuser: 3+4\nassistant: "
+    turns = [*CHAT, {"role": "assistant", "content": "7"}, CHAT[1]]
+    assert tokenizer.chat(turns).count(tokenizer.eos_token_id) == 1
+
+
+def test_a_saved_tokenizer_loads_as_the_same(tmp_path):
+    saved = character_tokenizer("abc :\n", chat_template="{{ messages[0]['content'] }}a")
+    saved.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("cab\n:") == saved.encode("cab\n:")
+    assert (loaded.eos_token_id, loaded.pad_token_id, loaded.vocab_size) == (0, 1, 9)
+    assert loaded.chat([{"role": "user", "content": "b"}]) == saved.encode("ba")
+
+
+def test_a_chat_template_file_in_the_folder_is_honoured(tmp_path):
+    character_tokenizer("ab", chat_template=None).save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}b")
+    assert load_tokenizer(tmp_path).chat([{"role": "user", "content": "a"}]) == [3, 4]
+
+
+def test_truncation_and_padding_stored_in_a_folder_do_not_cut_or_fill_prompts(tmp_path):
+    character_tokenizer("ab").save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 1, "pad_type_id": 0, "pad_token": "<pad>"}
+    file.write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).encode("abab") == [3, 4, 3, 4]
+
+
+def test_a_folder_of_another_tokenizer_class_loads(tmp_path):
+    character_tokenizer("ab").save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"tokenizer_class": "Qwen2Tokenizer", "pad_token": None}
+    file.write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("ba") == [4, 3]
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+
+
+def test_a_missing_chat_template_says_so():
+    with pytest.raises(ModelError, match=r"'characters' has no chat template; put a chat_template.jinja .*data.chat_template = false"):
+        character_tokenizer(chat_template=None).chat(CHAT)
+
+
+def test_a_chat_template_that_refuses_says_why():
+    tokenizer = character_tokenizer(chat_template="{{ raise_exception('system role not supported') }}")
+    with pytest.raises(ModelError, match="refuses messages with roles system, user: system role not supported"):
+        tokenizer.chat(CHAT)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_folder_without_a_file_names_it(tmp_path, name):
+    character_tokenizer().save(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(ModelError, match=f"has no {name}; it needs tokenizer.json and tokenizer_config.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_broken_file_and_a_missing_end_token_are_model_errors(tmp_path):
+    character_tokenizer().save(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "eos_token"}))
+    with pytest.raises(ModelError, match="has no end token"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(tmp_path):
+    with pytest.raises(ModelError, match="does not exist; give a folder"):
+        load_tokenizer(tmp_path / "nothing")
+
+
+def test_an_unreachable_hub_is_one_clear_sentence():
+    code = (
+        "from offbeat.data.tokenizer import load_tokenizer\nfrom offbeat.errors import ModelError\n"
+        "try: load_tokenizer('offbeat-tests/absent')\nexcept ModelError as exc: print(exc)"
+    )
+    done = run_python(code, HF_HUB_OFFLINE="1")
+    assert "tokenizer 'offbeat-tests/absent' is no folder here and could not be fetched from the hub" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("alphabet", ["", "aba"])
+def test_an_alphabet_must_hold_different_characters(alphabet):
+    with pytest.raises(ModelError, match="each character once"):
+        character_tokenizer(alphabet)

@@ -1,0 +1,89 @@
+"""Small models with strong weights, so that every token depends on its context, and their references from Hugging Face's own modules."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from offbeat.data.tokenizer import character_tokenizer
+from offbeat.model.load import load_causal_lm
+
+SIZES = {
+    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 80,
+    "max_position_embeddings": 160,
+}  # fmt: skip
+GPT2_SIZES = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+KINDS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    "qwen3": (Qwen3Config, {**SIZES, "tie_word_embeddings": True}),
+    "qwen3-untied": (Qwen3Config, {**SIZES, "tie_word_embeddings": False}),
+    "qwen2": (Qwen2Config, {**SIZES, "tie_word_embeddings": True}),
+    "llama": (LlamaConfig, {**SIZES, "tie_word_embeddings": False}),
+    "mistral": (MistralConfig, {**SIZES, "sliding_window": None}),
+    "llama-scaled-rope": (LlamaConfig, {**SIZES, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "qwen2-sliding": (Qwen2Config, {**SIZES, **SLIDING}),
+    "gpt2": (GPT2Config, GPT2_SIZES),
+}
+
+
+def build(folder: Path, kind: str, *, seed: int) -> str:
+    """Write a model and its tokenizer."""
+    tokenizer = character_tokenizer()
+    tokenizer.save(folder)
+    config_class, sizes = KINDS[kind]
+    special = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config_class(vocab_size=tokenizer.vocab_size, **special, **sizes))
+        for name, parameter in model.named_parameters():
+            parameter.data.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.25)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model run by Hugging Face's modules, one sequence at a time without a cache."""
+
+    folder: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", load_causal_lm(self.folder, attention="sdpa"))
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[L, V]."""
+        return self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        """[L - 1], of each token after the first."""
+        logits = self.logits(tokens)[:-1].log_softmax(-1)
+        return logits.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """kind, seed -> folder, built once."""
+    built: dict[tuple[str, int], str] = {}
+
+    def get(kind: str, seed: int = 0) -> str:
+        if (kind, seed) not in built:
+            built[kind, seed] = build(tmp_path_factory.mktemp(kind), kind, seed=seed)
+        return built[kind, seed]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def reference(model_folder):
+    """kind, seed -> Reference, loaded once."""
+    loaded: dict[tuple[str, int], Reference] = {}
+
+    def get(kind: str, seed: int = 0) -> Reference:
+        if (kind, seed) not in loaded:
+            loaded[kind, seed] = Reference(model_folder(kind, seed))
+        return loaded[kind, seed]
+
+    return get

@@ -1,0 +1,107 @@
+"""Both forward paths against Hugging Face's modules, token by token; weights in and out under their names."""
+
+import numpy as np
+import pytest
+import torch
+
+from offbeat.errors import ModelError
+from offbeat.inference.embedded.cache import PromptRows, SlotCache
+from offbeat.inference.embedded.forward import Forward, check_forward
+from offbeat.inference.embedded.forward_direct import DirectForward
+from offbeat.inference.embedded.forward_hf import HFForward
+from offbeat.inference.embedded.loader import load_forward
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.versions import fingerprint_tensors, read_weights
+from offbeat.model.tensors import named_bytes
+from offbeat.weights.fingerprint import fingerprint
+
+DIRECT = ["qwen3", "qwen3-untied", "qwen2", "llama", "mistral"]
+PATHS = [("direct", kind) for kind in DIRECT] + [("hf", kind) for kind in (*DIRECT, "llama-scaled-rope", "qwen2-sliding", "gpt2")]
+PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33]]
+CONTINUATION = [[8, 19], [21, 7], [5, 30]]
+
+
+def load(folder: str, path: str) -> Forward:
+    return load_forward(EngineOptions(model=folder, forward=path))
+
+
+@pytest.mark.parametrize(("path", "kind"), PATHS)
+@torch.inference_mode()
+def test_prefill_decode_and_score_give_the_models_logits(path, kind, model_folder, reference):
+    forward = load(model_folder(kind), path)
+    lengths = np.array([len(p) for p in PROMPTS])
+    padded = torch.zeros(3, lengths.max(), dtype=torch.int64)
+    for row, prompt in enumerate(PROMPTS):
+        padded[row, : len(prompt)] = torch.tensor(prompt)
+    cache = SlotCache(forward.cache_shape, max_slots=3, max_positions=100)
+    cache.reserve(slots=3, positions=int(lengths.max()))
+    index = torch.arange(3)
+    answers = [forward.prefill(padded, torch.from_numpy(lengths), cache=cache, rows=PromptRows(index, index))]
+    for i in range(2):
+        tokens = torch.tensor([more[i] for more in CONTINUATION])
+        answers.append(forward.decode(tokens, cache.step(lengths + i)))
+    for row, (prompt, more) in enumerate(zip(PROMPTS, CONTINUATION, strict=True)):
+        expected = reference(kind).logits(prompt + more)[len(prompt) - 1 :]
+        assert torch.allclose(torch.stack([a[row] for a in answers]), expected, atol=1e-4)
+    assert torch.allclose(forward.score(torch.tensor(PROMPTS[0])), reference(kind).logits(PROMPTS[0]), atol=1e-4)
+
+
+@pytest.mark.parametrize(("path", "kind"), PATHS)
+def test_tensors_have_the_trainers_names_and_bytes(path, kind, model_folder, reference):
+    forward = load(model_folder(kind), path)
+    assert fingerprint_tensors(forward.tensors()) == fingerprint(named_bytes(reference(kind).model))
+
+
+@pytest.mark.parametrize(("path", "kind"), [("direct", "qwen3"), ("direct", "llama"), ("hf", "qwen3"), ("hf", "gpt2")])
+@torch.inference_mode()
+def test_installed_weights_serve_and_prepared_ones_do_not(path, kind, model_folder, reference):
+    forward = load(model_folder(kind), path)
+    tokens = PROMPTS[0]
+    prepared = read_weights(forward, model_folder(kind, 1))
+    assert torch.allclose(forward.score(torch.tensor(tokens)), reference(kind).logits(tokens), atol=1e-4)
+    before = forward.tensors()
+    fingerprint_before = fingerprint_tensors(before)
+    forward.install(prepared)
+    assert torch.allclose(forward.score(torch.tensor(tokens)), reference(kind, 1).logits(tokens), atol=1e-4)
+    assert fingerprint_tensors(forward.tensors()) == fingerprint(named_bytes(reference(kind, 1).model))
+    assert fingerprint_tensors(before) == fingerprint_before, "a reader of the old version keeps it"
+
+
+def test_auto_takes_the_direct_path_where_it_is_exact(model_folder):
+    assert isinstance(load(model_folder("llama"), "auto"), DirectForward)
+    assert isinstance(load(model_folder("llama-scaled-rope"), "auto"), HFForward)
+    assert isinstance(load(model_folder("qwen2-sliding"), "auto"), HFForward)
+    with pytest.raises(ModelError, match=r"gpt2.*use forward = auto or hf"):
+        load(model_folder("gpt2"), "direct")
+
+
+@pytest.mark.parametrize("path", ["direct", "hf"])
+def test_weights_of_another_model_are_refused(path, model_folder, tmp_path):
+    forward = load(model_folder("qwen3"), path)
+    with pytest.raises(ModelError, match="lack the tensor"):
+        read_weights(forward, model_folder("llama"))
+    state = forward.tensors()
+    state["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(ModelError, match=r"'model.norm.weight' with shape \(3,\), not \(48,\)"):
+        forward.prepare(state)
+    with pytest.raises(ModelError, match="holds no model.safetensors"):
+        read_weights(forward, str(tmp_path))
+
+
+@torch.inference_mode()
+def test_a_forward_that_decodes_wrongly_is_caught(model_folder):
+    forward = load(model_folder("qwen3"), "direct")
+    check_forward(forward)
+    right = forward.decode
+    forward.decode = lambda tokens, step: right(tokens, step) * 1.5
+    with pytest.raises(ModelError, match="differs from a full forward"):
+        check_forward(forward)
+
+
+@pytest.mark.parametrize("path", ["direct", "hf"])
+@torch.inference_mode()
+def test_bfloat16_stays_near_float32(path, model_folder, reference):
+    forward = load_forward(EngineOptions(model=model_folder("qwen3"), forward=path, dtype="bfloat16"))
+    assert forward.cache_shape.dtype == torch.bfloat16
+    got = forward.score(torch.tensor(PROMPTS[0])).float().log_softmax(-1)
+    assert (got - reference("qwen3").logits(PROMPTS[0]).log_softmax(-1)).abs().mean() < 0.1

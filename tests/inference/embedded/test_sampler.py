@@ -1,0 +1,90 @@
+"""Draws follow the distribution they claim, their log-probabilities are of that distribution, and seeds fix them."""
+
+import numpy as np
+import torch
+
+from offbeat.inference.embedded.sampler import SamplingRows, restrict, row_keys, sample, uniforms
+
+
+def rows(count: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows:
+    return SamplingRows(
+        temperature=np.full(count, temperature, np.float32), top_p=np.full(count, top_p, np.float32), top_k=np.full(count, top_k)
+    )
+
+
+def slow_distribution(logits: np.ndarray, *, temperature: float, top_p: float, top_k: int) -> np.ndarray:
+    """One row, in plain Python: the likeliest k, then the smallest set of them that holds top_p of their mass."""
+    probs = np.exp(logits / temperature - (logits / temperature).max())
+    order = np.argsort(-probs)
+    kept = order[: top_k or len(order)]
+    mass, nucleus = 0.0, []
+    for token in kept:
+        nucleus.append(token)
+        mass += probs[token] / probs[kept].sum()
+        if mass >= top_p:
+            break
+    out = np.zeros_like(probs)
+    out[nucleus] = probs[nucleus] / probs[nucleus].sum()
+    return out
+
+
+def test_frequencies_and_logprobs_match_the_restricted_distribution():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=12) * 2
+    count = 20000
+    cases = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.8, 0), (1.3, 1.0, 4), (0.8, 0.7, 6), (1.0, 1e-6, 0), (2.0, 1.0, 1)]
+    for temperature, top_p, top_k in cases:
+        expected = slow_distribution(logits, temperature=temperature, top_p=top_p, top_k=top_k)
+        params = rows(count, temperature=temperature, top_p=top_p, top_k=top_k)
+        tokens, logprobs = sample(torch.tensor(logits, dtype=torch.float32).expand(count, -1), params, rng.random(count))
+        frequency = np.bincount(tokens, minlength=12) / count
+        assert np.abs(frequency - expected).max() < 0.015, (temperature, top_p, top_k)
+        assert frequency[expected == 0].sum() == 0
+        assert np.allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
+
+
+def test_rows_keep_their_own_parameters_in_a_mixed_batch():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 20) * 3
+    temperature, top_p, top_k = [1.0, 0.0, 0.5, 1.0], [1.0, 0.5, 1.0, 0.6], [0, 3, 5, 0]
+    mixed = SamplingRows(temperature=np.array(temperature, np.float32), top_p=np.array(top_p, np.float32), top_k=np.array(top_k))
+    uniform = np.full(4, 0.6)
+    tokens, logprobs = sample(logits, mixed, uniform)
+    for row in range(4):
+        alone = rows(1, temperature=temperature[row], top_p=top_p[row], top_k=top_k[row])
+        token, logprob = sample(logits[[row]], alone, uniform[[row]])
+        assert token[0] == tokens[row] and np.isclose(logprob[0], logprobs[row])
+
+
+def test_greedy_takes_the_largest_logit_with_its_plain_logprob():
+    logits = torch.randn(5, 9)
+    tokens, logprobs = sample(logits, rows(5, temperature=0, top_p=0.3, top_k=2), np.zeros(5))
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    assert np.allclose(logprobs, logits.log_softmax(-1).max(-1).values, atol=1e-6)
+
+
+def test_the_extreme_uniforms_draw_possible_tokens():
+    logits = torch.full((2, 6), -torch.inf)
+    logits[:, 2:4] = 0.0
+    tokens, _ = sample(logits, rows(2), np.array([0.0, 1 - 2.0**-52]))
+    assert tokens.tolist() == [2, 3]
+
+
+def test_top_p_of_one_keeps_tokens_whose_mass_rounds_away():
+    logits = torch.tensor([[0.0, -40.0, -50.0]])
+    assert torch.equal(restrict(logits, top_p=torch.ones(1, 1), top_k=torch.zeros(1, 1)), logits)
+
+
+def test_uniforms_are_uniform_and_independent_of_the_batch():
+    keys = np.concatenate([row_keys(seed, 8) for seed in range(500)])
+    assert len(set(keys.tolist())) == len(keys)
+    draws = np.stack([uniforms(keys, np.full(len(keys), position)) for position in range(10)])
+    histogram = np.histogram(draws, bins=20, range=(0, 1))[0] / draws.size
+    assert np.abs(histogram - 0.05).max() < 0.005
+    correlation = np.corrcoef(draws)
+    assert np.abs(correlation - np.eye(10)).max() < 0.06
+    assert uniforms(keys[7:8], np.array([3]))[0] == draws[3, 7]
+
+
+def test_any_integer_is_a_seed():
+    assert len({tuple(row_keys(seed, 2)) for seed in (-1, 0, 1, 2**64 + 5, 10**30)}) == 5

@@ -1,0 +1,84 @@
+import numpy as np
+import pytest
+import torch
+
+from offbeat.data.packing import PackedRow, Segments
+from offbeat.errors import ModelError
+from offbeat.model.attention import build_plan, packed_attention
+
+
+def make_row(lengths, prefix=None):
+    lengths = np.asarray(lengths)
+    segments = Segments(np.cumsum(lengths) - lengths, lengths, np.full(len(lengths), -1) if prefix is None else np.asarray(prefix))
+    none = np.zeros(0, np.int64)
+    return PackedRow(np.zeros(lengths.sum(), np.int32), np.zeros(lengths.sum(), np.int32), segments, none, none, none)
+
+
+def slow_attention(query, key, value, segments, scale):
+    """[1, H, R, D] by a loop over tokens, straight from the definition of Segments."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    output = torch.empty_like(query)
+    for start, length, prefix in zip(segments.starts, segments.lengths, segments.prefix, strict=True):
+        before = list(range(segments.starts[prefix], segments.starts[prefix] + segments.lengths[prefix])) if prefix >= 0 else []
+        for token in range(start, start + length):
+            seen = before + list(range(start, token + 1))
+            scores = (query[:, :, token : token + 1] * key[:, :, seen]).sum(-1) * scale
+            output[:, :, token] = (scores.softmax(-1)[..., None] * value[:, :, seen]).sum(2)
+    return output.transpose(1, 2)
+
+
+ROWS = {
+    "one sequence": make_row([6]),
+    "equal lengths": make_row([4, 4, 4]),
+    "many lengths": make_row([1, 2, 3, 5, 8, 13, 14]),
+    "equal groups": make_row([3, 3, 4, 4, 4, 4], [-1, -1, 0, 1, 0, 1]),
+    "ragged groups": make_row([2, 3, 9, 1, 4, 5, 6], [-1, -1, -1, 0, 2, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_packed_attention_and_its_gradients_equal_a_loop_over_tokens(name):
+    row = ROWS[name]
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, len(row), 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    weights = torch.randn(1, len(row), 4, 8, dtype=torch.float64)
+    got, _ = packed_attention(torch.nn.Module(), query, key, value, None, scaling=0.3, attention_plan=build_plan(row))
+    expected = slow_attention(query, key, value, row.segments, 0.3)
+    torch.testing.assert_close(got, expected)
+    inputs = (query, key, value)
+    for mine, theirs in zip(
+        torch.autograd.grad((got * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_sequences_of_one_length_are_a_view_without_any_gather():
+    plan = build_plan(ROWS["equal lengths"])
+    assert [(bucket.n, bucket.num_queries, bucket.mask) for bucket in plan.buckets] == [(3, 4, None)]
+    assert plan.query_index is plan.key_index is plan.restore is None
+
+
+def test_the_mask_of_equal_groups_is_one_for_all_of_them():
+    plan = build_plan(ROWS["equal groups"])
+    assert [(bucket.n, bucket.num_queries, bucket.num_keys) for bucket in plan.buckets] == [(2, 3, 3), (4, 4, 7)]
+    assert plan.buckets[1].mask.shape == (1, 1, 4, 7)
+    assert plan.query_index is plan.restore is None
+
+
+def test_buckets_waste_at_most_a_quarter_and_are_few():
+    lengths = np.sort(np.clip(np.random.default_rng(0).lognormal(4, 0.9, 128), 1, 512).astype(int))
+    plan = build_plan(make_row(lengths))
+    padded = sum(bucket.n * bucket.num_queries for bucket in plan.buckets)
+    assert padded * 0.75 <= lengths.sum()
+    assert len(plan.buckets) <= 10
+
+
+def test_what_packed_rows_cannot_compute_is_refused():
+    row = ROWS["one sequence"]
+    query = torch.randn(1, 2, 6, 8)
+    for arguments, match in (({"sliding_window": 5}, "window of 5"), ({"softcap": 30.0}, "softcap"), ({"s_aux": query}, "s_aux")):
+        with pytest.raises(ModelError, match=match):
+            packed_attention(torch.nn.Module(), query, query, query, None, attention_plan=build_plan(row), **arguments)
+    with pytest.raises(ModelError, match="1 rows and a mask"):
+        packed_attention(torch.nn.Module(), query, query, query, torch.ones(1, 1, 6, 6), attention_plan=build_plan(row))

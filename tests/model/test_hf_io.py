@@ -1,0 +1,177 @@
+import copy
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offbeat.config.model import TinyConfig
+from offbeat.data.model_folder import read_model_config
+from offbeat.errors import ModelError, StorageError
+from offbeat.model.hf_io import copy_into, read_safetensors, write_safetensors
+from offbeat.model.load import context_length, load_causal_lm
+from offbeat.model.tensors import named_bytes
+from offbeat.model.tiny import build_tiny
+from offbeat.weights.fingerprint import fingerprint
+
+SMALL = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24, max_positions=32)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return build(tmp_path / "tiny")
+
+
+def build(folder, seed=0, tiny=SMALL):
+    build_tiny(folder, tiny=tiny, vocab_size=11, eos_token_id=1, pad_token_id=0, seed=seed)
+    return folder
+
+
+def perturbed(model):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return other
+
+
+def digest(folder):
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+def test_a_tiny_model_is_the_same_for_a_seed_and_leaves_the_random_state_alone(tmp_path):
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    first, again, other = build(tmp_path / "a"), build(tmp_path / "b"), build(tmp_path / "c", seed=1)
+    assert torch.rand(1) == expected
+    assert digest(first) == digest(again)
+    assert digest(first)["model.safetensors"] != digest(other)["model.safetensors"]
+
+
+def test_a_tiny_model_is_a_complete_qwen3_folder(folder):
+    config = read_model_config(str(folder))
+    assert (config["model_type"], config["architectures"], config["tie_word_embeddings"]) == ("qwen3", ["Qwen3ForCausalLM"], True)
+    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"], config["dtype"]) == (11, 1, 0, "float32")
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 1
+    model = load_causal_lm(str(folder))
+    assert context_length(model.config) == 32
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not any("_attn" in key for key in config)
+
+
+@pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])
+def test_every_attention_gives_the_logits_of_plain_transformers(folder, attention):
+    ids = torch.tensor([[3, 4, 5, 6]])
+    expected = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    torch.testing.assert_close(load_causal_lm(str(folder), attention=attention)(ids).logits, expected)
+
+
+def test_bfloat16_is_loaded_and_refuses_other_names(folder):
+    assert load_causal_lm(str(folder), dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(ModelError, match="float32, bfloat16, got 'int8'"):
+        load_causal_lm(str(folder), dtype="int8")
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 << 30, 3000])
+def test_weights_survive_a_round_trip_in_one_file_or_many(folder, tmp_path, max_shard_bytes):
+    model = perturbed(load_causal_lm(str(folder)))
+    state = model.state_dict()
+    write_safetensors(state, tmp_path / "out", config_from=model, max_shard_bytes=max_shard_bytes)
+    assert "lm_head.weight" in state  # untouched
+    read = dict(read_safetensors(tmp_path / "out"))
+    assert read.keys() == state.keys() - {"lm_head.weight"}
+    assert all(tensor.equal(state[name]) for name, tensor in read.items())
+    assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (max_shard_bytes == 3000)
+    loaded = load_causal_lm(str(tmp_path / "out"))
+    assert fingerprint(named_bytes(loaded)) == fingerprint(named_bytes(model))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_folder_given_for_the_configuration_lends_its_tokenizer_too(folder, tmp_path):
+    (folder / "tokenizer.json").write_text("{}")
+    model = load_causal_lm(str(folder))
+    write_safetensors(model.state_dict(), tmp_path / "out", config_from=folder)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "config.json", "generation_config.json", "tokenizer.json", "model.safetensors",
+    }
+    assert "lm_head.weight" not in dict(read_safetensors(tmp_path / "out"))
+
+
+def test_writing_into_a_folder_that_exists_replaces_its_weights_and_keeps_other_files(folder):
+    model = perturbed(load_causal_lm(str(folder)))
+    (folder / "tokenizer.json").write_text("{}")
+    write_safetensors(model.state_dict(), folder, config_from=model, max_shard_bytes=3000)
+    assert not (folder / "model.safetensors").exists()
+    assert (folder / "tokenizer.json").exists()
+    assert fingerprint(named_bytes(load_causal_lm(str(folder)))) == fingerprint(named_bytes(model))
+
+
+def test_copy_into_changes_weights_in_place_keeps_ties_and_casts(folder, tmp_path):
+    source = perturbed(load_causal_lm(str(folder)))
+    write_safetensors(source.state_dict(), tmp_path / "new", config_from=source)
+    model = load_causal_lm(str(folder), dtype="bfloat16")
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    copy_into(model, tmp_path / "new")
+    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert fingerprint(named_bytes(model)) == fingerprint(named_bytes(source.to(torch.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda state: state.pop("model.norm.weight"), "lacks 'model.norm.weight'"),
+        (lambda state: state.pop("model.embed_tokens.weight"), r"lacks 'lm_head.weight' \(2 such"),
+        (lambda state: state.update(extra=torch.zeros(1)), "unknown 'extra'"),
+        (lambda state: state.update({"model.norm.weight": torch.zeros(3)}), "another shape for 'model.norm.weight'"),
+    ],
+)
+def test_copy_into_refuses_other_weights_and_leaves_the_model_unchanged(folder, tmp_path, change, match):
+    model = load_causal_lm(str(folder))
+    state = perturbed(model).state_dict()
+    change(state)
+    write_safetensors(state, tmp_path / "new", config_from=model)
+    before = fingerprint(named_bytes(model))
+    with pytest.raises(ModelError, match=match):
+        copy_into(model, tmp_path / "new")
+    assert fingerprint(named_bytes(model)) == before
+
+
+def test_named_bytes_are_the_files_bytes_by_hugging_face_names(folder):
+    for dtype in ("float32", "bfloat16"):
+        model = load_causal_lm(str(folder), dtype=dtype)
+        items = dict(named_bytes(model))
+        expected = {name: tensor.to(model.dtype) for name, tensor in read_safetensors(folder)}
+        assert items.keys() == expected.keys()
+        assert all(items[name].tobytes() == tensor.view(torch.uint8).numpy().tobytes() for name, tensor in expected.items())
+
+
+FILLED = """
+import resource, signal, sys
+import torch
+from offbeat.errors import StorageError
+from offbeat.model.hf_io import write_safetensors
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+try:
+    write_safetensors({"w": torch.zeros(1 << 18)}, sys.argv[1], config_from=sys.argv[2])
+except StorageError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_fills_up_is_a_storage_error_and_leaves_nothing_behind(folder, tmp_path):
+    target = tmp_path / "out"
+    done = subprocess.run([sys.executable, "-c", FILLED, target, folder], capture_output=True, text=True, check=True, timeout=60)
+    assert str(target) in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny"}
+
+
+def test_a_folder_that_cannot_be_made_is_a_storage_error(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="choose another folder"):
+        write_safetensors({}, tmp_path / "file" / "out", config_from=folder)

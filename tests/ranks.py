@@ -1,0 +1,67 @@
+"""Run a function of a test module in several rank processes that share one store; used by the tests of dist, trainer and checkpoint.
+
+As a script it is one of those processes: `ranks.py FILE FUNCTION RANK WORLD PORT ARGUMENT OUTPUT`.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from offbeat.config.dist import DistConfig
+from offbeat.dist.mesh import connect_store, host_store, join, leave
+
+CONFIG = DistConfig(init_timeout_s=60, collective_timeout_s=60)
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+def run_ranks(function, *, world, argument=None, check=True):
+    """Call `function(groups, argument)` in `world` processes; return what each gave, by rank, or its error text if not `check`."""
+    store = host_store(60)
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"{rank}.json" for rank in range(world)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, function.__code__.co_filename, function.__name__,
+                 str(rank), str(world), str(store.port), json.dumps(argument), str(outputs[rank])],
+                env=os.environ | ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+            for rank in range(world)]
+        try:
+            errors = [process.communicate(timeout=90)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if check:
+            for rank, process in enumerate(processes):
+                assert process.returncode == 0, f"rank {rank} failed:\n{errors[rank][-3000:]}"
+        return [json.loads(output.read_text()) if output.exists() else errors[rank] for rank, output in enumerate(outputs)]
+
+
+def run_alone(function, *, argument=None):
+    """Call `function(groups, argument)` in this process, as the only rank."""
+    groups = join(rank=0, world=1, store=host_store(60), config=CONFIG)
+    try:
+        return function(groups, argument)
+    finally:
+        leave()
+
+
+def main():
+    file, name, rank, world, port, argument, output = sys.argv[1:]
+    spec = importlib.util.spec_from_file_location("test_module", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["test_module"] = module
+    spec.loader.exec_module(module)
+    store = connect_store("127.0.0.1", int(port), timeout_s=60)
+    groups = join(rank=int(rank), world=int(world), store=store, config=CONFIG)
+    result = getattr(module, name)(groups, json.loads(argument))
+    Path(output).write_text(json.dumps(result))
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The bound of the gate over random histories, and its formula by hand."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.rollout.staleness import Gate
+
+
+def fill(gate: Gate, start: int = 0) -> list[int]:
+    keys = list(range(start, start + gate.capacity))
+    for key in keys:
+        gate.admit(key)
+    return keys
+
+
+def test_capacity_is_the_smaller_of_concurrency_and_staleness() -> None:
+    assert Gate(batch_size=4, max_running=100, eta=2).capacity == 12
+    assert Gate(batch_size=4, max_running=5, eta=2).capacity == 5
+    gate = Gate(batch_size=4, max_running=100, eta=0)
+    for key in fill(gate):
+        gate.finish(key)
+    assert gate.take() is not None
+    assert gate.capacity == 0  # the batch in training still counts: at eta = 0 nothing may start on the old version
+    gate.publish(1)
+    assert gate.capacity == 4
+
+
+def test_nothing_is_admitted_that_no_step_would_take() -> None:
+    gate = Gate(batch_size=4, max_running=100, eta=3, version=7, last_version=9)
+    assert gate.capacity == 8
+
+
+def test_a_step_waits_for_an_urgent_straggler() -> None:
+    gate = Gate(batch_size=2, max_running=10, eta=1)
+    fill(gate)  # four groups, all due at version 1
+    for key in (0, 1):
+        gate.finish(key)
+    assert gate.take() == [0, 1]
+    gate.publish(1)
+    fill(gate, 4)  # two more, due at version 2
+    for key in (4, 5):
+        gate.finish(key)
+    assert gate.take() is None  # groups 2 and 3 are due now
+    assert gate.too_slow() == [2, 3]
+    for key in (2, 3):
+        gate.finish(key)
+    assert gate.take() == [2, 3]
+
+
+def test_keep_takes_whatever_is_ready() -> None:
+    gate = Gate(batch_size=1, max_running=10, eta=0, on_stale="keep")
+    gate.admit("slow")
+    gate.release("slow")
+    gate.admit("a")
+    gate.finish("a")
+    assert gate.take() == ["a"]
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "requeue"])
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), batch=st.integers(1, 6), running=st.integers(1, 30), eta=st.integers(0, 4), reject=st.sampled_from([0, 0.2, 0.7]))
+def test_the_bound_holds_and_nothing_deadlocks_in_random_histories(on_stale, seed, batch, running, eta, reject) -> None:
+    chance = random.Random(seed)
+    gate = Gate(batch_size=batch, max_running=running, eta=eta, last_version=12, on_stale=on_stale)
+    admitted: dict[int, int] = {}
+    trained: set[int] = set()
+    while gate.version < 12:
+        while gate.capacity and chance.random() < 0.8:
+            key = len(admitted)
+            admitted[key] = gate.version
+            gate.admit(key)
+        assert len(gate.running) + len(gate.ready) + gate.training <= (eta + 1) * batch
+        assert len(gate.running) <= running
+        if gate.training:
+            if chance.random() < 0.5:
+                gate.publish(gate.version + 1)
+                continue
+        elif (step := gate.take()) is not None:
+            assert len(step) == batch
+            assert all(gate.version - admitted[key] <= eta for key in step)
+            assert trained.isdisjoint(step)
+            trained.update(step)
+            continue
+        elif on_stale == "requeue":
+            for key in gate.too_slow():
+                gate.release(key)
+        if gate.running:
+            key = chance.choice(sorted(gate.running))
+            gate.release(key) if chance.random() < reject else gate.finish(key)
+        else:
+            assert gate.capacity or gate.training, "nothing runs and nothing may start: a deadlock"

@@ -1,0 +1,116 @@
+"""What a person sees while a run goes on."""
+
+import io
+import json
+import math
+import re
+
+import pytest
+
+from offbeat.telemetry.console import Console, choose_mode, compact, plain_line, sparkline
+
+METRICS = {
+    "step/total_s": 0.5,
+    "step/rollout_wait_s": 0.1,
+    "reward/mean": 0.512,
+    "eval/accuracy": 0.34,
+    "rollout/staleness_mean_versions": 0.8,
+    "rollout/staleness_max_versions": 1,
+    "throughput/generated_tokens_per_s": 12_345.0,
+    "policy/logprob_gap_mean": 1.2e-5,
+    "policy/logprob_gap_max": 3e-4,
+    "train/loss": -0.0123,
+    "train/grad_norm": 0.51,
+}
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def play(mode, stream):
+    with Console(mode, stream=stream) as console:
+        console.start("sort8 · tiny · local", 100)
+        console.update(1, METRICS)
+        console.note("checkpoint saved")
+        console.update(2, {"reward/mean": 0.6})
+        console.finish({"held-out accuracy": 0.88, "report": "runs/x/report.html"})
+    return stream.getvalue()
+
+
+def test_plain_shows_one_aligned_line_per_step_with_a_dash_for_what_is_missing():
+    lines = play("plain", io.StringIO()).splitlines()
+    assert lines[0] == "sort8 · tiny · local"
+    assert " ".join(lines[1].split()) == (
+        "step 1/100 reward 0.512 held-out 0.340 stale 0.80/1 tok/s 12.3k gap 1.2e-05/3.0e-04 loss -0.0123 grad 0.510 s/step 0.50 (20% wait)"
+    )
+    assert lines[2] == "  checkpoint saved"
+    assert " ".join(lines[3].split()).startswith("step 2/100 reward 0.600 held-out - stale -/- tok/s - gap")
+    for label in ("reward", "held-out", "stale", "tok/s", "gap", "loss", "grad", "s/step"):
+        assert lines[1].index(label) == lines[3].index(label)
+    assert "held-out accuracy  0.88" in lines[4]
+
+
+def test_json_shows_one_object_per_line():
+    events = [json.loads(line) for line in play("json", io.StringIO()).splitlines()]
+    assert [event["event"] for event in events] == ["start", "step", "note", "step", "finish"]
+    assert events[1]["metrics"] == METRICS
+    assert events[4]["held-out accuracy"] == 0.88
+
+
+def test_json_has_null_for_what_json_cannot_say():
+    stream = io.StringIO()
+    Console("json", stream=stream).update(1, {"train/loss": math.nan})
+    assert json.loads(stream.getvalue())["metrics"] == {"train/loss": None}
+
+
+def test_quiet_shows_nothing():
+    assert play("quiet", io.StringIO()) == ""
+
+
+def test_live_shows_title_figures_and_the_last_held_out_accuracy():
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", play("live", Terminal()))
+    last = shown[shown.rindex("held-out  ") :]
+    assert "sort8 · tiny · local" in shown and "2/100" in shown and "checkpoint saved" in shown
+    assert last.startswith("held-out  0.340")
+    assert "▁█" in shown  # two rewards, rising
+
+
+def test_leaving_a_live_console_by_an_exception_restores_the_cursor():
+    stream = Terminal()
+    with pytest.raises(KeyboardInterrupt), Console("live", stream=stream) as console:
+        console.start("run", 3)
+        raise KeyboardInterrupt
+    shown = stream.getvalue()
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_the_mode_follows_what_was_asked_and_where_it_is_shown():
+    assert choose_mode(Terminal()) == "live"
+    assert choose_mode(io.StringIO()) == "plain"
+    assert choose_mode(Terminal(), as_json=True, enabled=False) == "json"
+    assert choose_mode(Terminal(), enabled=False) == "quiet"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"), (math.nan, "-"), (0.0, "0"), (3, "3"), (0.5124, "0.512"),
+        (123.4, "123"), (12_345, "12.3k"), (2.5e6, "2.5M"), (1.2e-5, "1.2e-05"),
+    ],
+)
+def test_numbers_are_shown_in_few_characters(value, text):
+    assert compact(value) == text
+
+
+def test_sparklines_span_the_heights():
+    assert sparkline([]) == ""
+    assert sparkline([1, 1]) == "▄▄"
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_step_without_metrics_is_all_dashes():
+    assert re.sub(r"\s+", " ", plain_line(3, 7, {})).startswith("step 3/7 reward - held-out - stale -/-")

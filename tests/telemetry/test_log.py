@@ -1,0 +1,62 @@
+"""Logging of processes."""
+
+import logging
+import re
+
+import pytest
+
+from offbeat.errors import StorageError
+from offbeat.telemetry.log import set_up_logging
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging():
+    root = logging.getLogger()
+    handlers, level, own = list(root.handlers), root.level, logging.getLogger("offbeat").level
+    root.handlers = []
+    yield
+    for handler in root.handlers:
+        handler.close()
+    root.handlers = handlers
+    root.setLevel(level)
+    logging.getLogger("offbeat").setLevel(own)
+
+
+def test_a_record_is_one_line_with_utc_time_level_and_origin(tmp_path, capsys):
+    path = tmp_path / "logs" / "engine-0.log"
+    set_up_logging(path)
+    logging.getLogger("offbeat.inference").info("loaded version %d", 3)
+    logging.getLogger("offbeat.inference").debug("not shown")
+    logging.getLogger("somelibrary").info("not shown either")
+    (line,) = path.read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO offbeat\.inference: loaded version 3", line)
+    assert capsys.readouterr().err == ""
+
+
+def test_debug_records_everything_and_shows_it(tmp_path, capsys):
+    path = tmp_path / "x.log"
+    set_up_logging(path, debug=True)
+    logging.getLogger("offbeat").debug("detail")
+    assert "DEBUG offbeat: detail" in path.read_text()
+    assert "DEBUG offbeat: detail" in capsys.readouterr().err
+
+
+def test_setting_up_again_moves_to_the_new_file(tmp_path):
+    for name in ("a", "b"):
+        set_up_logging(tmp_path / name)
+        logging.getLogger("offbeat").info(name)
+    assert (tmp_path / "a").read_text().count("\n") == (tmp_path / "b").read_text().count("\n") == 1
+
+
+def test_without_a_file_warnings_go_to_stderr(capsys):
+    set_up_logging(None)
+    logging.getLogger("offbeat").info("quiet")
+    logging.getLogger("offbeat").warning("loud")
+    err = capsys.readouterr().err
+    assert "loud" in err and "quiet" not in err
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot write"):
+        set_up_logging(tmp_path / "file" / "x.log")

@@ -1,0 +1,85 @@
+"""The time line file."""
+
+import json
+import time
+
+import pytest
+
+from offbeat.errors import StorageError
+from offbeat.telemetry.trace import Span, Tracer, read_trace
+
+
+def test_spans_come_back_with_track_and_microsecond_times(tmp_path):
+    path = tmp_path / "trace.json"
+    tracer = Tracer(path)
+    tracer.add("train", "controller", 1_700_000_000.25, 1_700_000_001.5, {"step": 3})
+    tracer.add("generate", "engine 0", 1_700_000_000.0, 1_700_000_000.000001)
+    tracer.close()
+    train, generate = read_trace(path)
+    assert train == Span("train", "controller", 1_700_000_000.25, 1_700_000_001.5, {"step": 3})
+    assert generate.track == "engine 0"
+    assert generate.end_s - generate.start_s == pytest.approx(1e-6, rel=0.3)
+
+
+def test_a_span_measures_its_body_and_is_kept_when_the_body_raises(tmp_path):
+    tracer = Tracer(tmp_path / "trace.json")
+    before = time.time()
+    with pytest.raises(KeyError), tracer.span("publish", "controller", version=4):
+        time.sleep(0.02)
+        raise KeyError
+    (span,) = read_trace(tmp_path / "trace.json")
+    assert before - 1e-3 <= span.start_s and span.end_s <= time.time() + 1e-3
+    assert span.end_s - span.start_s >= 0.02
+    assert span.args == {"version": 4}
+    tracer.close()
+
+
+def test_the_file_is_chromes_array_format_with_named_tracks(tmp_path):
+    path = tmp_path / "trace.json"
+    tracer = Tracer(path)
+    tracer.add("a", "controller", 1.0, 2.0)
+    tracer.add("b", "engine 0", 1.0, 2.0)
+    tracer.add("c", "controller", 2.0, 3.0)
+    tracer.close()
+    events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert sorted(names.values()) == ["controller", "engine 0"]
+    assert [(e["name"], names[e["tid"]], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
+        ("a", "controller", 1e6, 1e6),
+        ("b", "engine 0", 1e6, 1e6),
+        ("c", "controller", 2e6, 1e6),
+    ]
+
+
+def test_a_resumed_run_appends_after_a_torn_line_and_keeps_the_tracks(tmp_path):
+    path = tmp_path / "trace.json"
+    first = Tracer(path)
+    first.add("a", "controller", 1.0, 2.0)
+    first.add("b", "engine 0", 1.0, 2.0)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"ph": "X", "na')
+    assert len(read_trace(path)) == 2
+    second = Tracer(path)
+    second.add("c", "engine 0", 3.0, 4.0)
+    second.add("d", "rank 0", 3.0, 4.0)
+    second.close()
+    assert [(span.name, span.track) for span in read_trace(path)] == [
+        ("a", "controller"), ("b", "engine 0"), ("c", "engine 0"), ("d", "rank 0")]
+    assert path.read_text().count("thread_name") == 3
+
+
+def test_without_a_path_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracer = Tracer(None)
+    with tracer.span("train", "controller"):
+        pass
+    tracer.close()
+    assert list(tmp_path.iterdir()) == []
+    assert read_trace(tmp_path / "trace.json") == []
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"telemetry\.trace"):
+        Tracer(tmp_path / "file" / "trace.json")

@@ -1,0 +1,119 @@
+"""Children: calls, errors, deadlines, deaths and the lifeline."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from offbeat.errors import ConfigError, DeadlineError, WorkerError
+from offbeat.process import Child, ChildSpec
+
+SUPPORT = str(Path(__file__).parent / "support")
+ENV = {"PYTHONPATH": SUPPORT, "MARK": "here"}
+
+
+def spec(log: Path | None = None, target: str = "handlers:Echo") -> ChildSpec:
+    return ChildSpec("worker 3", target, ENV, log)
+
+
+async def start(log: Path | None = None) -> Child:
+    return await Child.start(spec(log), timeout_s=20)
+
+
+def test_calls_return_what_the_handler_returns_even_when_large() -> None:
+    async def body() -> None:
+        child = await start()
+        big = os.urandom(5_000_000)
+        assert await child.call("echo", big, timeout_s=10) == big
+        assert await child.call("env", b"MARK", timeout_s=5) == b"here"
+        assert await asyncio.gather(*(child.call("echo", bytes([i]), timeout_s=5) for i in range(50))) == [bytes([i]) for i in range(50)]
+        await child.stop(timeout_s=5)
+        assert not psutil.pid_exists(child.pid)
+
+    asyncio.run(body())
+
+
+def test_our_errors_cross_as_themselves_and_others_name_the_worker() -> None:
+    async def body() -> None:
+        child = await start()
+        with pytest.raises(ConfigError, match="x must be 1, got 2"):
+            await child.call("ours", timeout_s=5)
+        with pytest.raises(WorkerError, match="worker 3 failed: KeyError") as caught:
+            await child.call("nothing", timeout_s=5)
+        assert "handlers.py" in caught.value.__notes__[0]
+        await child.stop(timeout_s=5)
+
+    asyncio.run(body())
+
+
+def test_a_missed_deadline_names_the_call_and_shows_the_stack() -> None:
+    async def body() -> None:
+        child = await start()
+        with pytest.raises(DeadlineError, match="sleep on worker 3 passed its deadline of 0.3 s") as caught:
+            await child.call("sleep", b"30", timeout_s=0.3)
+        assert "time.sleep(float(payload))" in caught.value.__notes__[0]
+        await child.kill()
+
+    asyncio.run(body())
+
+
+def test_a_death_fails_all_calls_with_exit_code_and_last_log_lines(tmp_path: Path) -> None:
+    async def body() -> None:
+        child = await start(tmp_path / "w.log")
+        waiting = asyncio.create_task(child.call("sleep", b"0.2", timeout_s=5))
+        await waiting
+        with pytest.raises(WorkerError, match="exited with code 7") as caught:
+            await child.call("exit", timeout_s=5)
+        assert "last words" in caught.value.__notes__[0]
+        with pytest.raises(WorkerError, match="exited with code 7"):
+            await child.call("echo", timeout_s=5)
+
+    asyncio.run(body())
+
+
+def test_a_signal_is_named() -> None:
+    async def body() -> None:
+        child = await start()
+        waiting = asyncio.create_task(child.call("sleep", b"30", timeout_s=20))
+        await asyncio.sleep(0.1)
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+            await waiting
+
+    asyncio.run(body())
+
+
+def test_a_failed_start_shows_the_first_real_error() -> None:
+    async def body() -> None:
+        with pytest.raises(WorkerError, match="RuntimeError: no model here"):
+            await Child.start(spec(target="handlers:Broken"), timeout_s=20)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("busy", ["sleep", "hold"])
+def test_children_end_when_the_parent_is_killed(busy: str) -> None:
+    script = (
+        "import asyncio\n"
+        "from offbeat.process import Child, ChildSpec\n"
+        "async def main():\n"
+        f"    child = await Child.start(ChildSpec('w', 'handlers:Echo', {ENV!r}), timeout_s=20)\n"
+        "    print(child.pid, flush=True)\n"
+        f"    await child.call({busy!r}, b'60', timeout_s=60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        time.sleep(0.3)
+        parent.kill()
+    end = time.monotonic() + 5
+    while psutil.pid_exists(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid)

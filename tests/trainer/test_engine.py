@@ -1,0 +1,319 @@
+"""One rank's step: the same numbers on one process, on two with DDP and on two with FSDP2, and as an independent computation gives."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM
+
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.train import OptimizerConfig
+from offbeat.data.batch import TokenBatch
+from offbeat.model.load import load_causal_lm
+from offbeat.model.tensors import named_bytes
+from offbeat.trainer.optim import learning_rate
+from offbeat.weights.fingerprint import fingerprint
+from ranks import run_alone, run_ranks
+from train_samples import OPTIMIZER, build_engine, build_model, make_batch, share, temporary_model, train
+
+# name -> groups, samples per group, tokens per micro-batch. On two ranks one sequence leaves one of them empty.
+CASES = {"many": (3, 4, 64), "small_budget": (3, 4, 14), "three_sequences": (3, 1, 64), "one_sequence": (1, 1, 64)}
+
+
+def batches_of(case):
+    num_groups, group_size, _ = CASES[case]
+    return [make_batch(num_groups, group_size, seed=seed) for seed in range(3)]
+
+
+def _compare(groups, strategies):
+    return {strategy: _compare_one(groups, strategy) for strategy in strategies}
+
+
+def _compare_one(groups, strategy):
+    """Everything that must not depend on the number of ranks, of one strategy."""
+    with temporary_model() as folder:
+        result = {}
+        for case, (_, _, max_tokens) in CASES.items():
+            engine = build_engine(groups, folder, strategy=strategy)
+            result[case] = train(engine, batches_of(case), max_tokens=max_tokens)
+        batch = make_batch(2, 3, seed=9)
+        minibatched = build_engine(groups, folder, strategy=strategy)
+        parts = [share(batch.select(half), rank=groups.rank, world=groups.world) for half in (np.arange(3), np.arange(3, 6))]
+        mine = TokenBatch(**{
+            name: np.concatenate([getattr(part, name) for part, _ in parts])
+            for name in ("tokens", "loss_mask", "rollout_logprobs", "advantages", "loss_weights", "group_ids", "prefix_lens")},
+            offsets=np.concatenate([parts[0][0].offsets, parts[1][0].offsets[1:] + parts[0][0].num_tokens]))
+        shifted = [parts[0][1], [indices + len(parts[0][0]) for indices in parts[1][1]]]
+        result["minibatches"] = minibatched.train_step(mine, shifted).metrics
+        result["canary"] = engine.canary([3, 4, 5, 6, 7])
+        # After scoring, a step must still see the updated weights.
+        result["after_canary"] = train(engine, [make_batch(2, 2)])
+        result["fingerprint"] = engine.fingerprint("float32")
+        state = engine.full_state()
+        result["norm"] = sum(tensor.double().pow(2).sum().item() for tensor in state.values())
+        result["names"] = list(state)
+        if groups.world > 1:
+            result["poisoned"] = _poison(groups, build_engine(groups, folder, strategy=strategy))
+        return result
+
+
+def _poison(groups, engine):
+    """A loss that is not finite, on rank 1 only."""
+    part, micros = share(make_batch(2, 2), rank=groups.rank, world=groups.world)
+    before = engine.canary([3, 4, 5])
+    if groups.rank == 1:
+        part.loss_weights[np.flatnonzero(part.loss_mask)[0]] = np.nan
+    skipped = engine.train_step(part, [micros]).metrics["train/skipped_steps"]
+    unchanged = engine.canary([3, 4, 5]) == before
+    loss = train(engine, [make_batch(2, 2)])[0][0]
+    return {
+        "skipped": skipped, "unchanged": unchanged, "next_is_finite": math.isfinite(loss),
+        "next_changes": engine.canary([3, 4, 5]) != before, "step": engine.step}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run_alone(_compare, argument=["ddp"])["ddp"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return run_ranks(_compare, world=2, argument=["ddp", "fsdp"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_compute_what_one_does(alone, pair, strategy):
+    first, second = (rank[strategy] for rank in pair)
+    for case in [*CASES, "after_canary"]:
+        assert first[case] == second[case]
+        np.testing.assert_allclose(first[case], alone[case], rtol=1e-5, atol=1e-5, err_msg=case)
+    assert first["minibatches"] == second["minibatches"]
+    assert first["minibatches"] == pytest.approx(alone["minibatches"], rel=1e-5, abs=1e-5)
+    assert first["canary"] == second["canary"] == pytest.approx(alone["canary"], abs=1e-5)
+    assert first["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+    assert first["names"] == alone["names"]
+    assert second["names"] == []
+    assert second["fingerprint"] == ""
+
+
+def test_one_rank_with_fsdp_computes_what_it_does_bare(alone):
+    sharded = run_alone(_compare, argument=["fsdp"])["fsdp"]
+    for case in CASES:
+        np.testing.assert_allclose(sharded[case], alone[case], rtol=1e-5, atol=1e-5)
+
+
+def _one_sequence_at_a_time(folder, batches, config):
+    """Losses and gradient norms of decoupled PPO steps, computed by plain transformers and torch, token by token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay}
+    vectors = {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([matrices, vectors], betas=(0.9, 0.95), foreach=False)
+    results = []
+    for step, batch in enumerate(batches):
+        total = torch.zeros((), dtype=torch.float64)
+        for low, high in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+            tokens = torch.from_numpy(batch.tokens[low:high].astype(np.int64))
+            logprobs = log_softmax(model(tokens[None], use_cache=False).logits[0, :-1].double(), dim=-1)
+            for t in range(1, len(tokens)):
+                if batch.loss_mask[low + t]:
+                    current = logprobs[t - 1, tokens[t]]
+                    weight = math.exp(current.item() - batch.rollout_logprobs[low + t])
+                    weight = weight if weight <= config.behave_cap else 0.0
+                    # With one update per batch the ratio to the proximal policy is 1 and never clipped.
+                    ratio = torch.exp(current - current.detach())
+                    total = total - ratio * float(batch.advantages[low + t]) * weight * float(batch.loss_weights[low + t])
+        optimizer.zero_grad()
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config=OPTIMIZER, total_steps=10)
+        optimizer.step()
+        results.append([total.item(), norm.item()])
+    return results
+
+
+def test_steps_equal_an_independent_computation(alone, tmp_path):
+    config = AlgorithmConfig(behave_cap=1.3)
+    folder = build_model(tmp_path / "model")
+    batches = batches_of("many")
+    engine_results = run_alone(lambda groups, _: train(build_engine(groups, folder, algorithm=config), batches))
+    np.testing.assert_allclose(engine_results, _one_sequence_at_a_time(folder, batches, config), rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(alone["many"], _one_sequence_at_a_time(folder, batches, AlgorithmConfig()), rtol=2e-5, atol=1e-5)
+
+
+def test_sharing_prefixes_and_smaller_microbatches_change_nothing(tmp_path):
+    folder = build_model(tmp_path / "model")
+    batches = batches_of("many")
+
+    def check(groups, _):
+        expected = train(build_engine(groups, folder), batches, max_tokens=1000)
+        for max_tokens, share_prefix in ((1000, False), (30, True), (13, True), (13, False)):
+            engine = build_engine(groups, folder, share_prefix=share_prefix)
+            np.testing.assert_allclose(
+                train(engine, batches, max_tokens=max_tokens, share_prefix=share_prefix), expected, rtol=1e-5, atol=1e-5)
+
+    run_alone(check)
+
+
+def test_checkpointed_activations_change_nothing_and_bfloat16_little(tmp_path):
+    folder = build_model(tmp_path / "model")
+    batches = batches_of("many")
+
+    def check(groups, _):
+        expected = train(build_engine(groups, folder), batches)
+        for strategy in ("ddp", "fsdp"):
+            np.testing.assert_allclose(
+                train(build_engine(groups, folder, gradient_checkpointing=True, strategy=strategy), batches), expected, rtol=1e-6)
+            np.testing.assert_allclose(
+                train(build_engine(groups, folder, autocast=True, strategy=strategy), batches), expected, rtol=2e-2, atol=2e-3)
+
+    run_alone(check)
+
+
+def test_supervised_steps_lower_the_cross_entropy(tmp_path):
+    folder = build_model(tmp_path / "model")
+    batch = make_batch(4, 2)
+
+    def check(groups, _):
+        engine = build_engine(groups, folder, objective_name="sft", optimizer=OptimizerConfig(lr=1e-2))
+        losses = [loss for loss, _ in train(engine, [batch] * 12)]
+        part, micros = share(batch, rank=0, world=1)
+        scores = engine.logprobs(part, micros)
+        metrics = engine.train_step(part, [micros]).metrics
+        assert metrics["train/loss"] == pytest.approx(-(scores * part.loss_weights).sum(), abs=1e-6)
+        assert not [name for name in metrics if name.startswith("policy/")]
+        return losses
+
+    losses = run_alone(check)
+    assert losses[0] == pytest.approx(math.log(23), abs=0.3)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_logprobs_are_those_of_each_sequence_alone_at_the_sampling_temperature(tmp_path):
+    folder = build_model(tmp_path / "model")
+    batch = make_batch(3, 2)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+    def check(groups, _):
+        engine = build_engine(groups, folder)
+        engine._temperature = 0.7
+        return engine.logprobs(batch, [np.array([4, 0, 1]), np.array([], np.int64), np.array([5, 2, 3])])
+
+    scores = run_alone(check)
+    for i in range(len(batch)):
+        tokens = torch.from_numpy(batch.select([i]).tokens.astype(np.int64))
+        with torch.no_grad():
+            expected = log_softmax(model(tokens[None]).logits[0, :-1] / 0.7, dim=-1).gather(1, tokens[1:, None])[:, 0].numpy()
+        mine = scores[batch.offsets[i]:batch.offsets[i + 1]]
+        mask = batch.select([i]).loss_mask
+        np.testing.assert_allclose(mine[mask], expected[mask[1:]], atol=1e-5)
+        assert not mine[~mask].any()
+
+
+def test_metrics_of_the_policy_compare_logprobs_before_the_update_with_the_rollouts(tmp_path):
+    folder = build_model(tmp_path / "model")
+    batch = make_batch(3, 2)
+
+    def check(groups, _):
+        engine = build_engine(groups, folder)
+        scores = engine.logprobs(batch, [np.arange(6)])
+        metrics = engine.train_step(batch, [[np.arange(3), np.arange(3, 6)]]).metrics
+        gaps = np.abs(scores - batch.rollout_logprobs)[batch.loss_mask]
+        assert metrics["policy/logprob_gap_mean"] == pytest.approx(gaps.mean(), abs=1e-5)
+        assert metrics["policy/logprob_gap_max"] == pytest.approx(gaps.max(), abs=1e-5)
+        assert metrics["train/tokens"] == batch.loss_mask.sum()
+        assert metrics["policy/ratio_mean"] == 1.0
+        assert 0 < metrics["train/entropy"] <= math.log(23)
+
+    run_alone(check)
+
+
+def test_a_minibatch_has_a_gradient_as_large_as_the_batch(tmp_path):
+    folder = build_model(tmp_path / "model")
+    once = make_batch(3, 2)
+    twice = once.select([*range(6), *range(6)])
+    twice = replace(twice, loss_weights=twice.loss_weights / 2)
+    still = OptimizerConfig(lr=1e-12)
+
+    def check(groups, _):
+        one = build_engine(groups, folder, optimizer=still).train_step(once, [[np.arange(6)]]).metrics
+        two = build_engine(groups, folder, optimizer=still).train_step(twice, [[np.arange(6)], [np.arange(6, 12)]]).metrics
+        assert two["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-5)
+        assert two["train/loss"] == pytest.approx(one["train/loss"], rel=1e-5)
+
+    run_alone(check)
+
+
+def test_later_minibatches_see_a_ratio_to_the_weights_before_the_first(tmp_path):
+    folder = build_model(tmp_path / "model")
+    batch = make_batch(3, 2)
+
+    def check(groups, _):
+        engine = build_engine(groups, folder, optimizer=OptimizerConfig(lr=1e-2))
+        metrics = engine.train_step(batch, [[np.arange(3)], [np.arange(3, 6)]]).metrics
+        assert metrics["policy/ratio_mean"] != 1.0
+        assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=0.5)
+        assert engine.step == 1
+
+    run_alone(check)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_training_goes_on(pair, strategy):
+    for rank in pair:
+        assert rank[strategy]["poisoned"] == {
+            "skipped": 1.0, "unchanged": True, "next_is_finite": True, "next_changes": True, "step": 2}
+
+
+def test_a_batch_that_trains_on_nothing_leaves_the_weights_alone(tmp_path):
+    folder = build_model(tmp_path / "model")
+
+    def check(groups, _):
+        engine = build_engine(groups, folder)
+        train(engine, [make_batch(2, 2)])
+        before = engine.fingerprint("float32")
+        empty = make_batch(2, 2).select([])
+        metrics = engine.train_step(empty, [[np.array([], np.int64)]]).metrics
+        assert metrics["train/skipped_steps"] == 1.0
+        assert metrics["train/loss"] == 0.0
+        assert engine.fingerprint("float32") == before
+
+    run_alone(check)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_finds_the_fingerprint_and_the_canary_of_what_was_published(dtype, tmp_path):
+    folder = build_model(tmp_path / "model")
+
+    def check(groups, _):
+        engine = build_engine(groups, folder)
+        before = engine.fingerprint(dtype)
+        train(engine, batches_of("many"))
+        published = engine.publish(tmp_path / "v1", dtype=dtype)
+        assert published == engine.fingerprint(dtype) != before
+        return published, engine.canary([5, 6, 7, 8])
+
+    published, canary = run_alone(check)
+    model = load_causal_lm(str(tmp_path / "v1"), dtype=dtype)
+    assert fingerprint(named_bytes(model)) == published
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        logprobs = log_softmax(model(tokens, use_cache=False).logits.float(), dim=-1)[0, :-1].gather(1, tokens[0, 1:, None])
+    assert logprobs.mean().item() == pytest.approx(canary, abs=1e-5 if dtype == "float32" else 0.05)
+
+
+def test_training_does_not_change_what_was_copied_out(tmp_path):
+    folder = build_model(tmp_path / "model")
+
+    def check(groups, _):
+        engine = build_engine(groups, folder)
+        state = engine.full_state()
+        copies = {name: tensor.clone() for name, tensor in state.items()}
+        train(engine, batches_of("many"))
+        assert all(torch.equal(state[name], copies[name]) for name in state)
+        assert "lm_head.weight" not in state
+
+    run_alone(check)

@@ -1,0 +1,41 @@
+"""The whole weights: tied ones once, buffers that belong to a checkpoint, in the format asked for."""
+
+import numpy as np
+import torch
+
+from offbeat.model.load import load_causal_lm
+from offbeat.model.tensors import named_bytes
+from offbeat.trainer.state import full_state, parameter_bytes
+from train_samples import build_model
+
+
+class Small(torch.nn.Module):
+    """A tied pair, a buffer that is saved and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(3, 2)
+        self.head = torch.nn.Linear(2, 3, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor([7]))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+
+def test_tied_weights_come_once_and_only_saved_buffers_come():
+    model = Small()
+    state = full_state(model, dtype="bfloat16", keep=True)
+    assert {name: tensor.dtype for name, tensor in state.items()} == {"embed.weight": torch.bfloat16, "count": torch.int64}
+    assert torch.equal(state["embed.weight"], model.embed.weight.bfloat16())
+    assert [name for name, _ in parameter_bytes(model, state)] == ["embed.weight"]
+
+
+def test_a_rank_that_does_not_keep_them_gets_nothing():
+    assert full_state(Small(), dtype="float32", keep=False) == {}
+
+
+def test_bytes_are_those_that_an_engine_fingerprints(tmp_path):
+    model = load_causal_lm(build_model(tmp_path))
+    mine = dict(parameter_bytes(model, full_state(model, dtype="float32", keep=True)))
+    theirs = dict(named_bytes(model))
+    assert mine.keys() == theirs.keys()
+    assert all(np.array_equal(mine[name], theirs[name]) for name in mine)

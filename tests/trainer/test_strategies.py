@@ -1,0 +1,34 @@
+"""Which strategy is chosen, and that FSDP2 shards every decoder layer. That all compute the same is tested with the engine."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from offbeat.model.load import load_causal_lm
+from offbeat.trainer.strategies import Alone, Sharded, choose, whole
+from ranks import run_alone
+from train_samples import TINY, build_model
+
+
+@pytest.mark.parametrize("name, kind", [("ddp", Alone), ("fsdp", Sharded)])
+def test_one_rank_holds_the_model_bare_or_sharded(name, kind, tmp_path):
+    model = load_causal_lm(build_model(tmp_path))
+    strategy = run_alone(lambda groups, _: choose(name, model, groups=groups))
+    assert type(strategy) is kind
+    assert strategy.model is model
+
+
+def test_every_decoder_layer_is_a_unit_of_its_own(tmp_path):
+    model = load_causal_lm(build_model(tmp_path))
+    weight = model.get_input_embeddings().weight.detach().clone()
+
+    def check(groups, _):
+        strategy = choose("fsdp", model, groups=groups)
+        units = [module for module in strategy.model.modules() if isinstance(module, FSDPModule)]
+        assert len(units) == TINY.num_layers + 1
+        sharded = strategy.model.get_input_embeddings().weight
+        assert isinstance(sharded, DTensor)
+        assert torch.equal(whole(sharded.detach()), weight)
+
+    run_alone(check)

@@ -1,0 +1,103 @@
+"""The publication's states under random outcomes, and the publisher against engines that misbehave."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.config.weights import WeightsConfig
+from offbeat.errors import EngineError, PublishError
+from offbeat.weights.protocol import Manifest, Proof
+from offbeat.weights.publish import Publication, Publisher, Stage
+
+MANIFEST = Manifest(version=5, folder="v5", fingerprint="new", canary=(1, 2, 3), canary_logprob=-1.0)
+GOOD = Proof(5, "new", -1.0)
+BAD = [Proof(4, "old", -2.0), Proof(5, "old", -1.0), Proof(5, "new", -1.5), Proof(5, "new", float("nan"))]
+
+
+@given(seed=st.integers(0, 2**32), num_engines=st.integers(1, 6))
+def test_an_engine_serves_only_with_a_right_proof_and_switches_only_after_all_have_staged(seed: int, num_engines: int) -> None:
+    chance = random.Random(seed)
+    publication, actions = Publication.start(MANIFEST, [f"engine {i}" for i in range(num_engines)], tolerance=1e-3)
+    proofs: dict[str, Proof] = {}
+    while actions:
+        action = actions.pop(chance.randrange(len(actions)))
+        if action.stage is not Stage.STAGING:
+            assert Stage.STAGING not in publication.stages.values()
+        if chance.random() < 0.2:
+            actions += publication.failed(action.engine, "unlucky")
+        elif action.stage is Stage.PROVING:
+            proofs[action.engine] = chance.choice([GOOD, *BAD])
+            actions += publication.proved(action.engine, proofs[action.engine])
+        else:
+            actions += publication.done(action.engine)
+    for engine, stage in publication.stages.items():
+        assert stage in (Stage.SERVING, Stage.QUARANTINED)
+        assert (stage is Stage.SERVING) == (proofs.get(engine) == GOOD and engine not in publication.reasons)
+
+
+@dataclass
+class Engine:
+    """An engine in memory. `lazy` acknowledges a switch and goes on with the old weights; `hang` never answers."""
+
+    name: str
+    fault: str = ""
+    served: Manifest = Manifest(4, "v4", "old", (1, 2, 3), -2.0)
+    staged: dict[int, Manifest] = field(default_factory=dict)
+
+    async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
+        if self.fault == "refuse":
+            raise EngineError(f"{self.name}: no such folder")
+        if self.fault == "hang":
+            async with asyncio.timeout(None):
+                await asyncio.sleep(timeout_s)
+            raise EngineError(f"{self.name} did not answer in {timeout_s:g} s")
+        self.staged[manifest.version] = manifest
+
+    async def switch(self, version: int, *, interrupt: str, timeout_s: float) -> None:
+        if self.fault != "lazy":
+            self.served = self.staged[version]
+
+    async def prove(self, canary: tuple[int, ...], *, timeout_s: float) -> Proof:
+        version = 5 if self.fault == "lazy" else self.served.version
+        return Proof(version, self.served.fingerprint, self.served.canary_logprob)
+
+
+class Channel:
+    """Writes nothing; gives the one manifest."""
+
+    async def write(self, version: int) -> Manifest:
+        assert version == MANIFEST.version
+        return MANIFEST
+
+    def prune(self) -> None:
+        pass
+
+
+def publisher(*engines: Engine, min_engines: int = 1) -> tuple[Publisher, dict[str, int], dict[str, str]]:
+    serving: dict[str, int] = {}
+    quarantined: dict[str, str] = {}
+    return (
+        Publisher(lambda: {e.name: e for e in engines}, Channel(), WeightsConfig(stage_timeout_s=0.2), min_engines=min_engines,
+                  on_serving=serving.__setitem__, on_quarantine=quarantined.__setitem__),
+        serving, quarantined,
+    )
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("refuse", "no such folder"), ("hang", "did not answer"), ("lazy", "fingerprint old instead of new")])
+def test_a_bad_engine_is_quarantined_and_the_others_serve(fault: str, reason: str) -> None:
+    publish, serving, quarantined = publisher(Engine("a"), Engine("b", fault), Engine("c"))
+    report = asyncio.run(publish.publish(5))
+    assert serving == {"a": 5, "c": 5}
+    assert reason in quarantined["b"]
+    assert dict(report.quarantined) == quarantined
+
+
+def test_too_few_engines_fail_the_publish_with_each_reason() -> None:
+    publish, serving, _ = publisher(Engine("a", "lazy"), Engine("b", "refuse"), min_engines=1)
+    with pytest.raises(PublishError, match=r"served by 0 engines.*b: staging failed: b: no such folder; a: its weights"):
+        asyncio.run(publish.publish(5))
+    assert serving == {}
