@@ -4,11 +4,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from offbeat.errors import DeadlineError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @asynccontextmanager
@@ -42,13 +43,10 @@ async def gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
         raise
 
 
-async def outcomes(awaitables: Iterable[Awaitable[T]]) -> list[T | Exception]:
-    """Await all concurrently and return each one's result or its exception; cancellation still cancels everything."""
-    results = await asyncio.gather(*awaitables, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, Exception):
-            raise result
-    return results  # type: ignore[return-value]
+async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
+    """`gather_all` of two awaitables of different types."""
+    one, two = await gather_all([cast(Awaitable[Any], first), cast(Awaitable[Any], second)])
+    return one, two
 
 
 async def run_beside(main: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, Any]) -> T:

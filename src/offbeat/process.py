@@ -1,7 +1,7 @@
 """A child process that answers calls over a socket pair. Launchers and the reward pool stand on it.
 
-Parent: `Child.start(spec)`, `await child.call(method, payload)`, `await child.stop()`. Child: an object with `handle(method, payload) -> bytes`,
-called in the main thread, one call at a time.
+Parent: `Child.start(spec)`, `await child.call(method, payload)`, `await child.stop()`. Child: an object with
+`handle(method, payload) -> bytes`, called in the main thread, one call at a time.
 
 The socket is also a lifeline: when the parent is gone, however it went, the reader thread sees the end of the stream and ends the process.
 
@@ -120,7 +120,9 @@ def thread_stacks() -> str:
 class Child:
     """The parent's end of one child process."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, spec: ChildSpec, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
+    ) -> None:
         self.name = spec.name
         self._spec = spec
         self._process = process

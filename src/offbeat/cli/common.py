@@ -9,9 +9,9 @@ from offbeat.dashboard.report import write_report
 from offbeat.telemetry.console import Console, choose_mode
 
 
-def add_config_argument(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def add_config_argument(parser: argparse.ArgumentParser) -> None:
     """The positional CONFIG and `--json`."""
-    parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help="TOML file; --section.key value changes a setting")
+    parser.add_argument("config", metavar="CONFIG", help="TOML file; --section.key value changes a setting")
     add_json_argument(parser)
 
 

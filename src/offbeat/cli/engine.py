@@ -36,13 +36,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 takes a free one (default: 8001)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format (default: float32)")
-    parser.add_argument("--forward", choices=("auto", "direct", "hf"), default="auto", help="own fast path, Hugging Face's modules, or the best")
+    parser.add_argument("--forward", choices=("auto", "direct", "hf"), default="auto", help="own fast path, or Hugging Face's modules")
     parser.add_argument("--max-running", type=int, default=256, help="samples decoded together (default: 256)")
     parser.add_argument("--max-queued", type=int, default=4096, help="requests waiting before the answer is 429 (default: 4096)")
     parser.add_argument("--max-context", type=int, default=0, help="longest prompt plus answer in tokens (default: the model's)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
     parser.add_argument("--device", type=int, default=None, help="accelerator to use, by number (default: the CPU)")
-    parser.add_argument("--api-key", default=os.environ.get("OFFBEAT_API_KEY", ""), help="bearer token to demand (default: $OFFBEAT_API_KEY)")
+    key = os.environ.get("OFFBEAT_API_KEY", "")
+    parser.add_argument("--api-key", default=key, help="bearer token to demand (default: $OFFBEAT_API_KEY)")
     parser.set_defaults(run=run)
 
 

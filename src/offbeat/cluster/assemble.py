@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from offbeat.aio import gather_all
+from offbeat.aio import both
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.group import Launcher
 from offbeat.cluster.messages import BuildRequest
@@ -92,7 +92,8 @@ class Arena:
         material = self.material
         prompt = tuple(render(row, material.tokenizer, self.config.data))
         check_length(
-            len(prompt), self.config.data, name=repr(str(row.prompt)[:40]), context=material.context, max_new_tokens=sampling.max_new_tokens)
+            len(prompt), self.config.data, name=repr(str(row.prompt)[:40]), context=material.context,
+            max_new_tokens=sampling.max_new_tokens)
         return Episode(
             row=row, prompt=prompt, group_size=group_size, sampling=sampling, generate=self.pool.generate, score=self.rewards.score,
             tokenizer=material.tokenizer)
@@ -125,7 +126,8 @@ def read_material(config: Config) -> Material:
         tokenizer.save(model)
         context = config.model.tiny.max_positions
         build = BuildRequest(
-            model, config.model.tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, config.run.seed)
+            model, config.model.tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id,
+            config.run.seed)
     context = min(context, config.inference.max_context or context)
     train, heldout = open_datasets(config.data, seed=config.run.seed)
     for rows in (train, heldout):
@@ -139,12 +141,10 @@ async def open_session(config: Config, record: RunRecord) -> AsyncIterator[Sessi
     material = read_material(config)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
-        trainers, engines, rewards = await gather_all([
+        trainers, (engines, rewards) = await both(
             TrainGroup.start(
                 launcher, config, model=material.model, build=material.build, log_dir=record.log_dir, on_span=record.on_span),
-            EngineGroup.start(launcher, config, log_dir=record.log_dir),
-            open_rewards(stack, material, config, record),
-        ])
+            both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record)))
         pool = await open_pool(stack, engines, material, config, record)
         channel = DiskChannel(
             config.weights_dir, keep=config.weights.keep, canary=choose_canary(material, config), write=trainers.publish)
@@ -166,8 +166,8 @@ async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[Arena]:
     material = read_material(config)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
-        engines, rewards = await gather_all([
-            EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record)])
+        engines, rewards = await both(
+            EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record))
         pool = await open_pool(stack, engines, material, config, record)
         for name in pool.healthy:
             pool.admit(name, _UNPUBLISHED)

@@ -1,6 +1,7 @@
-"""Workers behind one interface, whoever launched them: `Launcher.start(spec)` gives a `Worker`, a worker answers typed calls.
+"""Workers behind one interface, whoever launched them: `Launcher.start(spec)` gives a `Worker`, and `ask` calls it with types.
 
-What crosses is a frozen dataclass each way, encoded by `data.wire`. A `Service` is the other end: its public methods take one such argument.
+What crosses is a frozen dataclass each way, encoded by `data.wire`. A `Service` is the other end: its public methods take one
+such argument.
 """
 
 import inspect

@@ -1,6 +1,7 @@
 """What crosses between the controller and its workers. Torch-free, so that both ends can import it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class Shard:
 
     Attributes:
         batch: the rank's sequences.
-        minibatches: per optimizer step, the micro-batches: arrays [n] int64 of sequence indices into `batch`. Counts are equal on all ranks.
+        minibatches: per optimizer step, its micro-batches: arrays [n] int64 of indices into `batch`. Counts are equal on all ranks.
     """
 
     batch: TokenBatch
@@ -80,7 +81,7 @@ class PublishRequest:
 
     version: Version
     folder: str
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     canary: tuple[int, ...]
 
 

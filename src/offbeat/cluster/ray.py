@@ -4,8 +4,8 @@ An actor hosts the same service as a local child and answers with the same bytes
 """
 
 import asyncio
+import logging
 import os
-import signal
 from typing import Any, Self
 
 from offbeat.aio import deadline
@@ -18,6 +18,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 try:
     import ray
+    from ray.exceptions import RayActorError, RayError
 except ImportError as exc:
     raise MissingExtraError("cluster.launcher = \"ray\" needs Ray, which is not installed; run pip install 'offbeat[ray]'") from exc
 
@@ -62,7 +63,7 @@ class RayWorker:
         try:
             async with deadline(f"{method} on {self.name}", timeout_s):
                 ok, result = await self._actor.call.remote(method, payload)
-        except ray.exceptions.RayActorError as exc:
+        except RayActorError as exc:
             raise self._death(exc) from exc
         except DeadlineError as exc:
             exc.add_note(await self._stack())
@@ -76,7 +77,7 @@ class RayWorker:
         try:
             async with deadline(f"{self.name} to start", timeout_s):
                 await self._actor.ready.remote()
-        except ray.exceptions.RayActorError as exc:
+        except RayActorError as exc:
             raise self._death(exc) from exc
         except BaseException:
             await self.stop(timeout_s=0)
@@ -92,7 +93,7 @@ class RayWorker:
         try:
             async with asyncio.timeout(_STACK_TIMEOUT_S):
                 return f"stack of {self.name}:\n{await self._actor.stack.remote()}"
-        except (TimeoutError, ray.exceptions.RayError):
+        except (TimeoutError, RayError):
             return f"{self.name} does not answer: stopped, dead, or holding the interpreter lock"
 
     def _death(self, cause: Exception) -> WorkerError:
@@ -119,11 +120,9 @@ class RayLauncher:
         return cls(address=config.cluster.ray_address, num_cpus=num_cpus)
 
     async def __aenter__(self) -> Self:
-        interrupt = signal.getsignal(signal.SIGTERM)
         here = {} if self._address else {"num_cpus": max(self._num_cpus, os.cpu_count() or 1), "include_dashboard": False}
-        await asyncio.to_thread(
-            ray.init, address=self._address or "local", log_to_driver=False, logging_level="error", configure_logging=False, **here)
-        signal.signal(signal.SIGTERM, interrupt)
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        await asyncio.to_thread(ray.init, address=self._address or "local", **quiet, **here)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -132,7 +131,8 @@ class RayLauncher:
 
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
         """See `Launcher.start`."""
-        host = ray.remote(concurrency_groups={"control": 1})(_Host)
+        make_remote: Any = ray.remote(concurrency_groups={"control": 1})  # pyright: ignore[reportCallIssue] (stubs lack the argument)
+        host = make_remote(_Host)
         actor = host.options(
             num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0, runtime_env={"env_vars": spec.environment},
         ).remote(spec.target, str(spec.log or ""))

@@ -61,7 +61,9 @@ class TrainGroup:
         store = await ask(workers[0], "host_store", StoreAddress("127.0.0.1", 0), StoreAddress, timeout_s=timeout_s)
         text = config.model_dump_json()
         await gather_all(
-            ask(worker, "join", JoinRequest(rank, len(workers), store, text, model), Nothing, timeout_s=timeout_s + config.dist.init_timeout_s)
+            ask(
+                worker, "join", JoinRequest(rank, len(workers), store, text, model), Nothing,
+                timeout_s=timeout_s + config.dist.init_timeout_s)
             for rank, worker in enumerate(workers))
         return cls(workers, config, on_span=on_span)
 

@@ -11,7 +11,10 @@ class InferenceConfig(Section):
     engine: Literal["embedded"] = field("embedded", "Which engine is started.")
     num_engines: int = field(1, "Engine processes.", ge=1)
     min_engines: int = field(1, "Fewest healthy engines with which a run goes on.", ge=1)
-    forward: Literal["auto", "direct", "hf"] = field("auto", "Embedded engine's forward: own fast path for Llama- and Qwen-like models, or Hugging Face's modules for any; auto prefers the fast one.")
+    forward: Literal["auto", "direct", "hf"] = field(
+        "auto",
+        "Embedded engine's forward: own fast path for Llama- and Qwen-like models, or Hugging Face's modules for any; "
+        "auto prefers the fast one.")
     max_running: int = field(512, "Samples decoded together, the slots of the cache.", ge=1)
     max_queued: int = field(4096, "Requests waiting before the engine answers 429.", ge=1)
     max_context: int = field(0, "Longest prompt plus generation, in tokens; 0 takes the model's context.", ge=0)

@@ -21,6 +21,8 @@ class ModelConfig(Section):
     """The model and its number format."""
 
     path: str = field("", "Folder or hub id of a Hugging Face causal language model; empty builds the one described under `tiny`.")
-    tokenizer: str = field("", "Folder or hub id of a tokenizer; empty takes the model's, or the built-in character tokenizer for a tiny model.")
-    dtype: Literal["float32", "bfloat16"] = field("float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4.")
+    tokenizer: str = field(
+        "", "Folder or hub id of a tokenizer; empty takes the model's, or the built-in character tokenizer for a tiny model.")
+    dtype: Literal["float32", "bfloat16"] = field(
+        "float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4.")
     tiny: TinyConfig = field(TinyConfig(), "Sizes of the model that is built when `path` is empty.")

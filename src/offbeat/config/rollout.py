@@ -14,12 +14,14 @@ class RolloutConfig(Section):
     max_head_offpolicyness: int = field(1, "Versions that a trained token may be behind the trainer, eta; 0 is synchronous.", ge=0)
     on_stale: Literal["wait", "requeue", "keep"] = field(
         "wait", "A group that would become too old: wait for it (the bound always holds), draw its prompt again, or train on it anyway.")
-    workflow: str = field("offbeat.rollout.workflows.single_turn:single_turn", "Dotted name, module:function, of the async function that plays an episode.")
+    workflow: str = field(
+        "offbeat.rollout.workflows.single_turn:single_turn", "Dotted name, module:function, of the async function that plays an episode.")
     reward: str = field(
         "", "Dotted name, module:function, of the reward; empty takes the task's own, math for GSM8K, else exact match of text and answer.")
     should_accept: str = field("", "Dotted name, module:function, of a filter on finished groups; empty accepts all.")
     reward_workers: int = field(1, "Reward processes.", ge=1)
-    reward_timeout_s: float = field(15.0, "Seconds for one reward call; a call that passes them is killed and its episode has no reward.", gt=0)
+    reward_timeout_s: float = field(
+        15.0, "Seconds for one reward call; a call that passes them is killed and its episode has no reward.", gt=0)
     episode_timeout_s: float = field(600.0, "Seconds for one group, generation and rewards; then it is rejected with that reason.", gt=0)
     max_failures_in_a_row: int = field(64, "Stop the run when this many groups in a row failed.", ge=1)
     batch_timeout_s: float = field(1800.0, "Seconds without a single finished group before the run stops.", gt=0)

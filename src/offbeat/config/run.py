@@ -13,5 +13,7 @@ class RunConfig(Section):
     mode: Literal["single-controller"] = field("single-controller", "Who steers: one torch-free controller process that calls the workers.")
     seed: int = field(0, "Seed of weights, data order and sampling.", ge=0)
     total_steps: int = field(100, "Optimizer steps to train; the learning-rate schedule spans them.", ge=1)
-    warm_up: bool = field(False, "Begin with supervised fine-tuning as [sft] says; a model from random weights earns no reward to learn from.")
-    resume: bool = field(True, "Go on from the newest checkpoint of this run, if there is one; false refuses to write over an existing run.")
+    warm_up: bool = field(
+        False, "Begin with supervised fine-tuning as [sft] says; a model from random weights earns no reward to learn from.")
+    resume: bool = field(
+        True, "Go on from the newest checkpoint of this run, if there is one; false refuses to write over an existing run.")

@@ -33,7 +33,7 @@ class TrainResult:
         steps: training steps done, over all resumptions.
         heldout_before, heldout_after: accuracy before the first and after the last step of this process; None without held-out prompts.
         max_staleness: versions between a trained token's policy and the trainer, at most.
-        max_logprob_gap: largest difference of trainer's and engine's mean canary log-probability under the same weights, over all publishes.
+        max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
         stopped_early: the user asked to stop.
     """
 
@@ -79,6 +79,8 @@ class _Training:
         evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate, max_new_tokens=config.rollout.max_new_tokens)
         self._record.console.start(f"{config.run.name} · GRPO", config.run.total_steps)
         before = after = await self._evaluate(evaluator, state.global_step) if evaluator.due(0, last=True) else None
+        if before is not None and state.global_step == 0:
+            self._record.stats.commit(0, 0, 0, {"eval/accuracy": before})
         async with rollouts:
             for step in state.steps():
                 start = time.monotonic()
@@ -108,24 +110,24 @@ class _Training:
         with span("publish", "controller", version=step.next_version):
             report = await self._publish(step.next_version)
         rollouts.publish(step.next_version)
-        return groups, stats | batch_metrics(groups, version=step.version) | {
-            "step/rollout_wait_s": waited_s, "step/train_s": trained_s, "step/publish_s": report.total_s, "publish/switch_s": report.switch_s,
-            "policy/canary_gap": report.canary_gap,
-        }
+        times = {"step/rollout_wait_s": waited_s, "step/train_s": trained_s, "step/publish_s": report.total_s}
+        proof = {"publish/switch_s": report.switch_s, "policy/canary_gap": report.canary_gap}
+        return groups, stats | batch_metrics(groups, version=step.version) | times | proof
 
     async def _publish(self, version: int) -> PublishReport:
         report = await self._session.publisher.publish(version)
         self._max_gap = max(self._max_gap, report.canary_gap)
         self._record.events.record(
-            "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s, switch_s=report.switch_s,
-            canary_gap=report.canary_gap, quarantined=dict(report.quarantined))
+            "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s,
+            switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined))
         return report
 
     async def _evaluate(self, evaluator: Evaluator, global_step: int) -> float:
         with self._record.tracer.span("evaluate", "controller"):
             evaluation = await evaluator.run()
         self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
-        self._record.console.note(f"held-out accuracy {evaluation.accuracy:.3f} after step {global_step} ({evaluation.num_prompts} prompts)")
+        prompts = f"{evaluation.num_prompts} prompts"
+        self._record.console.note(f"held-out accuracy {evaluation.accuracy:.3f} after step {global_step} ({prompts})")
         return evaluation.accuracy
 
     async def _save(self, step: Step, rollouts: RolloutExecutor) -> None:

@@ -131,7 +131,7 @@ def prepare_run_dir(config: Config) -> None:
     if not (run_dir / "config.toml").exists():
         return
     if not config.run.resume:
-        raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; set run.name to a new name, or run.resume to true")
+        raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
     if CheckpointIndex(run_dir / "checkpoints").newest() is None:
         move_aside(config)
 

@@ -12,6 +12,8 @@ from offbeat.controller.evaluate import Evaluation, Evaluator
 from offbeat.controller.state import RunState
 from offbeat.data.dataset import PromptStream, sft_sequence
 
+_RECORDED = ("train/loss", "train/grad_norm", "step/total_s")
+
 
 @dataclass(frozen=True)
 class SftResult:
@@ -57,7 +59,7 @@ async def _fine_tune(session: Session, state: RunState, *, export: bool) -> SftR
                 session.record.console.note(f"held-out accuracy {accuracy:.3f} after {step} supervised steps")
         stats["step/total_s"] = time.monotonic() - start
         session.record.console.update(step, stats)
-        session.record.events.record("sft_step", step=step, **{name: stats[name] for name in ("train/loss", "train/grad_norm", "step/total_s")})
+        session.record.events.record("sft_step", step=step, **{name: stats[name] for name in _RECORDED})
         if accuracy is not None and accuracy >= sft.stop_at_accuracy:
             break
     if export:

@@ -1,4 +1,4 @@
-"""One engine over HTTP: generation for rollouts, control for the publisher. The same code for an engine started by the run and one given by URL."""
+"""One engine over HTTP: generation for rollouts, control for the publisher."""
 
 import json
 from typing import Any, Self
@@ -55,12 +55,14 @@ class EngineClient:
     async def _call(self, request: Request, *, timeout_s: float) -> dict[str, Any]:
         try:
             async with deadline(f"{request.path} on {self.name} ({self.url})", timeout_s):
-                async with self._session.request(request.method, self.url + request.path, json=request.body, headers=self._headers) as response:
+                url = self.url + request.path
+                async with self._session.request(request.method, url, json=request.body, headers=self._headers) as response:
                     data = await response.read()
         except aiohttp.ClientError as exc:
             raise EngineError(f"{self.name} ({self.url}) cannot be reached: {exc or type(exc).__name__}") from exc
         if response.status != 200:
-            raise _REFUSALS.get(response.status, EngineError)(f"{self.name} answered {request.path} with {response.status}: {_message(data)}")
+            error = _REFUSALS.get(response.status, EngineError)
+            raise error(f"{self.name} answered {request.path} with {response.status}: {_message(data)}")
         return json.loads(data)
 
 

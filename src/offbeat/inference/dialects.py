@@ -80,7 +80,8 @@ class EmbeddedDialect:
             choice["finish_reason"])
         if not len(sample.token_ids) == len(sample.logprobs) == len(sample.versions):
             raise EngineError(
-                f"an engine gave {len(sample.token_ids)} tokens with {len(sample.logprobs)} log-probabilities and {len(sample.versions)} versions")
+                f"an engine gave {len(sample.token_ids)} tokens with {len(sample.logprobs)} log-probabilities and"
+                f" {len(sample.versions)} versions")
         if sample.finish_reason not in ("stop", "length"):
             raise EngineError(f"an engine ended a sample with {sample.finish_reason!r}")
         return sample

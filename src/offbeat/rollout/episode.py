@@ -1,7 +1,7 @@
 """What a workflow is given, and what it gives back.
 
-A workflow is one async function, `async def workflow(episode: Episode) -> Sequence[Trajectory]`: it plays the G samples of one prompt and may
-call the engines and the reward as often as it likes.
+A workflow is one async function, `async def workflow(episode: Episode) -> Sequence[Trajectory]`: it plays the G samples of one prompt and
+may call the engines and the reward as often as it likes.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

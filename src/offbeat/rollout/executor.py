@@ -89,7 +89,7 @@ class RolloutExecutor:
         while True:
             self._raise_if_hopeless()
             if (keys := self._gate.take()) is not None:
-                return [self._ready.pop(str(key)) for key in keys]
+                return [self._ready.pop(key) for key in keys]
             if self._config.on_stale == "requeue":
                 self._requeue(self._gate.too_slow())
             self._changed.clear()
@@ -169,4 +169,4 @@ class RolloutExecutor:
             return
         first = self._failures[0]
         kind = CodeError if isinstance(first, CodeError | DeadlineError) else RolloutError
-        raise kind(f"the last {len(self._failures)} groups of rollouts all failed; the first with {type(first).__name__}: {first}") from first
+        raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {type(first).__name__}: {first}") from first

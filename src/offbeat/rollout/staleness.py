@@ -11,13 +11,12 @@ Otherwise it waits for the urgent ones that still run. Admission alone, as in AR
 """
 
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from offbeat.types import Version
 
-Key = Hashable
+Key = str
 OnStale = Literal["wait", "requeue", "keep"]
 
 

@@ -168,7 +168,7 @@ class Publisher:
         if len(publication.serving) < self._min_engines:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in publication.reasons.items()) or "no engine is healthy"
             raise PublishError(
-                f"version {manifest.version} is served by {len(publication.serving)} engines, fewer than the {self._min_engines} needed: {reasons}")
+                f"version {version} is served by {len(publication.serving)} engines, fewer than the {self._min_engines} needed: {reasons}")
         self._channel.prune()
         return PublishReport(
             version, total_s=end - start, write_s=written - start, stage_s=switch_start - written, switch_s=end - switch_start,

@@ -337,6 +337,15 @@ def test_sampling_parameters_out_of_range_are_refused(settings):
         SamplingParams(**settings)
 
 
+def test_diverged_weights_fail_with_a_reason(make_engine):
+    engine = make_engine()
+    engine._forward.install(engine._forward.prepare({name: t * torch.nan for name, t in engine._forward.tensors().items()}))
+    with pytest.raises(EngineError, match="version 0 are not finite"):
+        engine.score([5, 6])
+    with pytest.raises(EngineError, match="not finite"):
+        engine.generate([[5]], params(2))
+
+
 def test_a_bad_score_is_refused(make_engine):
     for tokens, message in (([5], "takes 2 to 160 tokens, got 1"), ([5, 99], "vocabulary of 54")):
         with pytest.raises(RefusedError, match=message):

@@ -77,6 +77,15 @@ def test_calls_run_between_steps_and_return_results_or_errors(loop):
         loop.call(lambda: 1 // 0).result(10)
 
 
+def test_a_waiter_that_gives_up_does_not_hurt_the_engine(loop, inbox, model_folder):
+    loop.submit(request("a", tokens=150))
+    loop.stage(1, model_folder("qwen3", 1))
+    draining = loop.call(lambda: loop.engine.switch(1, "drain"))
+    assert not draining.cancel() and not draining.result(10).cancel()
+    inbox.wait(1)
+    assert draining.result(10).result(10) >= 0 and loop.error is None
+
+
 def test_stage_and_switch_while_a_request_runs(loop, inbox, model_folder):
     loop.submit(request("a", tokens=150))
     loop.stage(1, model_folder("qwen3", 1))

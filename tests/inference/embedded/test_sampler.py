@@ -1,8 +1,10 @@
 """Draws follow the distribution they claim, their log-probabilities are of that distribution, and seeds fix them."""
 
 import numpy as np
+import pytest
 import torch
 
+from offbeat.errors import EngineError
 from offbeat.inference.embedded.sampler import SamplingRows, restrict, row_keys, sample, uniforms
 
 
@@ -84,6 +86,13 @@ def test_uniforms_are_uniform_and_independent_of_the_batch():
     correlation = np.corrcoef(draws)
     assert np.abs(correlation - np.eye(10)).max() < 0.06
     assert uniforms(keys[7:8], np.array([3]))[0] == draws[3, 7]
+
+
+def test_logits_that_are_no_distribution_are_an_error():
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = torch.nan
+    with pytest.raises(EngineError, match="not finite"):
+        sample(logits, rows(2), np.full(2, 0.5))
 
 
 def test_any_integer_is_a_seed():

@@ -195,7 +195,8 @@ class Engine:
         stopped, full = self._rows.append(tokens, logprobs, version=self.version)
         self.num_generated_tokens += len(tokens)
         events = []
-        for row, running in enumerate(self._rows.samples):
+        for row in self._rows.watched():
+            running = self._rows.samples[row]
             if running.text is not None:
                 running.text.push(int(tokens[row]))
                 stopped[row] |= running.text.stopped
@@ -285,6 +286,7 @@ class Engine:
         if self._pending is not None:
             raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before switching to {version}")
         done: Future[float] = Future()
+        done.set_running_or_notify_cancel()
         if version == self.version:
             done.set_result(0.0)
             return done
@@ -327,6 +329,7 @@ class Engine:
 
         Raises:
             RefusedError: fewer than two tokens, too many, or one outside the vocabulary.
+            EngineError: the logits are not finite.
         """
         if len(tokens) < 2 or len(tokens) > self.max_context:
             raise RefusedError(f"scoring takes 2 to {self.max_context} tokens, got {len(tokens)}")
@@ -334,4 +337,7 @@ class Engine:
             raise RefusedError(f"tokens to score must lie in the vocabulary of {self._forward.vocab_size} tokens")
         ids = torch.tensor(tokens, dtype=torch.int64)
         logprobs = self._forward.score(ids)[:-1].float().log_softmax(dim=-1)
-        return self.version, logprobs.gather(1, ids[1:, None]).squeeze(1).tolist()
+        scores = logprobs.gather(1, ids[1:, None]).squeeze(1)
+        if not scores.isfinite().all():
+            raise EngineError(f"the logits of version {self.version} are not finite: its weights have diverged or are damaged")
+        return self.version, scores.tolist()

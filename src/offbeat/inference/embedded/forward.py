@@ -65,7 +65,7 @@ class Forward(Protocol):
 
 
 def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of a state, checked and converted.
+    """A tensor of a state, checked, converted and copied: a file behind it is read now, not during a switch.
 
     Raises:
         ModelError: it is missing or has another shape.
@@ -75,7 +75,7 @@ def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype:
     tensor, wanted = state[name], tuple(shape)
     if tuple(tensor.shape) != wanted:
         raise ModelError(f"weights hold {name!r} with shape {tuple(tensor.shape)}, not {wanted}; publish weights of the same model")
-    return tensor.detach().to(dtype)
+    return tensor.detach().to(dtype, copy=True)
 
 
 def check_forward(forward: Forward) -> None:

@@ -4,6 +4,7 @@ Attention is registered with transformers' `AttentionInterface`; the model itsel
 state (recurrent layers, soft-capped scores, attention sinks) are refused by name or by `check_forward`.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from offbeat.errors import ModelError
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
 from offbeat.inference.embedded.forward import take
+from offbeat.model.load import context_length
 
 ATTENTION = "offbeat_slots"
 
@@ -88,21 +90,26 @@ class HFForward:
     """See `forward.Forward`. Owns the model it is given."""
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype) -> None:
-        config = model.config
+        config = model.config.get_text_config()
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if others:
             raise ModelError(
                 f"the embedded engine serves full and sliding attention, and this {config.model_type} has {sorted(others)}; "
                 "use another engine"
             )
-        model.set_attn_implementation(ATTENTION)
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise ModelError(f"{type(model).__name__} cannot limit its logits to the last token (logits_to_keep); use another engine")
+        try:
+            model.set_attn_implementation(ATTENTION)
+        except ValueError as exc:
+            raise ModelError(f"{type(model).__name__} does not take another attention ({exc}); use another engine") from exc
         self._model = model.eval().requires_grad_(False)
         self.dtype = dtype
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.cache_shape = CacheShape(config.num_hidden_layers, heads, head_dim, dtype)
         self.vocab_size = config.vocab_size
-        self.max_positions = config.max_position_embeddings
+        self.max_positions = context_length(config)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows) -> Tensor:
         return self._run(tokens, torch.arange(tokens.shape[1])[None], PromptStep(cache, rows), keep=(lengths - 1)[:, None])[:, 0]

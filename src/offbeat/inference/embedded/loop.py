@@ -2,7 +2,7 @@
 
 The engine's thread
     consumes   commands (`submit`, `abort`, `call`) in the order in which they came, and the engine's work, one step at a time
-    produces   events, handed to `deliver` in one batch per round
+    produces   events, handed to `deliver` in one batch per step
     waits for  a command, when there is no work; it never spins
     woken by   a command, or `stop`
 If it raises, every request it knows of fails with that error, later commands fail too, and `error` says why.
@@ -77,6 +77,8 @@ class EngineLoop:
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function between two steps; its result or error comes as a future."""
         future: Future[T] = Future()
+        # From here on it cannot be cancelled: setting the result of a cancelled future would raise on the engine's thread.
+        future.set_running_or_notify_cancel()
         self._post(Command(lambda: future.set_result(function()), future.set_exception))
         return future
 
@@ -101,7 +103,6 @@ class EngineLoop:
                 self._wake.notify()
                 return
         command.fail(self.error)
-        self._flush()
 
     # -- on the engine's thread --------------------------------------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class EngineLoop:
 
     def _refuse(self, request: Request, error: Exception) -> None:
         refusal = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
-        self._events.append(Event(request.id, refusal))
+        self._deliver([Event(request.id, refusal)])
 
     def _flush(self) -> None:
         if self._events:

@@ -48,6 +48,7 @@ class Rows:
         self._logprobs = np.zeros((max_rows, 0), np.float32)
         self._versions = np.zeros((max_rows, 0), np.int64)
         self._sampling: SamplingRows | None = None
+        self._watched: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -66,7 +67,7 @@ class Rows:
         self._stop_ids[rows] = NO_TOKEN
         self._stop_ids[rows, : len(stop_ids)] = stop_ids
         self.samples += [Sample(request, i, TextStream(tokenizer, params.stop) if params.stop else None) for i in range(request.n)]
-        self._sampling = None
+        self._sampling = self._watched = None
 
     def _reserve(self, *, positions: int, stop_ids: int) -> None:
         wider = round_up(positions, BUCKET) - self._tokens.shape[1]
@@ -83,6 +84,12 @@ class Rows:
             rows = slice(0, len(self))
             self._sampling = SamplingRows(temperature=self._temperature[rows], top_p=self._top_p[rows], top_k=self._top_k[rows])
         return self._sampling
+
+    def watched(self) -> list[int]:
+        """Rows that want a look after every token: those that stream or have stop strings."""
+        if self._watched is None:
+            self._watched = [row for row, sample in enumerate(self.samples) if sample.request.stream or sample.text is not None]
+        return self._watched
 
     def uniforms(self) -> np.ndarray:
         """[B] float64 in [0, 1), for each row's next token."""
@@ -126,4 +133,4 @@ class Rows:
         for source, target in zip(sources, targets, strict=True):
             self.samples[target] = self.samples[source]
         del self.samples[running:]
-        self._sampling = None
+        self._sampling = self._watched = None

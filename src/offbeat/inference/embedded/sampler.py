@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offbeat.errors import EngineError
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -89,6 +91,9 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.
 
     Returns:
         tokens [B] int64 and their log-probabilities [B] float32, see the module's text for which.
+
+    Raises:
+        EngineError: a row of logits is no distribution (NaN or infinite).
     """
     logits = logits.float()
     if rows.scale is not None:
@@ -98,6 +103,8 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.
         logits = logits.index_copy(0, rows.restricted, kept)
     logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    if not cumulative[:, -1].isfinite().all():
+        raise EngineError("the model's logits are not finite: its weights have diverged or are damaged")
     target = torch.from_numpy(uniform)[:, None] * cumulative[:, -1:]
     # The first entry above the target: its own probability cannot be 0.
     tokens = torch.searchsorted(cumulative, target, right=True)

@@ -1,0 +1,23 @@
+"""Options are checked where they are made, and need no torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from offbeat.errors import ConfigError
+from offbeat.inference.embedded.options import EngineOptions
+
+LEAST = {"max_running": 1, "max_queued": 1, "max_context": 0, "max_prefill_tokens": 1, "version": -1}
+
+
+@pytest.mark.parametrize(("setting", "least"), LEAST.items())
+def test_options_out_of_range_are_refused(setting, least):
+    EngineOptions(model="m", **{setting: least})
+    with pytest.raises(ConfigError, match=f"engine option {setting} must be >= {least}, got {least - 1}"):
+        EngineOptions(model="m", **{setting: least - 1})
+
+
+def test_importing_them_does_not_import_torch():
+    code = "import sys, offbeat.inference.embedded.options; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

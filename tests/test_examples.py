@@ -1,0 +1,41 @@
+"""Every configuration under examples/ is valid, and those that say they are runnable run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.config.load import load_config
+
+_ROOT = Path(__file__).parents[1]
+_EXAMPLES = sorted((_ROOT / "examples").glob("*.toml"))
+_RUNNABLE = [path for path in _EXAMPLES if "# runnable: two steps of this file are part of the tests" in path.read_text(encoding="utf-8")]
+_SMALL = {
+    "run.total_steps": 2, "sft.total_steps": 2, "sft.batch_size": 8, "rollout.consumer_batch_size": 4, "rollout.group_size": 2,
+    "rollout.max_new_tokens": 6, "evaluate.num_prompts": 4, "checkpoint.export": "false",
+}
+
+
+@pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_a_valid_configuration(path: Path) -> None:
+    assert load_config(str(path)).run.name == path.stem
+
+
+def test_there_are_examples_that_run() -> None:
+    assert len(_RUNNABLE) >= 2
+
+
+@pytest.mark.parametrize("path", _RUNNABLE, ids=lambda path: path.stem)
+def test_two_steps_of_an_example_run(path: Path, tmp_path: Path) -> None:
+    overrides = [word for key, value in {**_SMALL, "run.dir": tmp_path}.items() for word in (f"--{key}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "offbeat", "train", str(path), "--json", *overrides],
+        cwd=_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / path.stem / "result.json").read_text())
+    assert result["steps"] == result["warm_up_steps"] == 2
+    assert result["max_staleness_seen"] <= 1
+    assert (tmp_path / path.stem / "report.html").is_file()
