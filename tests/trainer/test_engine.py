@@ -317,3 +317,18 @@ def test_training_does_not_change_what_was_copied_out(tmp_path):
         assert "lm_head.weight" not in state
 
     run_alone(check)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_objective_set_after_scoring_trains_all_parameters_and_can_be_saved(strategy, tmp_path):
+    def check(groups, _argument):
+        engine = build_engine(groups, build_model(tmp_path / "model"), strategy=strategy, objective_name="sft")
+        engine.canary([3, 4, 5, 6])
+        engine.set_objective("ppo", algorithm=AlgorithmConfig(), optimizer=OPTIMIZER, total_steps=5)
+        before = engine.full_state()
+        train(engine, [make_batch(2, 4)])
+        assert engine.step == 1
+        assert all(not torch.equal(tensor, before[name]) for name, tensor in engine.full_state().items())
+        engine.save(tmp_path / "checkpoint")
+
+    run_alone(check)

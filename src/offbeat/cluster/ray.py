@@ -109,7 +109,7 @@ class RayLauncher:
     """Starts actors. Joins the cluster at `address`, or starts one here that ends with this process."""
 
     def __init__(self, *, address: str, num_cpus: int) -> None:
-        """`num_cpus` is what all workers together ask for; a Ray started here is told that it has as many, so that none waits for a core."""
+        """`num_cpus` is what all workers ask for; a Ray started here is told that it has as many, so that none waits for a core."""
         self._address = address
         self._num_cpus = num_cpus
         self._workers: list[RayWorker] = []

@@ -85,11 +85,11 @@ class _Training:
             for step in state.steps():
                 start = time.monotonic()
                 groups, stats = await self._step(step, rollouts)
-                last = step.global_step == state.total_steps or state.stopping
-                if evaluator.due(step.global_step, last=last):
+                last = step.global_step == state.total_steps
+                if evaluator.due(step.global_step, last=last) and not state.stopping:
                     after = await self._evaluate(evaluator, step.global_step)
                     stats["eval/accuracy"] = after
-                if self._checkpoints.due(step.global_step, last=last):
+                if self._checkpoints.due(step.global_step, last=last or state.stopping):
                     await self._save(step, rollouts)
                 self._commit(step, groups, stats, time.monotonic() - start)
         await self._checkpoints.export(tokenizer=session.material.tokenizer_folder)

@@ -23,7 +23,7 @@ from offbeat.data import wire
 from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.log import set_up_logging
-from offbeat.telemetry.record import RunRecord
+from offbeat.telemetry.record import RunRecord, lock_run
 
 T = TypeVar("T")
 Body = Callable[[Session, RunState], Awaitable[T]]
@@ -125,7 +125,7 @@ def prepare_run_dir(config: Config) -> None:
     """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside.
 
     Raises:
-        ConfigError: `run.resume` is off and the run exists.
+        ConfigError: `run.resume` is off and the run exists, or another process is running it.
     """
     run_dir = config.run_dir
     if not (run_dir / "config.toml").exists():
@@ -137,11 +137,16 @@ def prepare_run_dir(config: Config) -> None:
 
 
 def move_aside(config: Config) -> None:
-    """Rename the run's folder to the next free `name.N`; nothing is deleted but published weights."""
+    """Rename the run's folder to the next free `name.N`; nothing is deleted but published weights.
+
+    Raises:
+        ConfigError: another process is running it.
+    """
     number = 1
     while (aside := config.run_dir.with_name(f"{config.run.name}.{number}")).exists():
         number += 1
-    config.run_dir.rename(aside)
+    with lock_run(config.run_dir):
+        config.run_dir.rename(aside)
     with suppress(FileNotFoundError):
         shutil.rmtree(aside / "weights")
 

@@ -63,7 +63,10 @@ class EngineClient:
         if response.status != 200:
             error = _REFUSALS.get(response.status, EngineError)
             raise error(f"{self.name} answered {request.path} with {response.status}: {_message(data)}")
-        return json.loads(data)
+        try:
+            return json.loads(data)
+        except ValueError as exc:
+            raise EngineError(f"{self.name} answered {request.path} with something that is not JSON: {_message(data)}") from exc
 
 
 class EngineSession:

@@ -17,7 +17,7 @@ from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
-from offbeat.errors import CodeError, DeadlineError, RolloutError
+from offbeat.errors import CodeError, RolloutError, RunError
 from offbeat.inference.dialects import Sampling
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.staleness import Gate
@@ -69,6 +69,7 @@ class RolloutExecutor:
 
     async def __aexit__(self, *exc: object) -> None:
         tasks = list(self._tasks.values())
+        self._tasks.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -90,8 +91,9 @@ class RolloutExecutor:
             self._raise_if_hopeless()
             if (keys := self._gate.take()) is not None:
                 return [self._ready.pop(key) for key in keys]
-            if self._config.on_stale == "requeue":
-                self._requeue(self._gate.too_slow())
+            if self._config.on_stale == "requeue" and (slow := self._gate.too_slow()):
+                self._requeue(slow)
+                continue  # without them the batch may be taken now
             self._changed.clear()
             async with deadline("a finished group of rollouts", self._config.batch_timeout_s):
                 await self._changed.wait()
@@ -121,6 +123,8 @@ class RolloutExecutor:
 
     async def _play(self, prompt_id: str, row: Row) -> None:
         group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling)
+        if self._tasks.get(prompt_id) is not asyncio.current_task():
+            return  # cancelled, but user code swallowed that: this prompt is another task's now
         if failure is not None:
             self._failures.append(failure)
         else:
@@ -160,13 +164,12 @@ class RolloutExecutor:
             self._gate.release(prompt_id)
             self._stream.give_back(prompt_id)
             self._on_rejected(Settled(prompt_id, "requeued: it would have become too stale"))
-        if prompt_ids:
-            self._admit()
-            self._changed.set()
+        self._admit()
 
     def _raise_if_hopeless(self) -> None:
         if len(self._failures) < self._config.max_failures_in_a_row:
             return
         first = self._failures[0]
-        kind = CodeError if isinstance(first, CodeError | DeadlineError) else RolloutError
+        # What is neither ours nor an engine's was raised by user code: the reward, or the workflow itself.
+        kind = RolloutError if isinstance(first, RunError) else CodeError
         raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {type(first).__name__}: {first}") from first

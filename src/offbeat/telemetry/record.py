@@ -3,7 +3,7 @@
 import fcntl
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from offbeat.errors import ConfigError, StorageError
 from offbeat.telemetry.console import Console
@@ -28,13 +28,9 @@ class RunRecord:
         self.log_dir = run_dir / "logs"
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
-            self._lock = (run_dir / "lock").open("w")
         except OSError as exc:
             raise StorageError(f"cannot write the run folder {run_dir}: {exc.strerror}; free space or set run.dir") from exc
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise ConfigError(f"the run {str(run_dir)!r} is being run by another process; wait for it, or set run.name") from exc
+        self._lock = lock_run(run_dir)
         self.events = EventLog(run_dir / "events.jsonl")
         self.tracer = Tracer(run_dir / "trace.json" if trace else None)
         self.stats = StatsLogger([JsonLines(run_dir / "metrics.jsonl")])
@@ -58,3 +54,22 @@ class RunRecord:
         self.stats.close()
         self.events.close()
         self._lock.close()
+
+
+def lock_run(run_dir: Path) -> IO[str]:
+    """Take a run's folder for this process, until the returned file is closed.
+
+    Raises:
+        ConfigError: another process is running this run.
+        StorageError: the folder cannot be written.
+    """
+    try:
+        lock = (run_dir / "lock").open("w")
+    except OSError as exc:
+        raise StorageError(f"cannot write the run folder {run_dir}: {exc.strerror}; free space or set run.dir") from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        lock.close()
+        raise ConfigError(f"the run {str(run_dir)!r} is being run by another process; wait for it, or set run.name") from exc
+    return lock

@@ -125,7 +125,7 @@ class TrainEngine:
         batch = TokenBatch(
             tokens=np.asarray(tokens, np.int32), loss_mask=np.arange(length) > 0, rollout_logprobs=zeros, advantages=zeros,
             loss_weights=zeros, offsets=np.array([0, length]), group_ids=np.zeros(1), prefix_lens=np.zeros(1))
-        with torch.no_grad():
+        with self._strategy.scoring():
             return token_logprobs(self._strategy.forward, pack_row(batch, share_prefix=False)).mean().item()
 
     def full_state(self, dtype: Dtype = "float32") -> dict[str, Tensor]:
@@ -184,7 +184,7 @@ class TrainEngine:
         return [[self._score(row) for row in rows] for rows in plan]
 
     def _score(self, row: PackedRow) -> Tensor:
-        with torch.no_grad(), self._autocast():
+        with self._strategy.scoring(), self._autocast():
             return token_logprobs(self._strategy.forward, row, temperature=self._temperature)
 
     def _update(self, batch: TokenBatch, rows: list[PackedRow], prox: list[Tensor | None], *, scale: int) -> Update:

@@ -3,9 +3,11 @@
 The engine talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -31,6 +33,10 @@ class Strategy(Protocol):
         """Surrounds one forward and backward; gradients are averaged over ranks in the last one only. Collective if `last`."""
         ...
 
+    def scoring(self) -> AbstractContextManager:
+        """Surrounds forward passes without gradient."""
+        ...
+
 
 class Alone:
     """One rank holds the whole model."""
@@ -40,6 +46,9 @@ class Alone:
 
     def accumulate(self, *, last: bool) -> AbstractContextManager:  # noqa: ARG002
         return nullcontext()
+
+    def scoring(self) -> AbstractContextManager:
+        return torch.no_grad()
 
 
 class Replicated:
@@ -53,6 +62,9 @@ class Replicated:
 
     def accumulate(self, *, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self._ddp.no_sync()
+
+    def scoring(self) -> AbstractContextManager:
+        return torch.no_grad()
 
 
 class Sharded:
@@ -70,6 +82,13 @@ class Sharded:
     def accumulate(self, *, last: bool) -> AbstractContextManager:
         self._root.set_requires_gradient_sync(last)
         return nullcontext()
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+        # Without a backward the root keeps its gathered parameters: an optimizer made now would hold those instead of the shards.
+        self._root.reshard()
 
 
 def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: ProcessGroups) -> Strategy:

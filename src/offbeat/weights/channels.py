@@ -28,11 +28,15 @@ class DiskChannel:
     async def write(self, version: Version) -> Manifest:
         """See `Channel.write`."""
         folder = self._directory / f"v{version:08d}"
-        if folder.exists():  # left by a run that ended after writing it and before its checkpoint
-            shutil.rmtree(folder)
+        for later in self._folders():
+            if later.name >= folder.name:  # left by a run that ended after writing it and before its checkpoint
+                shutil.rmtree(later)
         return await self._write(version, folder, canary=self._canary)
 
     def prune(self) -> None:
         """Remove all but the newest versions."""
-        for folder in sorted(self._directory.glob("v????????"))[: -self._keep]:
+        for folder in self._folders()[: -self._keep]:
             shutil.rmtree(folder)
+
+    def _folders(self) -> list[Path]:
+        return sorted(self._directory.glob("v????????"))

@@ -1,0 +1,56 @@
+"""TRL's GRPOTrainer on the task of `step.py`; runs in TRL's own environment, started by `step.py`.
+
+Reads a job as JSON: model (folder), prompts (file of {"prompt", "answer"} lines, 64 per step), steps, lr, min_lr, warmup_steps, beta2,
+group_size, max_new_tokens, seed, output (folder for the model). Prints {"seconds": [...]}, from each step's beginning to the next.
+
+usage: trl_step.py JOB
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from datasets import Dataset
+from measure import claim_stdout
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class StepClock(TrainerCallback):
+    """Notes when each step begins."""
+
+    def __init__(self) -> None:
+        self.begins: list[float] = []
+
+    def on_step_begin(self, *_args: object, **_kwargs: object) -> None:
+        self.begins.append(time.perf_counter())
+
+
+def exact_match(completions: list[str], answer: list[str], **_columns: object) -> list[float]:
+    return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+def main(job: dict) -> None:
+    pipe = claim_stdout()
+    rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
+    config = GRPOConfig(
+        output_dir=job["output"], seed=job["seed"], max_steps=job["steps"], save_strategy="no", report_to="none", logging_steps=10,
+        disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_num_workers=0,
+        # One generation and one update per step, on the rows in their order.
+        per_device_train_batch_size=len(rows) // job["steps"] * job["group_size"], gradient_accumulation_steps=1, steps_per_generation=1,
+        num_generations=job["group_size"], shuffle_dataset=False, max_completion_length=job["max_new_tokens"],
+        temperature=1.0, top_p=1.0, top_k=0, beta=0.0, scale_rewards="group", loss_type="dapo",
+        learning_rate=job["lr"], warmup_steps=job["warmup_steps"], lr_scheduler_type="polynomial",
+        lr_scheduler_kwargs={"lr_end": job["min_lr"], "power": 1.0}, adam_beta2=job["beta2"], weight_decay=0.0, max_grad_norm=1.0)
+    clock = StepClock()
+    trainer = GRPOTrainer(
+        model=job["model"], reward_funcs=exact_match, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock])
+    trainer.train()
+    trainer.save_model(job["output"])
+    seconds = [end - begin for begin, end in zip(clock.begins, clock.begins[1:], strict=False)]
+    pipe.write(json.dumps({"seconds": seconds}) + "\n")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

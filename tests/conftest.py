@@ -1,0 +1,26 @@
+"""Lets every test import the helpers beside this file, and shares what is slow to make: a small model, and a finished run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from small_run import SmallRun, build_small_model, offbeat
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """Folder of a random model of one layer with its character tokenizer."""
+    return build_small_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, model_dir):
+    """A run of two steps by `offbeat train`, in processes of its own. Tests only read it."""
+    root = tmp_path_factory.mktemp("finished")
+    run = SmallRun(root, model_dir)
+    run.done = offbeat("train", *run.arguments(), "--json")
+    assert run.done.returncode == 0, run.done.stderr
+    return run

@@ -1,0 +1,162 @@
+"""Routing over real engines: where requests go, and what happens when an engine fails, refuses, is full or is quarantined."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from offbeat.errors import EngineError, RefusedError
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.dialects import Sampling
+from offbeat.inference.embedded.server import EngineServer
+from offbeat.inference.pool import EnginePool
+from waiting import until
+
+PROMPT = (13, 14, 15)
+
+
+class Spans(list):
+    def __call__(self, what: str, engine: str, start_s: float, end_s: float) -> None:
+        self.append((what, engine, start_s, end_s))
+
+
+def using(
+    urls: list[str], body: Callable[[EnginePool, list[tuple[str, str]]], Awaitable[None]], *, spans: Spans | None = None,
+    admit: bool = True,
+) -> None:
+    async def main() -> None:
+        async with EngineSession() as http:
+            failures: list[tuple[str, str]] = []
+            pool = EnginePool(
+                [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate(urls)], request_timeout_s=20,
+                on_failure=lambda name, reason: failures.append((name, reason)), on_busy=spans if spans is not None else Spans())
+            if admit:
+                for name in pool.healthy:
+                    pool.admit(name, 0)
+            await body(pool, failures)
+
+    asyncio.run(main())
+
+
+def pause(*servers: EngineServer) -> None:
+    for server in servers:
+        server._loop.pause("keep").result()
+
+
+def resume(server: EngineServer) -> None:
+    server._loop.call(server._engine.resume).result()
+
+
+def held(server: EngineServer) -> int:
+    return server._engine.num_running + server._engine.num_waiting
+
+
+def test_requests_go_where_the_least_tokens_are_outstanding(start_engine) -> None:
+    (first, url_0), (second, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, _: list) -> None:
+        pause(first, second)
+        large = asyncio.create_task(pool.generate(PROMPT, Sampling(20), n=1))
+        await until(lambda: held(first) == 1)
+        small = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1)) for _ in range(4)]
+        await until(lambda: held(second) == 4)
+        assert held(first) == 1
+        fifth = asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1))  # 23 tokens on the first, 4 x 5 on the second
+        await until(lambda: held(second) == 5)
+        last = asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1))  # 23 against 25
+        await until(lambda: held(first) == 2)
+        resume(first)
+        resume(second)
+        await asyncio.gather(large, *small, fifth, last)
+
+    using([url_0, url_1], body)
+
+
+def test_a_request_of_an_engine_that_dies_is_done_by_another(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, failures: list) -> None:
+        pause(first)
+        call = asyncio.create_task(pool.generate(PROMPT, Sampling(4), n=2))
+        await until(lambda: held(first) > 0)
+        await asyncio.to_thread(first.stop)
+        assert len(await call) == 2
+        assert [name for name, _ in failures] == ["engine 0"]
+        # It is not yet known to be dead, so it is asked again, and the request is done all the same.
+        assert len(await pool.generate(PROMPT, Sampling(4), n=1)) == 1
+
+    using([url_0, url_1], body)
+
+
+def test_when_every_engine_fails_the_last_reason_is_raised(start_engine) -> None:
+    (first, url_0), (second, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, failures: list) -> None:
+        await asyncio.to_thread(first.stop)
+        await asyncio.to_thread(second.stop)
+        with pytest.raises(EngineError, match="engine 1 .* cannot be reached"):
+            await pool.generate(PROMPT, Sampling(4), n=1)
+        assert [name for name, _ in failures] == ["engine 0", "engine 1"]
+
+    using([url_0, url_1], body)
+
+
+def test_a_wrong_request_is_not_tried_again(start_engine) -> None:
+    (_, url_0), (_, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, failures: list) -> None:
+        with pytest.raises(RefusedError, match="engine 0 answered"):
+            await pool.generate((999,), Sampling(4), n=1)
+        assert failures == []
+
+    using([url_0, url_1], body)
+
+
+def test_a_full_engine_is_asked_again_later(start_engine) -> None:
+    _, url = start_engine(max_running=1, max_queued=1)
+
+    async def body(pool: EnginePool, failures: list) -> None:
+        samples = await asyncio.gather(*(pool.generate(PROMPT, Sampling(2), n=1) for _ in range(8)))
+        assert len(samples) == 8
+        assert failures == []
+
+    using([url], body)
+
+
+def test_nothing_is_sent_to_an_engine_that_is_quarantined_or_unproven(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, _: list) -> None:
+        with pytest.raises(EngineError, match="no engine can serve: engine 0: has no proven version yet; engine 1: has no proven version"):
+            await pool.generate(PROMPT, Sampling(2), n=1)
+        pool.admit("engine 0", 0)
+        pool.admit("engine 1", 0)
+        pool.quarantine("engine 0", "its canary is off")
+        assert list(pool.healthy) == ["engine 1"]
+        pause(first)  # anything sent there would hang
+        await asyncio.gather(*(pool.generate(PROMPT, Sampling(2), n=1) for _ in range(5)))
+        assert held(first) == 0
+        pool.quarantine("engine 1", "its process died")
+        with pytest.raises(EngineError, match="engine 0: its canary is off; engine 1: its process died"):
+            await pool.generate(PROMPT, Sampling(2), n=1)
+
+    using([url_0, url_1], body, admit=False)
+
+
+def test_busy_stretches_are_told_and_cut_at_each_switch(start_engine) -> None:
+    server, url = start_engine()
+    spans = Spans()
+
+    async def body(pool: EnginePool, _: list) -> None:
+        pause(server)
+        calls = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
+        await until(lambda: held(server) == 3)
+        pool.admit("engine 0", 1)
+        resume(server)
+        await asyncio.gather(*calls)
+        pool.admit("engine 0", 2)  # idle: no stretch to cut
+
+    using([url], body, spans=spans)
+    assert [(what, engine) for what, engine, _, _ in spans] == [("generate", "engine 0")] * 2
+    (_, _, start, cut), (_, _, goes_on, end) = spans
+    assert start < cut == goes_on < end

@@ -1,0 +1,400 @@
+"""The executor on a real event loop; only the engine and the reward are in memory, so that each test decides when a group ends and how."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from offbeat.config.rollout import RolloutConfig
+from offbeat.data.dataset import ListDataset, PromptStream
+from offbeat.data.row import Row
+from offbeat.data.tokenizer import character_tokenizer
+from offbeat.data.trajectory import Group, Trajectory
+from offbeat.errors import CodeError, DeadlineError, EngineError, RolloutError
+from offbeat.inference.dialects import Sample, Sampling
+from offbeat.rollout.episode import Episode
+from offbeat.rollout.executor import RolloutExecutor, Settled
+from offbeat.rollout.staleness import Gate
+from offbeat.rollout.workflows.single_turn import single_turn
+
+TOKENIZER = character_tokenizer()
+ROWS = tuple(Row(f"{i}>", str(i)) for i in range(40))
+
+
+@dataclass
+class Engine:
+    """Answers after a random instant; `slow` prompts wait for `release`."""
+
+    slow: frozenset[str] = frozenset()
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    version: int = 0
+    error: Exception | None = None
+    running: int = 0
+    most_running: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+
+    async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int) -> list[Sample]:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        version = self.version
+        try:
+            if TOKENIZER.decode(prompt) in self.slow:
+                await self.release.wait()
+            for _ in range(self.chance.randrange(5)):
+                await asyncio.sleep(0)
+            if self.error is not None:
+                raise self.error
+            return [Sample((5, 0), (-0.5, -0.5), (version, self.version), "1", "stop")] * n
+        finally:
+            self.running -= 1
+
+
+async def no_score(completions: Sequence[str], row: Row) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@dataclass
+class Play:
+    """An executor over an engine in memory."""
+
+    engine: Engine
+    gate: Gate
+    config: RolloutConfig
+    stream: PromptStream
+    rejected: list[Settled] = field(default_factory=list)
+    accept: Callable[[Group], bool] = lambda _group: True
+    score: Callable[[Sequence[str], Row], Awaitable[list[float]]] = no_score
+    workflow: Callable[[Episode], Awaitable[Sequence[Trajectory]]] = single_turn
+
+    def executor(self) -> RolloutExecutor:
+        def episode(row: Row, group_size: int, sampling: Sampling) -> Episode:
+            return Episode(row, tuple(TOKENIZER.encode(str(row.prompt))), group_size, sampling, self.engine.generate, self.score, TOKENIZER)
+
+        return RolloutExecutor(
+            gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, accept=self.accept,
+            on_rejected=self.rejected.append)
+
+    async def publish(self, executor: RolloutExecutor, version: int) -> None:
+        self.engine.version = version
+        executor.publish(version)
+
+
+def make(*, batch: int = 3, running: int = 6, eta: int = 1, last: int | None = None, on_stale: str = "wait", engine: Engine | None = None,
+         rows: tuple[Row, ...] = ROWS, **changes: object) -> Play:
+    config = RolloutConfig(
+        group_size=2, consumer_batch_size=batch, max_concurrent_rollouts=running, max_head_offpolicyness=eta, on_stale=on_stale,
+        **{"batch_timeout_s": 5.0, "max_failures_in_a_row": 4} | changes)
+    gate = Gate(batch_size=batch, max_running=running, eta=eta, last_version=last, on_stale=on_stale)
+    return Play(engine or Engine(), gate, config, PromptStream(ListDataset(rows), seed=0, shuffle=False))
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            await body()
+        assert len(asyncio.all_tasks()) == 1, "a task was left behind"
+
+    asyncio.run(main())
+
+
+def test_a_batch_holds_exactly_its_groups_with_all_samples() -> None:
+    async def body() -> None:
+        play = make()
+        async with play.executor() as executor:
+            for version in range(1, 4):
+                groups = await executor.prepare_batch()
+                assert len(groups) == 3
+                assert all(len(group.trajectories) == 2 and group.rejected is None for group in groups)
+                await play.publish(executor, version)
+        assert play.engine.most_running <= 6
+
+    run(body)
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_no_trained_token_is_older_than_the_bound_even_behind_a_straggler(eta: int) -> None:
+    async def body() -> None:
+        play = make(eta=eta, running=12, engine=Engine(slow=frozenset({"1>"})))
+        waited = False
+        async with play.executor() as executor:
+            for version in range(6):
+                preparing = asyncio.create_task(executor.prepare_batch())
+                for _ in range(200):
+                    await asyncio.sleep(0)
+                if not preparing.done():
+                    waited = True
+                    play.engine.release.set()
+                for group in await preparing:
+                    assert all(version - t.head_version <= eta for t in group.trajectories)
+                await play.publish(executor, version + 1)
+        assert waited, "the straggler never mattered, so this test shows nothing"
+        assert play.rejected == []
+
+    run(body)
+
+
+def test_requeue_draws_a_straggler_again_and_never_waits_for_it() -> None:
+    async def body() -> None:
+        play = make(eta=1, on_stale="requeue", engine=Engine(slow=frozenset({"1>"})))
+        async with play.executor() as executor:
+            trained: list[str] = []
+            for version in range(4):
+                groups = await executor.prepare_batch()
+                assert all(version - t.head_version <= 1 for group in groups for t in group.trajectories)
+                trained += [group.prompt_id for group in groups]
+                await play.publish(executor, version + 1)
+            assert {settled.prompt_id for settled in play.rejected} == {"0:1"}
+            assert play.rejected[0].rejected.startswith("requeued")
+            assert "0:1" in executor.in_flight
+            assert len(set(trained)) == 12
+            play.engine.release.set()
+            for version in range(4, 7):
+                trained += [group.prompt_id for group in await executor.prepare_batch()]
+                await play.publish(executor, version + 1)
+            assert "0:1" in trained
+
+    run(body)
+
+
+def test_a_workflow_that_swallows_its_cancellation_harms_nobody() -> None:
+    async def stubborn(episode: Episode) -> list[Trajectory]:
+        try:
+            return await single_turn(episode)
+        except asyncio.CancelledError:
+            return []
+
+    async def body() -> None:
+        play = make(eta=1, on_stale="requeue", engine=Engine(slow=frozenset({"1>"})))
+        play.workflow = stubborn
+        async with play.executor() as executor:
+            for version in range(4):
+                assert all(group.trajectories for group in await executor.prepare_batch())
+                await play.publish(executor, version + 1)
+            assert "0:1" in executor.in_flight
+
+    run(body)
+
+
+def test_keep_trains_on_what_is_too_old() -> None:
+    async def body() -> None:
+        play = make(eta=0, batch=2, running=8, on_stale="keep", engine=Engine(slow=frozenset({"0>"})))
+        play.gate.eta = 2
+        async with play.executor() as executor:
+            for version in range(4):
+                await executor.prepare_batch()
+                await play.publish(executor, version + 1)
+            play.engine.release.set()
+            await asyncio.sleep(0.01)
+            (late,) = [group for group in await executor.prepare_batch() if group.prompt_id == "0:0"]
+            assert late.trajectories[0].head_version == 0
+
+    run(body)
+
+
+def test_what_should_accept_refuses_is_recorded_and_replaced() -> None:
+    async def body() -> None:
+        play = make()
+        play.accept = lambda group: int(group.prompt_id.split(":")[1]) % 2 == 0
+        async with play.executor() as executor:
+            groups = await executor.prepare_batch()
+            assert [int(group.prompt_id.split(":")[1]) % 2 for group in groups] == [0, 0, 0]
+        assert play.rejected
+        assert {settled.rejected for settled in play.rejected} == {"not accepted by should_accept"}
+
+    run(body)
+
+
+def test_a_filter_that_raises_rejects_its_group_with_the_error() -> None:
+    def accept(group: Group) -> bool:
+        if group.prompt_id == "0:2":
+            raise KeyError("score")
+        return True
+
+    async def body() -> None:
+        play = make()
+        play.accept = accept
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+            await play.publish(executor, 1)
+            await executor.prepare_batch()
+        assert play.rejected == [Settled("0:2", "should_accept raised KeyError: 'score'")]
+
+    run(body)
+
+
+def reward_error(*_: object) -> Awaitable[list[float]]:
+    raise CodeError("the reward mine:score raised ValueError: no number")
+
+
+def workflow_error(_: Episode) -> Awaitable[list[Trajectory]]:
+    raise KeyError("turns")
+
+
+def test_failures_in_a_row_stop_the_run_and_tell_whose_they_are() -> None:
+    async def stopped(play: Play) -> Exception:
+        async with play.executor() as executor:
+            with pytest.raises((CodeError, RolloutError)) as caught:
+                await executor.prepare_batch()
+        assert len(play.rejected) >= 4
+        return caught.value
+
+    async def body() -> None:
+        theirs = make()
+        theirs.score = reward_error
+        error = await stopped(theirs)
+        assert (type(error), error.exit_code) == (CodeError, 2)
+        assert "groups of rollouts failed; the first with CodeError: the reward mine:score raised ValueError" in str(error)
+        theirs = make()
+        theirs.workflow = workflow_error
+        error = await stopped(theirs)
+        assert (type(error), error.exit_code) == (CodeError, 2)
+        for ours in (EngineError("engine 0 cannot be reached"), DeadlineError("waiting for engine 0 passed its deadline")):
+            error = await stopped(make(engine=Engine(error=ours)))
+            assert (type(error), error.exit_code) == (RolloutError, 1)
+            assert str(ours) in str(error)
+            assert error.__cause__ is ours
+
+    run(body)
+
+
+def test_failures_that_are_not_in_a_row_do_not_stop_the_run() -> None:
+    async def body() -> None:
+        play = make(running=1)
+
+        async def score(completions: Sequence[str], row: Row) -> list[float]:
+            if int(row.answer) % 4:
+                raise CodeError("not this one")
+            return [1.0] * len(completions)
+
+        play.score = score
+        async with play.executor() as executor:
+            for version in range(3):
+                assert len(await executor.prepare_batch()) == 3
+                await play.publish(executor, version + 1)
+
+    run(body)
+
+
+def test_a_late_group_is_rejected_with_its_deadline() -> None:
+    async def body() -> None:
+        play = make(episode_timeout_s=0.05, engine=Engine(slow=frozenset({"0>"})))
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+            await play.publish(executor, 1)
+            await asyncio.sleep(0.1)
+        (settled,) = play.rejected
+        assert settled.prompt_id == "0:0"
+        assert "waiting for group 0:0 passed its deadline of 0.05 s" in settled.rejected
+
+    run(body)
+
+
+def test_a_wait_without_any_group_has_a_deadline() -> None:
+    async def body() -> None:
+        play = make(batch_timeout_s=0.05, engine=Engine(slow=frozenset(str(row.prompt) for row in ROWS)))
+        async with play.executor() as executor:
+            with pytest.raises(DeadlineError, match="a finished group of rollouts"):
+                await executor.prepare_batch()
+
+    run(body)
+
+
+def test_no_wake_up_is_lost_after_a_publish() -> None:
+    async def body() -> None:
+        # At eta = 0 the engines stand still until each publish, so one lost wake-up would hang the run.
+        play = make(eta=0, batch=2, running=2)
+        async with play.executor() as executor:
+            for version in range(200):
+                assert len(await executor.prepare_batch()) == 2
+                assert executor.in_flight == ()
+                await play.publish(executor, version + 1)
+
+    run(body)
+
+
+def test_nothing_is_drawn_that_no_step_would_train_on() -> None:
+    async def body() -> None:
+        play = make(eta=3, running=50, last=2)
+        async with play.executor() as executor:
+            for version in range(2):
+                await executor.prepare_batch()
+                await play.publish(executor, version + 1)
+            assert executor.in_flight == ()
+        assert play.stream.state().position == 6
+
+    run(body)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_drawn_prompt_is_trained_rejected_or_in_flight(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def body() -> None:
+        eta, batch = chance.randrange(3), chance.randrange(1, 5)
+        play = make(
+            eta=eta, batch=batch, running=chance.randrange(1, 12), on_stale=chance.choice(["wait", "requeue", "keep"]),
+            engine=Engine(seed=seed), rows=tuple(Row(f"{i}>", str(i)) for i in range(2000)), max_failures_in_a_row=1000)
+        fate = {str(i): chance.random() for i in range(2000)}
+
+        async def score(completions: Sequence[str], row: Row) -> list[float]:
+            if fate[row.answer] < 0.1:
+                raise EngineError("unlucky")
+            if 0.1 <= fate[row.answer] < 0.2:
+                await asyncio.sleep(0.003)
+            return [1.0] * len(completions)
+
+        play.score = score
+        play.accept = lambda group: fate[group.prompt_id.split(":")[1]] < 0.9
+        trained: list[str] = []
+
+        def check(executor: RolloutExecutor, training: list[str]) -> None:
+            state = play.stream.state()
+            drawn = {f"0:{i}" for i in range(state.position)}
+            rejected = [s.prompt_id for s in play.rejected if not s.rejected.startswith("requeued")]
+            settled = [*trained, *rejected, *executor.in_flight, *training, *state.returned]
+            assert sorted(settled) == sorted(drawn)
+
+        async with play.executor() as executor:
+            for version in range(12):
+                groups = await executor.prepare_batch()
+                check(executor, [group.prompt_id for group in groups])
+                await asyncio.sleep(0)
+                trained += [group.prompt_id for group in groups]
+                await play.publish(executor, version + 1)
+                check(executor, [])
+
+    run(body)
+
+
+def test_leaving_cancels_what_runs() -> None:
+    async def body() -> None:
+        play = make(engine=Engine(slow=frozenset(str(row.prompt) for row in ROWS)))
+        async with play.executor():
+            await asyncio.sleep(0.01)
+            assert play.engine.running == 6
+        assert play.engine.running == 0
+
+    run(body)
+
+
+def test_a_given_batch_is_played_past_the_gate_in_order_with_failures_as_data() -> None:
+    async def score(completions: Sequence[str], row: Row) -> list[float]:
+        if row.answer == "4":
+            raise CodeError("not this one")
+        return [float(row.answer)] * len(completions)
+
+    async def body() -> None:
+        play = make(last=0, running=3)
+        play.score = score
+        groups = await play.executor().rollout_batch(ROWS[:10], group_size=1, sampling=Sampling(4, temperature=0))
+        assert [group.trajectories[0].reward if group.trajectories else None for group in groups] == [0, 1, 2, 3, None, 5, 6, 7, 8, 9]
+        assert groups[4].rejected == "CodeError: not this one"
+        assert play.engine.most_running <= 3
+        assert play.stream.state().position == 0
+
+    run(body)

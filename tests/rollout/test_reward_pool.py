@@ -1,0 +1,113 @@
+"""Rewards in real processes: what they answer, and what happens when they misbehave."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from offbeat.data.row import Row
+from offbeat.errors import CodeError
+from offbeat.rollout.reward_pool import RewardPool
+
+REWARDS = Path(__file__).parents[1] / "support" / "rewards.py"
+ROW = Row("1>", "y")
+
+
+def check(name: str, body: Callable[[RewardPool], Awaitable[None]], *, num_workers: int = 1, timeout_s: float = 20.0) -> None:
+    async def main() -> None:
+        async with RewardPool(f"{REWARDS}:{name}", num_workers=num_workers, timeout_s=timeout_s, log_dir=None) as pool:
+            await body(pool)
+
+    before = set(psutil.Process().children())
+    asyncio.run(main())
+    assert not set(psutil.Process().children()) - before
+
+
+def test_groups_are_scored_by_all_workers() -> None:
+    async def body(pool: RewardPool) -> None:
+        answers = await asyncio.gather(*(pool.score(["y", "n"] * i, ROW) for i in range(12)))
+        assert answers == [[1.0, 0.0] * i for i in range(12)]
+        assert await pool.check(ROW) == 1.0
+
+    check("equal", body, num_workers=2)
+
+
+def test_a_reward_that_raises_fails_its_call_and_keeps_its_process() -> None:
+    async def body(pool: RewardPool) -> None:
+        processes = psutil.Process().children()
+        with pytest.raises(CodeError, match="raised ValueError: x is no number"):
+            await pool.score(["y", "x"], ROW)
+        assert await pool.score(["y"], ROW) == [1.0]
+        assert psutil.Process().children() == processes
+
+    check("raises_on_x", body)
+
+
+def test_a_reward_that_hangs_is_killed_at_its_deadline_and_the_pool_goes_on() -> None:
+    async def body(pool: RewardPool) -> None:
+        start = time.monotonic()
+        late, other = await asyncio.gather(pool.score(["x"], ROW), pool.score(["y"], ROW), return_exceptions=True)
+        assert isinstance(late, CodeError)
+        assert "hangs_on_x did not answer within rollout.reward_timeout_s = 0.3 s" in str(late)
+        assert other == [1.0]
+        assert await pool.score(["y"], ROW) == [1.0]
+        assert time.monotonic() - start < 20
+
+    check("hangs_on_x", body, timeout_s=0.3)
+
+
+def test_a_reward_that_kills_its_process_is_named_and_replaced() -> None:
+    async def body(pool: RewardPool) -> None:
+        with pytest.raises(CodeError, match=r"dies_on_x ended its process: reward 0 .*exited with code 5"):
+            await pool.score(["x"], ROW)
+        assert await pool.score(["y"], ROW) == [1.0]
+
+    check("dies_on_x", body)
+
+
+def test_a_cancelled_call_leaves_a_working_pool() -> None:
+    async def body(pool: RewardPool) -> None:
+        call = asyncio.create_task(pool.score(["x"], ROW))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await pool.score(["y"], ROW) == [1.0]
+
+    check("hangs_on_x", body)
+
+
+def test_leaving_right_after_cancelling_twice_leaves_no_process() -> None:
+    async def body(pool: RewardPool) -> None:
+        call = asyncio.create_task(pool.score(["x"], ROW))
+        for _ in range(2):
+            await asyncio.sleep(0.1)
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    check("hangs_on_x", body)
+
+
+def test_the_first_check_says_what_is_wrong_in_one_sentence() -> None:
+    async def asynchronous(pool: RewardPool) -> None:
+        with pytest.raises(CodeError, match="answers_later"):
+            await pool.check(ROW)
+
+    async def deadly(pool: RewardPool) -> None:
+        with pytest.raises(CodeError, match="dies_on_x ended its process"):
+            await pool.check(Row("1>", "x"))
+
+    check("answers_later", asynchronous)
+    check("dies_on_x", deadly)
+
+
+def test_a_reward_that_cannot_be_loaded_ends_the_start() -> None:
+    async def never(pool: RewardPool) -> None:
+        raise AssertionError("the pool opened")
+
+    with pytest.raises(CodeError, match="did you mean 'equal'"):
+        check("equals", never, num_workers=2)

@@ -1,0 +1,38 @@
+"""Rewards for tests: one that gives random-looking numbers, and some that misbehave."""
+
+import os
+import time
+
+
+def random_looking(completion, row):
+    return float(sum(map(ord, completion)) % 3) / 2
+
+
+def equal(completion, row):
+    return float(completion == row.answer)
+
+
+def raises_on_x(completion, row):
+    if completion == "x":
+        raise ValueError("x is no number")
+    return 1.0
+
+
+def hangs_on_x(completion, row):
+    if completion == "x":
+        time.sleep(60)
+    return 1.0
+
+
+def dies_on_x(completion, row):
+    if completion == "x":
+        os._exit(5)
+    return 1.0
+
+
+def gives_text(completion, row):
+    return "good"
+
+
+async def answers_later(completion, row):
+    return 1.0

@@ -1,0 +1,52 @@
+"""A run's records, opened and closed together, by one process at a time."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.errors import ConfigError, StorageError
+from offbeat.telemetry.console import Console
+from offbeat.telemetry.record import RunRecord, lock_run
+from offbeat.telemetry.trace import read_trace
+
+
+def record(folder: Path, *, trace: bool = True) -> RunRecord:
+    return RunRecord(folder, trace=trace, console=Console("quiet", stream=io.StringIO()))
+
+
+def test_everything_that_is_recorded_is_in_the_folder(tmp_path: Path) -> None:
+    with record(tmp_path / "runs" / "a") as run:
+        run.events.record("publish", version=1)
+        run.stats.commit(0, 1, 1, {"reward/mean": 0.5})
+        run.on_span("train_step", "rank 0", 1.0, 2.0)
+        run.rollouts(1, [b'{"prompt_id": "0:0"}'])
+    folder = tmp_path / "runs" / "a"
+    assert json.loads((folder / "events.jsonl").read_text())["kind"] == "publish"
+    assert json.loads((folder / "metrics.jsonl").read_text())["reward/mean"] == 0.5
+    assert [(span.name, span.track) for span in read_trace(folder / "trace.json")] == [("train_step", "rank 0")]
+    assert (folder / "rollouts" / "step-000001.jsonl.zst").exists()
+    assert run.log_dir.is_dir()
+
+
+def test_without_a_time_line_no_file_is_made(tmp_path: Path) -> None:
+    with record(tmp_path / "a", trace=False) as run:
+        run.on_span("train_step", "rank 0", 1.0, 2.0)
+    assert not (tmp_path / "a" / "trace.json").exists()
+
+
+def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
+    with record(tmp_path / "a"):
+        for take in (record, lock_run):
+            with pytest.raises(ConfigError, match="a' is being run by another process; wait for it, or set run.name"):
+                take(tmp_path / "a")
+    with record(tmp_path / "a"):
+        pass
+    lock_run(tmp_path / "a").close()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot write the run folder .*file/a"):
+        record(tmp_path / "file" / "a")

@@ -1,0 +1,135 @@
+"""Waits: deadlines with a name, and groups of tasks that end together."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from offbeat.aio import deadline, gather_all, run_beside
+from offbeat.errors import DeadlineError
+
+
+class Sleeper:
+    """Sleeps for ever and notes how that ended."""
+
+    cancelled = False
+
+    async def __call__(self) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+async def fail(after_s: float, text: str) -> None:
+    await asyncio.sleep(after_s)
+    raise ValueError(text)
+
+
+async def value(number: int, after_s: float = 0.0) -> int:
+    await asyncio.sleep(after_s)
+    return number
+
+
+def test_a_missed_deadline_names_the_wait_and_how_long_it_lasted() -> None:
+    async def body() -> None:
+        async with deadline("rank 3 to join", 0.05):
+            await asyncio.sleep(60)
+
+    with pytest.raises(DeadlineError, match=r"waiting for rank 3 to join passed its deadline of 0\.05 s \(waited 0\.\d s\)"):
+        asyncio.run(body())
+
+
+def test_a_timeout_from_inside_is_not_taken_for_the_deadline() -> None:
+    async def body() -> None:
+        async with deadline("outer", 60):
+            async with deadline("inner", 0.01):
+                await asyncio.sleep(60)
+
+    with pytest.raises(DeadlineError, match="waiting for inner"):
+        asyncio.run(body())
+
+    async def own() -> None:
+        async with deadline("outer", 60):
+            raise TimeoutError("a socket's")
+
+    with pytest.raises(TimeoutError, match="a socket's") as caught:
+        asyncio.run(own())
+    assert not isinstance(caught.value, DeadlineError)
+
+
+def test_a_cancelled_body_is_cancelled_and_not_late() -> None:
+    async def body() -> None:
+        async with deadline("work", 60):
+            await asyncio.sleep(60)
+
+    async def main() -> None:
+        task = asyncio.create_task(body())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+def test_gather_all_keeps_the_order() -> None:
+    async def main() -> list[int]:
+        return await gather_all(value(i, 0.02 - 0.004 * i) for i in range(5))
+
+    assert asyncio.run(main()) == [0, 1, 2, 3, 4]
+
+
+def test_gather_all_raises_the_first_error_and_leaves_nothing_running() -> None:
+    sleeper = Sleeper()
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="first"):
+            await gather_all([sleeper(), fail(0.01, "first"), fail(0.05, "second")])
+        assert sleeper.cancelled
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_gather_all_cancels_everything_when_it_is_cancelled() -> None:
+    sleeper = Sleeper()
+
+    async def main() -> None:
+        task = asyncio.create_task(gather_all([sleeper()]))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert sleeper.cancelled
+
+    asyncio.run(main())
+
+
+def run_and_count_left(make: Callable[[], Awaitable[object]]) -> object:
+    async def main() -> object:
+        try:
+            return await make()
+        finally:
+            assert len(asyncio.all_tasks()) == 1
+
+    return asyncio.run(main())
+
+
+def test_run_beside_gives_the_main_result_and_ends_the_watchers() -> None:
+    sleeper = Sleeper()
+    assert run_and_count_left(lambda: run_beside(value(7, 0.02), sleeper(), value(1))) == 7
+    assert sleeper.cancelled
+
+
+def test_a_watcher_that_raises_ends_the_main_work_with_its_own_error() -> None:
+    sleeper = Sleeper()
+    with pytest.raises(ValueError, match="too few engines"):
+        run_and_count_left(lambda: run_beside(sleeper(), value(1), fail(0.01, "too few engines")))
+    assert sleeper.cancelled
+
+
+def test_an_error_of_the_main_work_is_raised_as_itself() -> None:
+    with pytest.raises(ValueError, match="no batch"):
+        run_and_count_left(lambda: run_beside(fail(0.01, "no batch"), Sleeper()()))

@@ -1,0 +1,20 @@
+"""Every module has its test file, in the same place below `tests` as below `src/offbeat`."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "offbeat"
+# One contract suite runs over every launcher.
+ELSEWHERE = {
+    **{f"cluster/{name}.py": "cluster/test_launchers.py" for name in ("group", "local", "ray")},
+    # Names and annotations: nothing to run.
+    "types.py": "", "weights/protocol.py": "",
+}
+
+
+def test_every_module_has_its_test_file() -> None:
+    modules = [path.relative_to(SOURCE) for path in sorted(SOURCE.rglob("*.py")) if not path.name.startswith("__")]
+    assert set(ELSEWHERE) <= {str(module) for module in modules}, "an exception names a module that is gone"
+    wanted = {str(module): ELSEWHERE.get(str(module), str(module.with_name(f"test_{module.name}"))) for module in modules}
+    missing = [f"{module} -> tests/{test}" for module, test in wanted.items() if not (TESTS / test).exists()]
+    assert not missing, "modules without a test file:\n" + "\n".join(missing)
