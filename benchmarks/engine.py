@@ -2,8 +2,9 @@
 
 All contestants are processes that are ready before the first measurement and take turns on the same ragged requests: prompts of 8 to 64
 tokens, outputs of 16 to 112, sampled at temperature 1 with the log-probability of every token, in float32, with 1, 8, 64 and 256 requests
-in flight. Two random models: "tiny" (0.6M parameters) and "27M". Ours and transformers run on one thread; vLLM runs as it comes, a worker bound to one
-core beside its front-end processes. Figures are generated tokens per second, and per CPU second of all processes of a contestant.
+in flight. Two random models: "tiny" (0.6M parameters) and "27M". Ours and transformers run on one thread; vLLM runs as it comes, a worker
+bound to one core beside its front-end processes. Figures are generated tokens per second, and per CPU second of all processes of a
+contestant.
 
     python benchmarks/engine.py [--quick] [--models tiny 27M] [--in-flight 64 256] [--repeats 3]
 

@@ -52,6 +52,7 @@ def write_synthetic_run(run_dir: Path, *, num_steps: int = 60, num_engines: int 
             "rollout/generated_tokens": 9000 + rng.randint(-500, 500),
             "policy/logprob_gap_mean": 2e-5 * math.exp(rng.gauss(0, 0.3)),
             "policy/logprob_gap_max": 1e-3 * math.exp(rng.gauss(0, 0.5)),
+            "policy/canary_gap": 1e-7 * math.exp(rng.gauss(0, 0.5)),
             "throughput/generated_tokens_per_s": 14000 + rng.gauss(0, 700),
             "throughput/trained_tokens_per_s": 11500 + rng.gauss(0, 500),
             "train/loss": -0.01 * learned + rng.gauss(0, 0.006),

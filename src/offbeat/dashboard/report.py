@@ -94,9 +94,9 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     if staleness:
         bound = run.setting("rollout", "max_head_offpolicyness")
         yield "staleness", f"{max(staleness):g}", "largest, versions" + (f"; bound {bound}" if bound is not None else "")
-    gap = run.values("policy/logprob_gap_max")
+    gap = run.values("policy/canary_gap")
     if gap:
-        yield "log-prob gap", f"{max(gap):.1e}", "largest of any token"
+        yield "log-prob gap", f"{max(gap):.0e}", "trainer to engine, same weights"
 
 
 def _clock(seconds: float) -> str:
@@ -144,10 +144,11 @@ def _cards(run: RunFiles) -> list[Card]:
                 [
                     Series("max", run.points("policy/logprob_gap_max"), "c2"),
                     Series("mean", run.points("policy/logprob_gap_mean")),
+                    Series("same weights", run.points("policy/canary_gap"), "c3"),
                 ],
                 log=True,
             ),
-            "|trainer − engine| per token: from staleness and from numerics.",
+            "|trainer − engine|: per trained token, mostly from staleness; and of the canary under the same weights, from numerics alone.",
         ),
         (
             Chart(

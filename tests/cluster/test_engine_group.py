@@ -1,0 +1,74 @@
+"""Engines as processes: started, watched, and told apart when they die."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from offbeat.cluster.engine_group import EngineGroup, engine_options, raise_death, serve_one
+from offbeat.cluster.local import LocalLauncher
+from offbeat.errors import EngineError, WorkerError
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.dialects import Sampling
+from offbeat.process import Child
+from small_run import small_config
+from waiting import until
+
+
+def pid_of(worker: object) -> int:
+    assert isinstance(worker, Child)
+    return worker.pid
+
+
+def test_engines_serve_and_their_deaths_are_told_until_too_few_are_left(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(tmp_path, model_dir, inference__num_engines="2", inference__min_engines="1", run__seed="3")
+    deaths: list[tuple[str, str]] = []
+
+    async def main() -> None:
+        async with LocalLauncher(stop_timeout_s=5) as launcher:
+            group = await EngineGroup.start(launcher, config, log_dir=tmp_path)
+            urls = await group.serve(model=model_dir, tokenizer=model_dir, version=-1)
+            assert list(urls) == ["engine 0", "engine 1"]
+            async with EngineSession() as http:
+                for name, url in urls.items():
+                    client = EngineClient(name, url, http.session)
+                    assert (await client.health(timeout_s=5))["version"] == -1
+                    assert len(await client.generate((5, 6), Sampling(3), n=2, timeout_s=20)) == 2
+            watching = asyncio.create_task(group.watch(lambda *death: deaths.append(death)))
+            os.kill(pid_of(group.workers[1]), signal.SIGKILL)
+            await until(lambda: deaths)
+            assert deaths == [("engine 1", "its process died")]
+            assert not watching.done()
+            os.kill(pid_of(group.workers[0]), signal.SIGKILL)
+            with pytest.raises(EngineError, match="0 engines are left, fewer than inference.min_engines = 1"):
+                await asyncio.wait_for(watching, 10)
+
+    asyncio.run(main())
+    assert (tmp_path / "engine-0.log").exists()
+
+
+def test_options_come_from_the_configuration_and_seeds_differ(tmp_path: Path) -> None:
+    config = small_config(tmp_path, inference__max_running="7", inference__forward="hf", run__seed="3")
+    options = [engine_options(config, "model", "tokenizer", -1, index) for index in range(2)]
+    assert (options[0].model, options[0].tokenizer, options[0].version) == ("model", "tokenizer", -1)
+    assert (options[0].max_running, options[0].forward) == (7, "hf")
+    assert options[0].seed != options[1].seed
+
+
+def test_one_engine_outside_of_any_run_ends_with_its_context(tmp_path: Path, model_dir: str) -> None:
+    options = engine_options(small_config(tmp_path), model_dir, "", 0, 0)
+
+    async def main() -> int:
+        async with serve_one(options, host="127.0.0.1", port=0, threads=1, device=None) as (url, worker):
+            async with EngineSession() as http:
+                assert (await EngineClient("engine", url, http.session).health(timeout_s=5))["status"] == "ok"
+            os.kill(pid_of(worker), signal.SIGKILL)
+            await until(lambda: not worker.alive)
+            with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+                await raise_death(worker)
+            return pid_of(worker)
+
+    assert not psutil.pid_exists(asyncio.run(main()))
