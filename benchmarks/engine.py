@@ -32,6 +32,8 @@ MODELS = {
 """Sizes and vocabulary of each model."""
 AIMS = {"tiny": 1.5, "27M": 0.9}
 AIMED_AT = (64, 256)
+SHORTEST, LONGEST = 16, 112
+"""Tokens that a request generates."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
@@ -85,8 +87,8 @@ def compare_at(model: str, in_flight: int, sides: dict[str, Contestant], *, repe
         return run
 
     for contestant in sides.values():
-        # Compilation, allocation of caches: not in these sizes again.
-        contestant.ask(make_job(min(count, 2 * in_flight), vocab_size=vocab_size, in_flight=in_flight, seed=1000))
+        # What is done once at this size, such as compilation, is not measured.
+        contestant.ask(make_job(in_flight, vocab_size=vocab_size, in_flight=in_flight, seed=repeats, longest=SHORTEST))
     medians = take_turns({name: side(c) for name, c in sides.items()}, repeats=repeats, what=f"{model}, {in_flight} in flight,")
     aim = AIMS[model] if in_flight in AIMED_AT else None
     case = f"{model}/{in_flight}"
@@ -98,11 +100,11 @@ def compare_at(model: str, in_flight: int, sides: dict[str, Contestant], *, repe
         emit("engine", f"{case} over HTTP vs in process", ours=medians["offbeat-http"][unit], peer=medians["offbeat"][unit], unit=unit)
 
 
-def make_job(count: int, *, vocab_size: int, in_flight: int, seed: int) -> dict:
-    """`count` random requests; equal seeds give equal jobs."""
+def make_job(count: int, *, vocab_size: int, in_flight: int, seed: int, longest: int = LONGEST) -> dict:
+    """`count` random requests for SHORTEST to `longest` tokens; equal seeds give equal jobs."""
     rng = np.random.default_rng([seed, count])
     prompts = [rng.integers(3, vocab_size, length).tolist() for length in rng.integers(8, 65, count)]
-    return {"prompts": prompts, "lengths": rng.integers(16, 113, count).tolist(), "in_flight": in_flight}
+    return {"prompts": prompts, "lengths": rng.integers(SHORTEST, longest + 1, count).tolist(), "in_flight": in_flight}
 
 
 def build(model: str) -> Path:

@@ -1,5 +1,7 @@
 """Lets every test import the helpers beside this file, and shares what is slow to make: a small model, and a finished run."""
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,7 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_run import SmallRun, build_small_model, offbeat
+from small_run import SmallRun, build_small_model, offbeat, start_offbeat
+from waiting import wait_until
 
 
 @pytest.fixture(scope="session")
@@ -23,4 +26,17 @@ def finished_run(tmp_path_factory, model_dir):
     run = SmallRun(root, model_dir)
     run.done = offbeat("train", *run.arguments(), "--json")
     assert run.done.returncode == 0, run.done.stderr
+    return run
+
+
+@pytest.fixture(scope="session")
+def stopped_run(tmp_path_factory, model_dir):
+    """A long run that was interrupted once while it trained. Tests copy it before they go on with it."""
+    root = tmp_path_factory.mktemp("stopped")
+    run = SmallRun(root, model_dir)
+    with start_offbeat("train", *run.arguments(run__total_steps="100000"), "--json") as process:
+        wait_until(lambda: len(run.metrics()) > 2 or process.poll() is not None, timeout_s=60)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    run.done = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
     return run

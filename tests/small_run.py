@@ -3,17 +3,22 @@
 Tests of whole runs use it.
 """
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import zstandard
 
 from offbeat.config.load import load_config
 from offbeat.config.model import TinyConfig
 from offbeat.config.root import Config
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.model.tiny import build_tiny
+from offbeat.telemetry.jsonl import read_json_lines
 
 TINY = TinyConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64, max_positions=64)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -36,6 +41,12 @@ def build_small_model(folder: Path, *, seed: int) -> str:
     return str(folder)
 
 
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The groups of one file."""
+    with zstandard.open(path, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
 def small_config(root: Path, model: str = "", **changes: str) -> Config:
     """The small run below `root`; `changes` are settings with "__" for the point."""
     settings = SETTINGS | {"run.dir": str(root), "model.path": model} | {name.replace("__", "."): value for name, value in changes.items()}
@@ -53,6 +64,18 @@ class SmallRun:
     @property
     def folder(self) -> Path:
         return self.root / SETTINGS["run.name"]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of steps, without the evaluation before them."""
+        return [row for row in read_json_lines(self.folder / "metrics.jsonl") if row["global_step"]]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Events of one kind."""
+        return [event for event in read_json_lines(self.folder / "events.jsonl") if event["kind"] == kind]
+
+    def groups(self, step: int) -> list[dict[str, Any]]:
+        """What a step trained on."""
+        return read_rollouts(self.folder / "rollouts" / f"step-{step:06d}.jsonl.zst")
 
     def arguments(self, **changes: str) -> list[str]:
         """CONFIG and overrides."""

@@ -8,6 +8,11 @@ def random_looking(completion, row):
     return float(sum(map(ord, completion)) % 3) / 2
 
 
+def slow(completion, row):
+    time.sleep(0.2)
+    return random_looking(completion, row)
+
+
 def equal(completion, row):
     return float(completion == row.answer)
 

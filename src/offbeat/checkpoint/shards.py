@@ -77,6 +77,15 @@ def _replace(part: Path, folder: Path) -> OSError | None:
 
 def _describe(exc: CheckpointException, folder: Path, outcome: str) -> StorageError | RunError:
     failures = {rank: failure[0] for rank, failure in exc.failures.items()}
-    reasons = "; ".join(f"rank {rank}: {failure}" for rank, failure in sorted(failures.items()))
-    kind = StorageError if any(isinstance(failure, OSError) for failure in failures.values()) else RunError
+    reasons = "; ".join(f"rank {rank}: {_reason(failure)}" for rank, failure in sorted(failures.items()))
+    kind = StorageError if any(_is_storage(failure) for failure in failures.values()) else RunError
     return kind(f"checkpoint {folder} could not be {outcome} ({reasons})")
+
+
+def _is_storage(failure: BaseException) -> bool:
+    # A write that fails inside torch's archive writer surfaces as the writer's complaint about its own position.
+    return isinstance(failure, OSError) or "inline_container" in str(failure)
+
+
+def _reason(failure: BaseException) -> str:
+    return "a file could not be written to its end; is the disk full?" if "inline_container" in str(failure) else str(failure)

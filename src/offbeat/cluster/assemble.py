@@ -108,7 +108,7 @@ class Session(Arena):
 
 
 def read_material(config: Config) -> Material:
-    """Read model configuration, tokenizer and data.
+    """Read model configuration, tokenizer and data; writes nothing.
 
     Raises:
         ModelError: the folder holds no model or tokenizer.
@@ -123,7 +123,6 @@ def read_material(config: Config) -> Material:
     else:
         model = tokenizer_folder = str(config.run_dir / "model")
         tokenizer = load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer()
-        tokenizer.save(model)
         context = config.model.tiny.max_positions
         build = BuildRequest(
             model, config.model.tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id,
@@ -136,9 +135,10 @@ def read_material(config: Config) -> Material:
 
 
 @asynccontextmanager
-async def open_session(config: Config, record: RunRecord) -> AsyncIterator[Session]:
+async def open_session(config: Config, material: Material, record: RunRecord) -> AsyncIterator[Session]:
     """Start every process of a training run; all are gone when the body ends, however it ends."""
-    material = read_material(config)
+    if material.build is not None:
+        material.tokenizer.save(material.model)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
         trainers, (engines, rewards) = await both(

@@ -10,10 +10,11 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from offbeat.checkpoint.recover import CheckpointIndex
-from offbeat.cluster.assemble import Session, open_session
+from offbeat.cluster.assemble import Material, Session, open_session, read_material
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
 from offbeat.controller.loop import train
@@ -89,12 +90,13 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
 
     Ctrl-C once asks the body to end after its step and save; twice ends at once.
     """
+    material = read_material(config)
     prepare_run_dir(config)
     with RunRecord(config.run_dir, trace=config.telemetry.trace, console=console) as record:
         set_up_logging(record.log_dir / "controller.log", debug=debug)
         (config.run_dir / "config.toml").write_text(dump_toml(config))
         try:
-            return asyncio.run(_with_session(config, record, body))
+            return asyncio.run(_with_session(config, material, record, body))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except Exception as exc:
@@ -103,7 +105,7 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
             raise
 
 
-async def _with_session(config: Config, record: RunRecord, body: Body[T]) -> T:
+async def _with_session(config: Config, material: Material, record: RunRecord, body: Body[T]) -> T:
     state = RunState(total_steps=config.run.total_steps)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "runs inside a task"
@@ -117,12 +119,12 @@ async def _with_session(config: Config, record: RunRecord, body: Body[T]) -> T:
 
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, interrupted)
-    async with open_session(config, record) as session:
+    async with open_session(config, material, record) as session:
         return await body(session, state)
 
 
 def prepare_run_dir(config: Config) -> None:
-    """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside.
+    """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
 
     Raises:
         ConfigError: `run.resume` is off and the run exists, or another process is running it.
@@ -132,7 +134,7 @@ def prepare_run_dir(config: Config) -> None:
         return
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
-    if CheckpointIndex(run_dir / "checkpoints").newest() is None:
+    if CheckpointIndex(run_dir / "checkpoints").newest() is None and (run_dir / "metrics.jsonl").exists():
         move_aside(config)
 
 
@@ -153,4 +155,7 @@ def move_aside(config: Config) -> None:
 
 def peak_memory_bytes() -> int:
     """Largest resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: getrusage would count the parent's memory, which a process has until it executes its program
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

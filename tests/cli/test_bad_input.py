@@ -1,0 +1,115 @@
+"""Every mistake a user can make gives one clear sentence and exit code 2, and loses nothing. Through the real command, real processes."""
+
+import errno
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli.main import main
+from offbeat.cluster import assemble
+from offbeat.config.model import TinyConfig
+from offbeat.data.tokenizer import character_tokenizer
+from offbeat.model.tiny import build_tiny
+
+SORT = str(Path(__file__).parents[2] / "examples" / "sort_digits.toml")
+SMALL = [
+    "--run.total_steps", "2", "--run.warm_up", "false", "--evaluate.num_prompts", "4", "--rollout.consumer_batch_size", "2",
+    "--rollout.group_size", "2", "--telemetry.console", "false", "--checkpoint.every_steps", "1",
+]
+REWARDS = """
+import time
+seen = 0
+def hang(completion, row): time.sleep(1000)
+def boom(completion, row): raise ValueError("no such answer")
+def later(completion, row):
+    global seen
+    seen += 1
+    if seen > 5: raise ValueError("broke later")
+    return 0.0
+"""
+
+
+@pytest.fixture
+def fails(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs `offbeat train` with more arguments in an empty folder, expects exit code 2, and gives the one line on stderr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def run(*arguments: str) -> str:
+        assert main(["train", SORT, *SMALL, *arguments]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("offbeat: ")
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--rollout.max_head_offpolicynes", "2"], "did you mean rollout.max_head_offpolicyness?"),
+    (["--rollout.group_size", "eight"], "rollout.group_size must be an integer, got 'eight'"),
+    (["--rollout.group_size", "true"], "rollout.group_size must be an integer, got True"),
+    (["--rollout.max_head_offpolicyness", "-1"], "must be >= 0, got -1; use 0 for synchronous training"),
+    (["--model.path", "."], "is not a model folder: it has no config.json"),
+    (["--rollout.reward", "rewards.py:absent"], "has no function 'absent'"),
+    (["--rollout.reward", "rewards.py:boom"], "raised ValueError: no such answer"),
+    (["--rollout.reward", "rewards.py:hang", "--rollout.reward_timeout_s", "1"], "did not answer within rollout.reward_timeout_s = 1 s"),
+    (["--rollout.reward", "rewards.py:later", "--rollout.max_failures_in_a_row", "3"], "the first with CodeError: the reward rewards.py:later"),
+])
+def test_a_wrong_setting_or_reward_is_one_sentence(fails: Callable[..., str], arguments: list[str], sentence: str) -> None:
+    assert sentence in fails(*arguments)
+
+
+@pytest.mark.parametrize(("lines", "sentence"), [
+    ([], "'rows.jsonl' has no rows"),
+    ([{"prompt": "1>", "answer": "1"}, {"prompt": "2>"}], "'rows.jsonl', line 2, has no field 'answer'"),
+    ([{"prompt": "1" * 300 + ">", "answer": "1"}] * 3, "prompt of row 0 has 301 tokens, allowed are 246"),
+])
+def test_a_wrong_dataset_is_one_sentence(fails: Callable[..., str], tmp_path: Path, lines: list[dict], sentence: str) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert sentence in fails("--data.task", "", "--data.path", "rows.jsonl", "--data.heldout_size", "0")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_extra_is_named(fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "offbeat.cluster.ray", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'offbeat[ray]'" in fails("--cluster.launcher", "ray")
+
+
+def test_a_full_disk_loses_no_checkpoint(fails: Callable[..., str], tmp_path: Path) -> None:
+    """A disk that takes the first checkpoint and not the second: a file stands where its folder would go, as a stand-in for no space."""
+    blocked = tmp_path / "runs" / "sort_digits" / "checkpoints" / "step-00000002"
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("")
+    assert "step-00000002" in fails()
+    assert (blocked.parent / "step-00000001" / "complete.json").exists()
+    blocked.unlink()
+    assert main(["train", SORT, *SMALL]) == 0
+    assert json.loads((tmp_path / "runs" / "sort_digits" / "result.json").read_text())["steps"] == 2
+
+
+def test_a_busy_port_is_named(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.save(tmp_path)
+    tiny = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
+    build_tiny(tmp_path, tiny=tiny, vocab_size=tokenizer.vocab_size, eos_token_id=0, pad_token_id=1, seed=0)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        command = [sys.executable, "-m", "offbeat", "engine", "--model", str(tmp_path), "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr.splitlines()[-1]
+
+
+def test_a_run_that_another_process_holds_is_refused(fails: Callable[..., str], tmp_path: Path) -> None:
+    script = "import sys, time; from pathlib import Path; from offbeat.telemetry.record import RunRecord; from offbeat.telemetry.console import Console\nr = RunRecord(Path('runs/sort_digits'), trace=False, console=Console('quiet')); print('held', flush=True); time.sleep(60)"  # noqa: E501
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=tmp_path) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        assert "is being run by another process" in fails()
+        holder.kill()

@@ -1,0 +1,57 @@
+"""`offbeat engine`: serves until interrupted, and leaves nothing."""
+
+import json
+import re
+import signal
+import socket
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from offbeat.cli import main as cli
+from small_run import start_offbeat
+from waiting import wait_until
+
+
+def post(url: str, body: dict) -> dict:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.loads(answer.read())
+
+
+def test_an_engine_answers_and_ends_at_ctrl_c(model_dir: str) -> None:
+    with start_offbeat("engine", "--model", model_dir, "--port", "0", "--threads", "1") as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found and model_dir in line and "Ctrl-C" in line, line + process.communicate()[1]
+        answer = post(f"{found[0]}/v1/completions", {"prompt": "321>", "max_tokens": 4, "temperature": 0, "ignore_eos": True})
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 4
+        tree = psutil.Process(process.pid).children(recursive=True)
+        assert tree
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=15)
+        assert (process.returncode, stderr) == (0, "")
+        wait_until(lambda: not [child for child in tree if child.is_running()], timeout_s=5)
+
+
+def test_a_busy_port_is_a_mistake(model_dir: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert cli.main(["engine", "--model", model_dir, "--port", str(port), "--threads", "1"]) == 2
+    error = capfd.readouterr().err
+    assert f"offbeat: the engine cannot listen on 127.0.0.1:{port}: Address already in use; choose another port" in error
+    assert "Traceback" not in error
+
+
+def test_wrong_arguments_are_told_before_anything_starts(model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["engine", "--model", model_dir, "--port", "70000"]) == 2
+    assert cli.main(["engine", "--model", str(tmp_path)]) == 2
+    assert cli.main(["engine", "--model", model_dir, "--train.num_ranks", "2"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "--port must be between 0 and 65535, got 70000" in lines[0]
+    assert str(tmp_path) in lines[1]
+    assert "--train.num_ranks is not an option of offbeat engine" in lines[2]

@@ -1,0 +1,92 @@
+"""The command itself: which subcommands there are, and how mistakes, failures and interrupts read."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli import main as cli
+from offbeat.cli import train
+from offbeat.errors import ConfigError, WorkerError
+from small_run import offbeat
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run_training(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "run_training", run_training)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[data]\ntask = "sort_digits"\n[run]\ndir = "{tmp_path}"\n')
+    return str(path)
+
+
+def test_a_mistake_is_one_sentence_and_exit_code_2(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", config, "--rollout.group_size", "0"]) == 2
+    assert cli.main(["train", "no-such.toml"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("offbeat: ") and "rollout.group_size" in lines[0]
+    assert "no-such.toml" in lines[1]
+
+
+def test_a_failed_run_shows_what_its_processes_said_and_exits_with_1(config, capsys, monkeypatch) -> None:
+    error = WorkerError("rank 1 (process 7) exited with code 3")
+    error.add_note("last lines of rank-1.log:\nout of memory")
+    fail_with(monkeypatch, error)
+    assert cli.main(["train", config]) == 1
+    assert capsys.readouterr().err == "offbeat: rank 1 (process 7) exited with code 3\nlast lines of rank-1.log:\nout of memory\n"
+
+
+def test_notes_of_a_mistake_are_not_shown(config, capsys, monkeypatch) -> None:
+    error = ConfigError("x must be 1, got 2")
+    error.add_note("traceback in rank 0: ...")
+    fail_with(monkeypatch, error)
+    assert cli.main(["train", config]) == 2
+    assert capsys.readouterr().err == "offbeat: x must be 1, got 2\n"
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(config, monkeypatch) -> None:
+    fail_with(monkeypatch, ConfigError("x must be 1, got 2"))
+    for words in (["--debug", "train", config], ["train", config, "--debug"]):
+        with pytest.raises(ConfigError):
+            cli.main(words)
+
+
+def test_an_interrupt_is_exit_code_130(config, capsys, monkeypatch) -> None:
+    fail_with(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["train", config]) == 130
+    assert capsys.readouterr().err == "offbeat: interrupted\n"
+
+
+def test_unknown_commands_and_no_command_are_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["trian"], []):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(words)
+        assert caught.value.code == 2
+    assert "usage: offbeat" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["quickstart", "train", "sft", "eval", "engine", "config", "doctor", "report"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: offbeat {command}" in capsys.readouterr().out
+
+
+def test_the_command_imports_neither_torch_nor_ray() -> None:
+    code = "import sys, offbeat.cli.main; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_package_runs_as_a_module_and_a_closed_pipe_is_no_error() -> None:
+    assert "usage: offbeat" in offbeat("--help").stdout
+    code = f"{sys.executable} -m offbeat config docs | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "0" and done.stderr == ""

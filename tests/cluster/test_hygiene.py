@@ -1,0 +1,89 @@
+"""However a run ends, it leaves no process and no shared memory behind."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from small_run import REWARDS, SmallRun, start_offbeat
+from waiting import wait_until
+
+LAUNCHERS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def training(tmp_path: Path, model: str, **changes: str) -> Iterator[tuple[SmallRun, subprocess.Popen[str], list[psutil.Process]]]:
+    """A run in the middle of its training, and all processes of its tree; what it leaves is ended after the test."""
+    run = SmallRun(tmp_path, model)
+    with start_offbeat("train", *run.arguments(run__total_steps="100000", **changes), "--json") as controller:
+        wait_until(lambda: len(run.metrics()) > 2 or controller.poll() is not None, timeout_s=90)
+        assert controller.poll() is None, controller.communicate()
+        tree = psutil.Process(controller.pid).children(recursive=True)
+        try:
+            yield run, controller, tree
+        finally:
+            for process in (*alive(tree), controller):
+                process.kill()
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_nothing_is_left_when_the_controller_is_killed(launcher: str, tmp_path: Path, model_dir: str) -> None:
+    before = shared_memory()
+    with training(tmp_path, model_dir, cluster__launcher=launcher) as (_, controller, tree):
+        assert len(tree) >= 3  # a rank, an engine and a reward process
+        controller.kill()
+        wait_until(lambda: not alive(tree), timeout_s=5)
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_nothing_is_left_after_two_interrupts(launcher: str, tmp_path: Path, model_dir: str) -> None:
+    before = shared_memory()
+    with training(tmp_path, model_dir, cluster__launcher=launcher, rollout__reward=f"{REWARDS}:slow") as (_, controller, tree):
+        controller.send_signal(signal.SIGINT)
+        time.sleep(0.1)  # two signals at once are one; a step lasts longer than this
+        controller.send_signal(signal.SIGINT)
+        _, stderr = controller.communicate(timeout=20)
+        assert (controller.returncode, stderr) == (130, "offbeat: interrupted\n")
+        wait_until(lambda: not alive(tree), timeout_s=5)
+    assert shared_memory() <= before
+
+
+def test_a_rank_that_dies_ends_the_run_with_its_name_and_nothing_is_left(tmp_path: Path, model_dir: str) -> None:
+    with training(tmp_path, model_dir) as (run, controller, tree):
+        (rank,) = [process for process in tree if "train_worker" in " ".join(process.cmdline())]
+        os.kill(rank.pid, signal.SIGKILL)
+        _, stderr = controller.communicate(timeout=30)
+        assert controller.returncode == 1
+        assert f"offbeat: rank 0 (process {rank.pid}) was killed by SIGKILL" in stderr
+        wait_until(lambda: not alive(tree), timeout_s=5)
+    assert "rank 0" in run.events("failed")[-1]["error"]
+
+
+def test_an_engine_that_dies_is_quarantined_and_the_run_goes_on(tmp_path: Path, model_dir: str) -> None:
+    with training(tmp_path, model_dir, inference__num_engines="2") as (run, controller, tree):
+        engine = next(process for process in tree if "engine_worker" in " ".join(process.cmdline()))
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_until(lambda: run.events("quarantine"), timeout_s=10)
+        steps = len(run.metrics())
+        wait_until(lambda: len(run.metrics()) > steps + 3, timeout_s=20)
+        controller.send_signal(signal.SIGINT)
+        _, stderr = controller.communicate(timeout=30)
+        assert (controller.returncode, stderr) == (0, "")
+        wait_until(lambda: not alive(tree), timeout_s=5)
+    assert run.events("publish")[-1]["version"] > steps

@@ -1,0 +1,75 @@
+"""When to save, and that a checkpoint is complete or does not exist. Real ranks save and resume in `test_run.py`."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from offbeat.controller.checkpoints import Checkpoints
+from offbeat.controller.state import SavedState
+from offbeat.data.dataset import StreamState
+from offbeat.errors import StorageError
+from small_run import small_config
+
+
+class Ranks:
+    """Writes one file for all ranks."""
+
+    full = False
+
+    def __init__(self) -> None:
+        self.loaded: list[Path] = []
+        self.exported: list[tuple[Path, str]] = []
+
+    async def save(self, folder: Path) -> None:
+        if self.full:
+            raise StorageError("no space left on device")
+        folder.mkdir(parents=True)
+        (folder / "part").touch()
+
+    async def load(self, folder: Path) -> None:
+        assert (folder / "part").exists()
+        self.loaded.append(folder)
+
+    async def export(self, folder: Path, *, tokenizer: str) -> None:
+        self.exported.append((folder, tokenizer))
+
+
+def saved(step: int) -> SavedState:
+    return SavedState(step, step + 1, StreamState(0, 2 * step), (f"0:{step}",))
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
+    ranks = Ranks()
+    checkpoints = Checkpoints(ranks, small_config(tmp_path, checkpoint__keep="2"))
+    assert asyncio.run(checkpoints.restore()) is None
+    for step in (2, 4, 6):
+        asyncio.run(checkpoints.save(partial(saved, step)))
+    assert asyncio.run(checkpoints.restore()) == saved(6)
+    folder = tmp_path / "small" / "checkpoints"
+    assert ranks.loaded == [folder / "step-00000006" / "ranks"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+    ranks = Ranks()
+    checkpoints = Checkpoints(ranks, small_config(tmp_path))
+    asyncio.run(checkpoints.save(lambda: saved(2)))
+    ranks.full = True
+    with pytest.raises(StorageError, match="no space"):
+        asyncio.run(checkpoints.save(lambda: saved(4)))
+    assert asyncio.run(checkpoints.restore()) == saved(2)
+
+
+@pytest.mark.parametrize(("every", "due"), [("0", [6]), ("2", [2, 4, 6]), ("4", [4, 6])])
+def test_saves_are_due_every_few_steps_and_at_the_end(tmp_path: Path, every: str, due: list[int]) -> None:
+    checkpoints = Checkpoints(Ranks(), small_config(tmp_path, checkpoint__every_steps=every))
+    assert [step for step in range(1, 7) if checkpoints.due(step, last=step == 6)] == due
+
+
+def test_the_export_can_be_turned_off(tmp_path: Path) -> None:
+    for export, expected in (("true", [(tmp_path / "small" / "export", "tokenizer")]), ("false", [])):
+        ranks = Ranks()
+        asyncio.run(Checkpoints(ranks, small_config(tmp_path, checkpoint__export=export)).export(tokenizer="tokenizer"))
+        assert ranks.exported == expected

@@ -1,0 +1,82 @@
+"""Held-out accuracy: what counts as right, and when it is measured. `tests/cli/test_evaluate.py` evaluates a real model."""
+
+import asyncio
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat.config.controller import EvaluateConfig
+from offbeat.controller.evaluate import Evaluation, Evaluator, evaluate_model
+from offbeat.data.dataset import ListDataset
+from offbeat.data.row import Row
+from offbeat.data.trajectory import Group, Trajectory
+from offbeat.errors import ConfigError, DeadlineError, RolloutError
+from offbeat.inference.dialects import Sampling
+from offbeat.telemetry.console import Console
+from small_run import small_config
+
+ROWS = ListDataset(tuple(Row(f"{i}>", str(i)) for i in range(5)))
+
+
+class Rollouts:
+    """Gives each row the reward that the test says; None could not be scored."""
+
+    def __init__(self, rewards: list[float | None], delay_s: float = 0.0) -> None:
+        self.rewards, self.delay_s = rewards, delay_s
+        self.asked: tuple[list[Row], int, Sampling] | None = None
+
+    async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:
+        self.asked = (list(rows), group_size, sampling)
+        await asyncio.sleep(self.delay_s)
+        return [self._group(i, self.rewards[i]) for i in range(len(self.asked[0]))]
+
+    def _group(self, index: int, reward: float | None) -> Group:
+        if reward is None:
+            return Group(f"batch:{index}", 0, rejected="CodeError: no number")
+        one = np.ones(1)
+        return Group(f"batch:{index}", 0, (Trajectory(one, one, one, one, reward),))
+
+
+def evaluator(rollouts: Rollouts, **changes: object) -> Evaluator:
+    return Evaluator(rollouts, ROWS, EvaluateConfig(**changes), max_new_tokens=6)
+
+
+def test_accuracy_is_the_share_of_full_rewards_and_failures_count_as_wrong() -> None:
+    rollouts = Rollouts([1.0, 0.5, None, 2.0, 0.0])
+    evaluation = asyncio.run(evaluator(rollouts).run())
+    assert evaluation == Evaluation(accuracy=0.4, reward_mean=0.7, num_prompts=5, num_failed=1)
+    assert evaluation.metrics() == {"eval/accuracy": 0.4, "eval/reward_mean": 0.7, "eval/failed_prompts": 1.0}
+    assert rollouts.asked == ([ROWS.row(i) for i in range(5)], 1, Sampling(6, 0.0))
+
+
+def test_fewer_prompts_can_be_asked_for() -> None:
+    assert asyncio.run(evaluator(Rollouts([1.0, 1.0]), num_prompts=2).run()).num_prompts == 2
+
+
+def test_when_nothing_can_be_scored_the_first_reason_is_told() -> None:
+    with pytest.raises(RolloutError, match="none of 5 held-out prompts could be evaluated; the first because of CodeError: no number"):
+        asyncio.run(evaluator(Rollouts([None] * 5)).run())
+
+
+def test_an_evaluation_has_a_deadline() -> None:
+    with pytest.raises(DeadlineError, match="waiting for evaluation passed its deadline"):
+        asyncio.run(evaluator(Rollouts([1.0] * 5, delay_s=60), timeout_s=0.05).run())
+
+
+def test_evaluations_are_due_every_few_steps_and_at_the_end() -> None:
+    every = evaluator(Rollouts([]), every_steps=2)
+    assert [step for step in range(1, 6) if every.due(step, last=step == 5)] == [2, 4, 5]
+    ends = evaluator(Rollouts([]), every_steps=0)
+    assert [step for step in range(1, 6) if ends.due(step, last=step == 5)] == [5]
+    assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig(), max_new_tokens=6).due(0, last=True)
+
+
+def test_what_cannot_be_evaluated_is_told_at_once(tmp_path: Path, model_dir: str) -> None:
+    console = Console("quiet", stream=io.StringIO())
+    with pytest.raises(ConfigError, match="data.heldout_size is 0"):
+        evaluate_model(small_config(tmp_path, model_dir, data__heldout_size="0"), console)
+    with pytest.raises(ConfigError, match="model.path is empty"):
+        evaluate_model(small_config(tmp_path), console)
