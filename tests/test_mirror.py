@@ -4,9 +4,10 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "offbeat"
-# One contract suite runs over every launcher.
+# One contract suite runs over every launcher, and one over every forward.
 ELSEWHERE = {
     **{f"cluster/{name}.py": "cluster/test_launchers.py" for name in ("group", "local", "ray")},
+    **{f"inference/embedded/forward_{name}.py": "inference/embedded/test_forward.py" for name in ("direct", "hf")},
     # Names and annotations: nothing to run.
     "types.py": "", "weights/protocol.py": "",
 }

@@ -118,7 +118,14 @@ def thread_stacks() -> str:
 
 
 class Child:
-    """The parent's end of one child process."""
+    """The parent's end of one child process.
+
+    Attributes:
+        name: how people know it.
+        host: address on which its servers listen; children live on this machine.
+    """
+
+    host = "127.0.0.1"
 
     def __init__(
         self, spec: ChildSpec, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,

@@ -30,7 +30,8 @@ def test_without_a_model_a_tiny_one_is_to_be_built_beside_a_tokenizer(tmp_path: 
     assert material.build is not None
     assert (material.build.folder, material.build.seed, material.build.vocab_size) == (material.model, 5, material.tokenizer.vocab_size)
     assert material.context == 48
-    assert (Path(material.tokenizer_folder) / "tokenizer.json").exists()
+    assert material.tokenizer_folder == material.model
+    assert not config.run_dir.exists(), "reading must leave no trace of a run that may be refused"
 
 
 def test_what_cannot_be_used_is_told_before_anything_starts(tmp_path: Path, model_dir: str) -> None:
@@ -85,7 +86,9 @@ def test_a_quarantine_is_recorded_shown_and_obeyed(tmp_path: Path) -> None:
     shown = io.StringIO()
     pool = EnginePool([Client()], request_timeout_s=1)
     with RunRecord(tmp_path, trace=False, console=Console("plain", stream=shown)) as record:
-        make_quarantine(pool, record)("engine 0", "its process died")
+        quarantine = make_quarantine(pool, record)
+        quarantine("engine 0", "its process died")
+        quarantine("engine 0", "cannot be reached")  # the first reason stands
     assert not pool.healthy
     (event,) = read_json_lines(tmp_path / "events.jsonl")
     assert (event["kind"], event["engine"], event["reason"]) == ("quarantine", "engine 0", "its process died")

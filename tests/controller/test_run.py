@@ -84,12 +84,15 @@ def test_a_run_that_is_started_again_goes_on_and_loses_no_prompt(stopped_run: Sm
     assert set(saved["in_flight"][:2]) <= set(trained[2 * done :])
 
 
-def test_a_run_without_a_checkpoint_is_moved_aside(tmp_path: Path) -> None:
+def test_a_run_that_got_somewhere_but_has_no_checkpoint_is_moved_aside(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     prepare_run_dir(config)
     for number in (1, 2):
         (config.run_dir / "weights").mkdir(parents=True)
         (config.run_dir / "config.toml").write_text(f"# {number}")
+        prepare_run_dir(config)
+        assert config.run_dir.exists()
+        (config.run_dir / "metrics.jsonl").touch()
         prepare_run_dir(config)
         assert not config.run_dir.exists()
         aside = tmp_path / f"small.{number}"
@@ -100,7 +103,8 @@ def test_a_run_without_a_checkpoint_is_moved_aside(tmp_path: Path) -> None:
 def test_a_run_that_another_process_runs_keeps_its_folder(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.run_dir.mkdir()
-    (config.run_dir / "config.toml").touch()
+    for name in ("config.toml", "metrics.jsonl"):
+        (config.run_dir / name).touch()
     with lock_run(config.run_dir), pytest.raises(ConfigError, match="is being run by another process"):
         prepare_run_dir(config)
     assert (config.run_dir / "config.toml").exists()
@@ -113,6 +117,13 @@ def test_an_existing_run_is_refused_where_resuming_is_off(tmp_path: Path) -> Non
     (config.run_dir / "config.toml").touch()
     with pytest.raises(ConfigError, match="exists and run.resume is false"):
         prepare_run_dir(config)
+
+
+def test_a_run_that_has_done_its_steps_is_told_apart_from_one_that_goes_on(finished_run: SmallRun, model_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"has done its 2 steps; raise run.total_steps to go on"):
+        prepare_run_dir(small_config(finished_run.root, model_dir))
+    prepare_run_dir(small_config(finished_run.root, model_dir, run__total_steps="3"))
+    assert finished_run.folder.exists()
 
 
 def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str) -> None:

@@ -1,6 +1,6 @@
 """Counting steps and versions."""
 
-from offbeat.controller.state import RunState, SavedState, Step
+from offbeat.controller.state import Highlights, RunState, SavedState, Step
 from offbeat.data import wire
 from offbeat.data.dataset import StreamState
 
@@ -46,5 +46,5 @@ def test_a_resumed_run_that_has_enough_steps_does_none() -> None:
 
 
 def test_what_a_checkpoint_remembers_survives_as_json() -> None:
-    saved = SavedState(3, 4, StreamState(1, 7, ("0:5",)), ("1:2", "1:6"))
+    saved = SavedState(3, 4, StreamState(1, 7, ("0:5",)), ("1:2", "1:6"), Highlights(heldout_before=0.25, max_staleness=2))
     assert wire.decode_json(SavedState, wire.encode_json(saved)) == saved

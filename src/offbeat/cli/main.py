@@ -34,12 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print_error(exc)
         return exc.exit_code
-    except KeyboardInterrupt:
-        print("offbeat: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("offbeat: interrupted", file=sys.stderr)
+        return 130
+    except Exception as exc:
+        if debug:
+            raise
+        print(f"offbeat: unexpected {type(exc).__name__}: {exc}; --debug shows where, and so does logs/controller.log", file=sys.stderr)
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     console = make_console(config, args, sys.stdout)
 
     async def body(session: Session, state: RunState) -> SftResult:
-        return await fine_tune(session, state, export=True)
+        return await fine_tune(session, state, standalone=True)
 
     console.finish(asdict(execute(config, console, body, debug=args.debug)))
     report_line(config, args)

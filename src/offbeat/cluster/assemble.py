@@ -218,6 +218,8 @@ def make_quarantine(pool: EnginePool, record: RunRecord) -> Callable[[str, str],
     """What happens when an engine may serve no more."""
 
     def quarantine(name: str, reason: str) -> None:
+        if name not in pool.healthy:  # a dead engine fails its publication, too
+            return
         pool.quarantine(name, reason)
         record.events.record("quarantine", engine=name, reason=reason)
         record.console.note(f"{name} is quarantined: {reason}")

@@ -41,10 +41,13 @@ class EngineGroup:
     async def serve(self, *, model: str, tokenizer: str, version: int) -> dict[str, str]:
         """Load `model` on every engine; URLs by engine name."""
         addresses = await gather_all(
-            ask(worker, "start", EngineStart(wire.encode_json(engine_options(self._config, model, tokenizer, version, index)).decode()),
-                EngineAddress, timeout_s=self._config.inference.start_timeout_s)
+            ask(worker, "start", self._start(worker, engine_options(self._config, model, tokenizer, version, index)), EngineAddress,
+                timeout_s=self._config.inference.start_timeout_s)
             for index, worker in enumerate(self.workers))
         return {worker.name: address.url for worker, address in zip(self.workers, addresses, strict=True)}
+
+    def _start(self, worker: Worker, options: EngineOptions) -> EngineStart:
+        return EngineStart(wire.encode_json(options).decode(), worker.host)
 
     async def watch(self, on_death: Callable[[str, str], None]) -> None:
         """Until cancelled, tell of each engine that dies.

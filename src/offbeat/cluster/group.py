@@ -44,7 +44,8 @@ class WorkerSpec:
     def environment(self) -> dict[str, str]:
         """Variables that must be set before numeric libraries load: OpenMP threads that spin starve every neighbour."""
         threads = str(self.threads)
-        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", **self.env}
+        none = {} if self.num_devices else {"CUDA_VISIBLE_DEVICES": ""}  # else every process would take the first one it finds
+        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", **none, **self.env}
 
 
 class Worker(Protocol):
@@ -52,6 +53,11 @@ class Worker(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def host(self) -> str:
+        """Address on which its servers listen for the other processes of the run."""
+        ...
 
     @property
     def alive(self) -> bool: ...

@@ -11,7 +11,7 @@ from typing import Any, Self
 from offbeat.aio import deadline
 from offbeat.cluster.group import Worker, WorkerSpec
 from offbeat.config.root import Config
-from offbeat.errors import DeadlineError, MissingExtraError, WorkerError
+from offbeat.errors import ConfigError, DeadlineError, MissingExtraError, WorkerError
 from offbeat.process import Failure, answer, log_tail, redirect_output, resolve_handler, thread_stacks
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -33,8 +33,8 @@ class _Host:
             redirect_output(log)
         self._handler = resolve_handler(target)
 
-    def ready(self) -> int:
-        return os.getpid()
+    def node_address(self) -> str:
+        return ray.util.get_node_ip_address()
 
     def call(self, method: str, payload: bytes) -> tuple[bool, bytes]:
         result = answer(self._handler, method, payload)
@@ -50,6 +50,7 @@ class RayWorker:
 
     def __init__(self, spec: WorkerSpec, actor: Any) -> None:
         self.name = spec.name
+        self.host = "127.0.0.1"
         self._spec = spec
         self._actor = actor
         self._dead = False
@@ -72,11 +73,13 @@ class RayWorker:
             raise Failure.unpack(result).to_exception(self.name)
         return result
 
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the service is constructed."""
+    async def wait_ready(self, timeout_s: float, *, on_many_machines: bool) -> None:
+        """Wait until the service is constructed; on a cluster, its servers then listen on its machine's address."""
         try:
             async with deadline(f"{self.name} to start", timeout_s):
-                await self._actor.ready.remote()
+                address = await self._actor.node_address.remote()
+            if on_many_machines:
+                self.host = address
         except RayActorError as exc:
             raise self._death(exc) from exc
         except BaseException:
@@ -122,7 +125,12 @@ class RayLauncher:
     async def __aenter__(self) -> Self:
         here = {} if self._address else {"num_cpus": max(self._num_cpus, os.cpu_count() or 1), "include_dashboard": False}
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-        await asyncio.to_thread(ray.init, address=self._address or "local", **quiet, **here)
+        try:
+            await asyncio.to_thread(ray.init, address=self._address or "local", **quiet, **here)
+        except ConnectionError as exc:
+            raise ConfigError(
+                f"no Ray cluster answers at cluster.ray_address = {self._address!r}; start one with `ray start --head`, or leave it empty"
+            ) from exc
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -138,5 +146,5 @@ class RayLauncher:
         ).remote(spec.target, str(spec.log or ""))
         worker = RayWorker(spec, actor)
         self._workers.append(worker)
-        await worker.wait_ready(timeout_s)
+        await worker.wait_ready(timeout_s, on_many_machines=bool(self._address))
         return worker

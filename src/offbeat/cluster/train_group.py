@@ -58,7 +58,7 @@ class TrainGroup:
             for name in names)
         if build is not None:
             await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
-        store = await ask(workers[0], "host_store", StoreAddress("127.0.0.1", 0), StoreAddress, timeout_s=timeout_s)
+        store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)
         text = config.model_dump_json()
         await gather_all(
             ask(

@@ -9,7 +9,7 @@ The controller holds numpy arrays and sockets, never a tensor: torch is not even
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offbeat.aio import run_beside
 from offbeat.algorithms.experience import batch_metrics, make_batch
@@ -17,7 +17,7 @@ from offbeat.cluster.assemble import Session
 from offbeat.cluster.messages import Objective
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator
-from offbeat.controller.state import RunState, SavedState, Step
+from offbeat.controller.state import Highlights, RunState, SavedState, Step
 from offbeat.data import wire
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
@@ -27,21 +27,10 @@ from offbeat.weights.publish import PublishReport
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
-
-    Attributes:
-        steps: training steps done, over all resumptions.
-        heldout_before, heldout_after: accuracy before the first and after the last step of this process; None without held-out prompts.
-        max_staleness: versions between a trained token's policy and the trainer, at most.
-        max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
-        stopped_early: the user asked to stop.
-    """
+    """What a run came to: training steps done over all resumptions, and whether the user asked to stop before the last."""
 
     steps: int
-    heldout_before: float | None
-    heldout_after: float | None
-    max_staleness: int
-    max_logprob_gap: float
+    highlights: Highlights
     stopped_early: bool
 
 
@@ -66,34 +55,34 @@ class _Training:
         self._record = session.record
         self._checkpoints = Checkpoints(session.trainers, session.config)
         self._stream = PromptStream(session.material.train, seed=session.config.run.seed, shuffle=session.config.data.shuffle)
-        self._max_staleness = 0
-        self._max_gap = 0.0
+        self._highlights = Highlights()
 
     async def run(self) -> TrainResult:
         session, state, config = self._session, self._state, self._config
         await session.trainers.set_objective(Objective("ppo", config.run.total_steps))
-        if saved := await self._checkpoints.restore():
+        saved = await self._checkpoints.restore()
+        if saved is not None:
             self._resume(saved)
         await self._publish(state.version)
         rollouts = session.rollouts(self._stream, version=state.version, last_version=state.last_version)
         evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate, max_new_tokens=config.rollout.max_new_tokens)
         self._record.console.start(f"{config.run.name} · GRPO", config.run.total_steps)
-        before = after = await self._evaluate(evaluator, state.global_step) if evaluator.due(0, last=True) else None
-        if before is not None and state.global_step == 0:
+        if saved is None and evaluator.due(0, last=True):
+            before = await self._evaluate(evaluator, 0)
             self._record.stats.commit(0, 0, 0, {"eval/accuracy": before})
+            self._highlights = replace(self._highlights, heldout_before=before)
         async with rollouts:
             for step in state.steps():
                 start = time.monotonic()
                 groups, stats = await self._step(step, rollouts)
                 last = step.global_step == state.total_steps
                 if evaluator.due(step.global_step, last=last) and not state.stopping:
-                    after = await self._evaluate(evaluator, step.global_step)
-                    stats["eval/accuracy"] = after
+                    stats["eval/accuracy"] = await self._evaluate(evaluator, step.global_step)
+                self._commit(step, groups, stats, time.monotonic() - start)
                 if self._checkpoints.due(step.global_step, last=last or state.stopping):
                     await self._save(step, rollouts)
-                self._commit(step, groups, stats, time.monotonic() - start)
         await self._checkpoints.export(tokenizer=session.material.tokenizer_folder)
-        return TrainResult(state.global_step, before, after, self._max_staleness, self._max_gap, state.stopped_early)
+        return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
     async def _step(self, step: Step, rollouts: RolloutExecutor) -> tuple[list[Group], dict[str, float]]:
         """Rollouts to weights: the design's loop."""
@@ -116,7 +105,7 @@ class _Training:
 
     async def _publish(self, version: int) -> PublishReport:
         report = await self._session.publisher.publish(version)
-        self._max_gap = max(self._max_gap, report.canary_gap)
+        self._highlights = replace(self._highlights, max_logprob_gap=max(self._highlights.max_logprob_gap, report.canary_gap))
         self._record.events.record(
             "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s,
             switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined))
@@ -128,11 +117,12 @@ class _Training:
         self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
         prompts = f"{evaluation.num_prompts} prompts"
         self._record.console.note(f"held-out accuracy {evaluation.accuracy:.3f} after step {global_step} ({prompts})")
+        self._highlights = replace(self._highlights, heldout_after=evaluation.accuracy)
         return evaluation.accuracy
 
     async def _save(self, step: Step, rollouts: RolloutExecutor) -> None:
         def saved() -> SavedState:
-            return SavedState(step.global_step, step.next_version, self._stream.state(), rollouts.in_flight)
+            return SavedState(step.global_step, step.next_version, self._stream.state(), rollouts.in_flight, self._highlights)
 
         with self._record.tracer.span("checkpoint", "controller"):
             await self._checkpoints.save(saved)
@@ -140,6 +130,7 @@ class _Training:
 
     def _resume(self, saved: SavedState) -> None:
         self._state.global_step, self._state.version = saved.global_step, saved.version
+        self._highlights = saved.highlights
         self._stream.restore(saved.stream)
         for prompt_id in saved.in_flight:
             self._stream.give_back(prompt_id)
@@ -153,7 +144,8 @@ class _Training:
             "throughput/generated_tokens_per_s": stats["rollout/generated_tokens"] / total_s,
             "throughput/trained_tokens_per_s": stats["train/tokens"] / total_s,
         }
-        self._max_staleness = max(self._max_staleness, int(stats.get("rollout/staleness_max_versions", 0)))
+        staleness = max(self._highlights.max_staleness, int(stats.get("rollout/staleness_max_versions", 0)))
+        self._highlights = replace(self._highlights, max_staleness=staleness)
         self._record.stats.commit(self._stream.state().epoch, step.global_step, step.global_step, stats)
         self._record.console.update(step.global_step, stats)
         every = self._config.telemetry.rollouts_every_steps

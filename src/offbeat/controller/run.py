@@ -70,13 +70,14 @@ def run_training(config: Config, console: Console, *, debug: bool = False) -> Ru
         ready = time.monotonic()
         warm_up_steps = 0
         if config.run.warm_up and CheckpointIndex(config.run_dir / "checkpoints").newest() is None:
-            warm_up_steps = (await fine_tune(session, state, export=False)).steps
+            warm_up_steps = (await fine_tune(session, state, standalone=False)).steps
             state.version += 1
         result = await train(session, state)
+        marks = result.highlights
         return RunResult(
-            heldout_before=result.heldout_before, heldout_after=result.heldout_after, warm_up_steps=warm_up_steps, steps=result.steps,
+            heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, warm_up_steps=warm_up_steps, steps=result.steps,
             train_wall_s=round(time.monotonic() - ready, 3), startup_wall_s=round(ready - start, 3),
-            max_staleness_seen=result.max_staleness, max_logprob_gap=result.max_logprob_gap, seed=config.run.seed,
+            max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
 
     result = execute(config, console, body, debug=debug)
@@ -127,14 +128,18 @@ def prepare_run_dir(config: Config) -> None:
     """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
 
     Raises:
-        ConfigError: `run.resume` is off and the run exists, or another process is running it.
+        ConfigError: `run.resume` is off and the run exists, it has done all its steps, or another process is running it.
     """
     run_dir = config.run_dir
     if not (run_dir / "config.toml").exists():
         return
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
-    if CheckpointIndex(run_dir / "checkpoints").newest() is None and (run_dir / "metrics.jsonl").exists():
+    newest = CheckpointIndex(run_dir / "checkpoints").newest()
+    if newest is not None and newest.step >= config.run.total_steps:
+        raise ConfigError(
+            f"the run {str(run_dir)!r} has done its {newest.step} steps; raise run.total_steps to go on, or give run.name a new name")
+    if newest is None and (run_dir / "metrics.jsonl").exists():
         move_aside(config)
 
 

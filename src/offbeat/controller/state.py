@@ -23,6 +23,22 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Highlights:
+    """What a run is remembered by, over all its resumptions.
+
+    Attributes:
+        heldout_before, heldout_after: accuracy before the first step and at the last evaluation; None without held-out prompts.
+        max_staleness: versions between a trained token's policy and the trainer, at most.
+        max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
+    """
+
+    heldout_before: float | None = None
+    heldout_after: float | None = None
+    max_staleness: int = 0
+    max_logprob_gap: float = 0.0
+
+
+@dataclass(frozen=True)
 class SavedState:
     """The controller's part of a checkpoint. With it and the ranks' parts, no prompt that was drawn is lost.
 
@@ -31,12 +47,14 @@ class SavedState:
         version: weights published.
         stream: where the prompt stream stood.
         in_flight: prompts drawn and neither trained on nor rejected; drawn again first.
+        highlights: of the steps done.
     """
 
     global_step: int
     version: Version
     stream: StreamState
     in_flight: tuple[str, ...]
+    highlights: Highlights = Highlights()
 
 
 class RunState:

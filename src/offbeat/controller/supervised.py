@@ -28,15 +28,16 @@ class SftResult:
     accuracy: float | None
 
 
-async def fine_tune(session: Session, state: RunState, *, export: bool) -> SftResult:
+async def fine_tune(session: Session, state: RunState, *, standalone: bool) -> SftResult:
     """Imitate the dataset's answers until `sft.total_steps`, or until held-out accuracy reaches `sft.stop_at_accuracy`.
 
-    Evaluations publish the weights first, so `state.version` rises with each.
+    Evaluations publish the weights first, so `state.version` rises with each. A `standalone` run keeps its metrics and exports the model;
+    a warm-up leaves both to the reinforcement learning that follows.
     """
-    return await run_beside(_fine_tune(session, state, export=export), session.watch())
+    return await run_beside(_fine_tune(session, state, standalone=standalone), session.watch())
 
 
-async def _fine_tune(session: Session, state: RunState, *, export: bool) -> SftResult:
+async def _fine_tune(session: Session, state: RunState, *, standalone: bool) -> SftResult:
     config, sft, material = session.config, session.config.sft, session.material
     stream = PromptStream(material.train, seed=config.run.seed + 1, shuffle=config.data.shuffle)
     rollouts = session.rollouts(stream, version=state.version, last_version=state.version)
@@ -55,14 +56,16 @@ async def _fine_tune(session: Session, state: RunState, *, export: bool) -> SftR
             evaluation = await _evaluate(session, state, evaluator)
             if evaluation is not None:
                 accuracy = evaluation.accuracy
-                stats |= {f"sft_{name}": value for name, value in evaluation.metrics().items()}
+                stats |= evaluation.metrics()
                 session.record.console.note(f"held-out accuracy {accuracy:.3f} after {step} supervised steps")
         stats["step/total_s"] = time.monotonic() - start
         session.record.console.update(step, stats)
+        if standalone:
+            session.record.stats.commit(stream.state().epoch, step, step, stats)
         session.record.events.record("sft_step", step=step, **{name: stats[name] for name in _RECORDED})
         if accuracy is not None and accuracy >= sft.stop_at_accuracy:
             break
-    if export:
+    if standalone:
         await Checkpoints(session.trainers, config).export(tokenizer=material.tokenizer_folder)
     return SftResult(step, accuracy)
 

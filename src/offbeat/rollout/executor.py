@@ -61,6 +61,7 @@ class RolloutExecutor:
         self._ready: dict[str, Group] = {}
         self._changed = asyncio.Event()
         self._failures: list[Exception] = []
+        self._crash: BaseException | None = None
         self.sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.stop)
 
     async def __aenter__(self) -> Self:
@@ -119,7 +120,14 @@ class RolloutExecutor:
         while self._gate.capacity:
             prompt_id, row = self._stream.next()
             self._gate.admit(prompt_id)
-            self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
+            task = self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
+            task.add_done_callback(self._notice_crash)
+
+    def _notice_crash(self, task: asyncio.Task[None]) -> None:
+        """A failed episode is data; an exception that gets here is a defect, or a prompt that cannot be drawn: the next batch raises it."""
+        if not task.cancelled() and (crash := task.exception()) is not None:
+            self._crash = crash
+            self._changed.set()
 
     async def _play(self, prompt_id: str, row: Row) -> None:
         group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling)
@@ -167,6 +175,8 @@ class RolloutExecutor:
         self._admit()
 
     def _raise_if_hopeless(self) -> None:
+        if self._crash is not None:
+            raise self._crash
         if len(self._failures) < self._config.max_failures_in_a_row:
             return
         first = self._failures[0]

@@ -66,13 +66,17 @@ class Console:
         self.close()
 
     def start(self, title: str, total_steps: int) -> None:
-        """Begin to show a run: its title (name, model, launcher) and how many steps it has."""
+        """Begin to show a run, or its next part: a title, and how many steps it has."""
+        self.close()
         self._title, self._total_steps = title, total_steps
         if self._mode == "json":
             self._print_json("start", title=title, total_steps=total_steps)
         elif self._mode == "plain":
             print(title, file=self._stream, flush=True)
         elif self._mode == "live":
+            for task in self._progress.task_ids:
+                self._progress.remove_task(task)
+            self._history.clear()
             self._progress.add_task("steps", total=total_steps)
             self._live = Live(self._view({}), console=self._rich, refresh_per_second=4)
             self._live.start()

@@ -188,7 +188,6 @@ class TrainEngine:
             return token_logprobs(self._strategy.forward, row, temperature=self._temperature)
 
     def _update(self, batch: TokenBatch, rows: list[PackedRow], prox: list[Tensor | None], *, scale: int) -> Update:
-        self._optimizer.zero_grad(set_to_none=True)
         tally = Tally()
         for i, (row, row_prox) in enumerate(zip(rows, prox, strict=True)):
             # The last micro-batch reduces gradients over ranks; earlier ones only accumulate.
@@ -205,6 +204,8 @@ class TrainEngine:
             if self._optimizer_config.clip_norm:
                 clip_grads_with_norm_(parameters, self._optimizer_config.clip_norm, norm)
             self._optimizer.step()
+        # Here rather than before the next step: a checkpoint of an optimizer with pending gradients has no state to resume from.
+        self._optimizer.zero_grad(set_to_none=True)
         return update
 
     def _loss(self, batch: TokenBatch, row: PackedRow, prox: Tensor | None, tally: Tally) -> Tensor:

@@ -5,11 +5,12 @@ import torch
 
 from offbeat.inference.embedded.cache import CacheShape, PromptRows, SlotCache, attend
 
+CPU = torch.device("cpu")
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32)
 
 
 def filled(lengths: list[int], *, max_slots: int = 8) -> tuple[SlotCache, torch.Tensor]:
-    cache = SlotCache(SHAPE, max_slots=max_slots, max_positions=200)
+    cache = SlotCache(SHAPE, device=CPU, max_slots=max_slots, max_positions=200)
     content = torch.randn(2, 2, len(lengths), 2, max(lengths), 4)
     cache.reserve(slots=len(lengths), positions=max(lengths))
     rows = torch.arange(len(lengths))
@@ -28,14 +29,14 @@ def test_content_survives_growth_in_slots_and_positions():
 
 
 def test_growth_stops_at_the_bounds_it_was_given():
-    cache = SlotCache(SHAPE, max_slots=5, max_positions=40)
+    cache = SlotCache(SHAPE, device=CPU, max_slots=5, max_positions=40)
     cache.reserve(slots=4, positions=33)
     cache.reserve(slots=5, positions=40)
     assert (cache.slots, cache.positions) == (5, 64)
 
 
 def test_one_prompt_can_fill_several_slots():
-    cache = SlotCache(SHAPE, max_slots=4, max_positions=32)
+    cache = SlotCache(SHAPE, device=CPU, max_slots=4, max_positions=32)
     cache.reserve(slots=4, positions=3)
     keys, values = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
     cache.write_prompts(0, keys, values, PromptRows(torch.tensor([3, 0, 1]), torch.tensor([1, 0, 1])))

@@ -33,7 +33,7 @@ def test_prefill_decode_and_score_give_the_models_logits(path, kind, model_folde
     padded = torch.zeros(3, lengths.max(), dtype=torch.int64)
     for row, prompt in enumerate(PROMPTS):
         padded[row, : len(prompt)] = torch.tensor(prompt)
-    cache = SlotCache(forward.cache_shape, max_slots=3, max_positions=100)
+    cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=3, max_positions=100)
     cache.reserve(slots=3, positions=int(lengths.max()))
     index = torch.arange(3)
     answers = [forward.prefill(padded, torch.from_numpy(lengths), cache=cache, rows=PromptRows(index, index))]

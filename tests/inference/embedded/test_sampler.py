@@ -9,9 +9,12 @@ from offbeat.inference.embedded.sampler import SamplingRows, restrict, row_keys,
 
 
 def rows(count: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingRows:
-    return SamplingRows(
-        temperature=np.full(count, temperature, np.float32), top_p=np.full(count, top_p, np.float32), top_k=np.full(count, top_k)
-    )
+    return make_rows([temperature] * count, [top_p] * count, [top_k] * count)
+
+
+def make_rows(temperature: list[float], top_p: list[float], top_k: list[int]) -> SamplingRows:
+    columns = {"temperature": np.array(temperature, np.float32), "top_p": np.array(top_p, np.float32), "top_k": np.array(top_k)}
+    return SamplingRows(**columns, device=torch.device("cpu"))
 
 
 def slow_distribution(logits: np.ndarray, *, temperature: float, top_p: float, top_k: int) -> np.ndarray:
@@ -49,7 +52,7 @@ def test_rows_keep_their_own_parameters_in_a_mixed_batch():
     torch.manual_seed(0)
     logits = torch.randn(4, 20) * 3
     temperature, top_p, top_k = [1.0, 0.0, 0.5, 1.0], [1.0, 0.5, 1.0, 0.6], [0, 3, 5, 0]
-    mixed = SamplingRows(temperature=np.array(temperature, np.float32), top_p=np.array(top_p, np.float32), top_k=np.array(top_k))
+    mixed = make_rows(temperature, top_p, top_k)
     uniform = np.full(4, 0.6)
     tokens, logprobs = sample(logits, mixed, uniform)
     for row in range(4):

@@ -44,8 +44,9 @@ def round_up(count: int, multiple: int) -> int:
 class SlotCache:
     """Keys and values, [num_layers, 2, slots, num_kv_heads, positions, head_dim]."""
 
-    def __init__(self, shape: CacheShape, *, max_slots: int, max_positions: int) -> None:
+    def __init__(self, shape: CacheShape, *, device: torch.device, max_slots: int, max_positions: int) -> None:
         self.shape = shape
+        self.device = device
         self.max_slots = max_slots
         self.max_positions = round_up(max_positions, BUCKET)
         self._data = self._allocate(0, 0)
@@ -85,7 +86,7 @@ class SlotCache:
         """Copy the first `positions` of each source slot to its target slot."""
         if sources:
             view = self._data[:, :, :, :, : min(positions, self.positions)]
-            view[:, :, torch.tensor(targets)] = view[:, :, torch.tensor(sources)]
+            view[:, :, torch.tensor(targets, device=self.device)] = view[:, :, torch.tensor(sources, device=self.device)]
 
     def step(self, lengths: np.ndarray) -> "DecodeStep":
         """Prepare one decode step of slots 0..B-1; `lengths` [B] counts each sample's cached positions."""
@@ -98,7 +99,8 @@ class SlotCache:
     def _allocate(self, slots: int, positions: int) -> Tensor:
         # Zeros, not empty: a masked position's value is multiplied by 0, which a NaN survives.
         shape = self.shape
-        return torch.zeros(shape.num_layers, 2, slots, shape.num_kv_heads, positions, shape.head_dim, dtype=shape.dtype)
+        sizes = (shape.num_layers, 2, slots, shape.num_kv_heads, positions, shape.head_dim)
+        return torch.zeros(sizes, dtype=shape.dtype, device=self.device)
 
 
 class DecodeStep:
@@ -116,19 +118,20 @@ class DecodeStep:
         self.rows = len(lengths)
         self.width = round_up(int(lengths.max()) + 1, BUCKET)
         cache.reserve(slots=self.rows, positions=self.width)
-        self.positions = torch.from_numpy(lengths.astype(np.int64))
-        heads = torch.arange(self.rows * shape.num_kv_heads)
+        self.positions = torch.from_numpy(lengths.astype(np.int64)).to(cache.device)
+        heads = torch.arange(self.rows * shape.num_kv_heads, device=cache.device)
         self._index = heads * cache.positions + self.positions.repeat_interleave(shape.num_kv_heads)
         self.mask = self.window_mask(None)
 
     def window_mask(self, window: int | None) -> Tensor:
         """Mask where a token also attends to no more than `window` positions, itself included; None for all."""
-        position = torch.arange(self.width)
+        shape, device = self._cache.shape, self._cache.device
+        position = torch.arange(self.width, device=device)
         hidden = position > self.positions[:, None]
         if window is not None:
             hidden |= position <= self.positions[:, None] - window
-        mask = torch.zeros(self.rows, self.width, dtype=self._cache.shape.dtype).masked_fill_(hidden, -torch.inf)
-        return mask.repeat_interleave(self._cache.shape.num_kv_heads, dim=0).unsqueeze(1)
+        mask = torch.zeros(self.rows, self.width, dtype=shape.dtype, device=device).masked_fill_(hidden, -torch.inf)
+        return mask.repeat_interleave(shape.num_kv_heads, dim=0).unsqueeze(1)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new position's keys and values, each [B, num_kv_heads, head_dim].

@@ -64,8 +64,10 @@ class Engine:
         self._scheduler = Scheduler(
             max_running=options.max_running, max_queued=options.max_queued, max_prefill_tokens=options.max_prefill_tokens
         )
-        self._cache = SlotCache(forward.cache_shape, max_slots=options.max_running, max_positions=self.max_context)
-        self._rows = Rows(max_rows=options.max_running)
+        self._cache = SlotCache(
+            forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context
+        )
+        self._rows = Rows(max_rows=options.max_running, device=forward.device)
         self._versions = VersionStore(live=options.version, folder=options.model)
         self._rng = np.random.default_rng(options.seed)
         self._pending: PendingSwitch | None = None
@@ -159,33 +161,40 @@ class Engine:
 
     def _run(self, admitted: list[Request]) -> Tensor:
         """Logits for the next token of every row, [B, V]: old rows decode, new ones prefill."""
-        counts = torch.tensor([request.n for request in admitted], dtype=torch.int64)
-        old = len(self._rows) - int(counts.sum())
+        counts = [request.n for request in admitted]
+        old = len(self._rows) - sum(counts)
         parts = []
         if old:
             step = self._cache.step(self._rows.length[:old] - 1)
-            parts.append(self._forward.decode(torch.from_numpy(self._rows.last_tokens(old)), step))
+            parts.append(self._forward.decode(self._send(self._rows.last_tokens(old)), step))
         if admitted:
-            prompts = torch.arange(len(admitted)).repeat_interleave(counts)
-            rows = PromptRows(torch.arange(old, len(self._rows)), prompts)
-            parts.append(self._prefill([np.array(request.prompt) for request in admitted], rows)[prompts])
+            prompts = np.repeat(np.arange(len(admitted)), counts)
+            sequences = [np.array(request.prompt) for request in admitted]
+            logits = self._prefill(sequences, slots=np.arange(old, len(self._rows)), prompts=prompts)
+            parts.append(logits[self._send(prompts)])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _prefill(self, sequences: list[np.ndarray], rows: PromptRows) -> Tensor:
-        """Write the sequences' keys and values to their slots; returns the logits after each, [P, V]."""
+    def _send(self, array: np.ndarray) -> Tensor:
+        """A host array on the device that the model computes on."""
+        return torch.from_numpy(array).to(self._forward.device)
+
+    def _prefill(self, sequences: list[np.ndarray], *, slots: np.ndarray, prompts: np.ndarray) -> Tensor:
+        """Write the keys and values of sequence `prompts[i]` to slot `slots[i]`; returns the logits after each sequence, [P, V]."""
         lengths = np.array([len(s) for s in sequences])
-        self._cache.reserve(slots=int(rows.slots.max()) + 1, positions=int(lengths.max()))
+        self._cache.reserve(slots=int(slots.max()) + 1, positions=int(lengths.max()))
         logits: Tensor | None = None
         for chunk in plan_prefill(lengths, max_tokens=self._max_prefill_tokens):
             tokens = np.zeros((len(chunk), lengths[chunk].max()), np.int64)
             for row, i in enumerate(chunk):
                 tokens[row, : lengths[i]] = sequences[i]
-            place = torch.full((len(sequences),), -1).index_copy_(0, torch.from_numpy(chunk), torch.arange(len(chunk)))[rows.prompts]
-            here = PromptRows(rows.slots[place >= 0], place[place >= 0])
-            new = self._forward.prefill(torch.from_numpy(tokens), torch.from_numpy(lengths[chunk]), cache=self._cache, rows=here)
+            place = np.full(len(sequences), -1)
+            place[chunk] = np.arange(len(chunk))
+            here = place[prompts] >= 0
+            rows = PromptRows(self._send(slots[here]), self._send(place[prompts[here]]))
+            new = self._forward.prefill(self._send(tokens), self._send(lengths[chunk]), cache=self._cache, rows=rows)
             if logits is None:
                 logits = new.new_empty(len(sequences), new.shape[-1])
-            logits[torch.from_numpy(chunk)] = new
+            logits[self._send(chunk)] = new
         assert logits is not None, "a prefill has at least one sequence"
         return logits
 
@@ -316,8 +325,8 @@ class Engine:
     @torch.inference_mode()
     def _recompute(self) -> None:
         """Fill the cache of all running samples under the live weights."""
-        index = torch.arange(len(self._rows))
-        self._prefill([self._rows.cached_tokens(row) for row in range(len(self._rows))], PromptRows(index, index))
+        index = np.arange(len(self._rows))
+        self._prefill([self._rows.cached_tokens(row) for row in index], slots=index, prompts=index)
 
     def weights(self) -> tuple[Version, dict[str, Tensor]]:
         """The live version and its tensors under their Hugging Face names; they are never changed, so any thread may read them."""
@@ -335,9 +344,9 @@ class Engine:
             raise RefusedError(f"scoring takes 2 to {self.max_context} tokens, got {len(tokens)}")
         if min(tokens) < 0 or max(tokens) >= self._forward.vocab_size:
             raise RefusedError(f"tokens to score must lie in the vocabulary of {self._forward.vocab_size} tokens")
-        ids = torch.tensor(tokens, dtype=torch.int64)
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self._forward.device)
         logprobs = self._forward.score(ids)[:-1].float().log_softmax(dim=-1)
-        scores = logprobs.gather(1, ids[1:, None]).squeeze(1)
+        scores = logprobs.gather(1, ids[1:, None]).squeeze(1).cpu()
         if not scores.isfinite().all():
             raise EngineError(f"the logits of version {self.version} are not finite: its weights have diverged or are damaged")
         return self.version, scores.tolist()

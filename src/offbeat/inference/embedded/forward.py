@@ -1,7 +1,8 @@
 """What a forward path is, how one is chosen for a model, and the check that it passes before it serves.
 
 Two implementations: `forward_direct` (own code, Llama- and Qwen-like models) and `forward_hf` (any model's modules). Both answer from
-the same `SlotCache`, name weights as Hugging Face does, and swap prepared weights in microseconds.
+the same `SlotCache`, name weights as Hugging Face does, and swap prepared weights in microseconds. `Forward.device` says where an
+engine computes: its weights, cache and sampler are there, and every tensor that a `Forward` takes or gives.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 class Forward(Protocol):
     """A model that prefills, decodes and scores. Not thread-safe, except for `prepare`."""
 
+    device: torch.device
     cache_shape: CacheShape
     vocab_size: int
     max_positions: int
@@ -48,7 +50,7 @@ class Forward(Protocol):
         ...
 
     def prepare(self, state: Mapping[str, Tensor]) -> Any:
-        """Turn tensors under their Hugging Face names into weights for `install`; may run on any thread.
+        """Turn tensors, on any device, under their Hugging Face names into weights for `install`; may run on any thread.
 
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
@@ -64,8 +66,8 @@ class Forward(Protocol):
         ...
 
 
-def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of a state, checked, converted and copied: a file behind it is read now, not during a switch.
+def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a state, checked, converted and copied to the device: a file behind it is read now, not during a switch.
 
     Raises:
         ModelError: it is missing or has another shape.
@@ -75,7 +77,7 @@ def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype:
     tensor, wanted = state[name], tuple(shape)
     if tuple(tensor.shape) != wanted:
         raise ModelError(f"weights hold {name!r} with shape {tuple(tensor.shape)}, not {wanted}; publish weights of the same model")
-    return tensor.detach().to(dtype, copy=True)
+    return tensor.detach().to(device, dtype, copy=True)
 
 
 def check_forward(forward: Forward) -> None:
@@ -84,11 +86,12 @@ def check_forward(forward: Forward) -> None:
     Raises:
         ModelError: it does not; the model keeps state that the slot cache does not hold.
     """
-    tokens = torch.arange(6) % forward.vocab_size
-    cache = SlotCache(forward.cache_shape, max_slots=1, max_positions=len(tokens))
+    device = forward.device
+    tokens = torch.arange(6, device=device) % forward.vocab_size
+    cache = SlotCache(forward.cache_shape, device=device, max_slots=1, max_positions=len(tokens))
     cache.reserve(slots=1, positions=len(tokens))
-    zero = torch.zeros(1, dtype=torch.int64)
-    forward.prefill(tokens[None, :4], torch.tensor([4]), cache=cache, rows=PromptRows(zero, zero))
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    forward.prefill(tokens[None, :4], torch.tensor([4], device=device), cache=cache, rows=PromptRows(zero, zero))
     forward.decode(tokens[4:5], cache.step(np.array([4])))
     decoded = forward.decode(tokens[5:6], cache.step(np.array([5])))[0].float().log_softmax(-1)
     full = forward.score(tokens)[-1].float().log_softmax(-1)

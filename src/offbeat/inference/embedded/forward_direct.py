@@ -74,7 +74,8 @@ class Weights:
 class DirectForward:
     """See `forward.Forward`."""
 
-    def __init__(self, config: PreTrainedConfig, state: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
+    def __init__(self, config: PreTrainedConfig, state: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
         self.family = FAMILIES[config.model_type]
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size
@@ -97,16 +98,19 @@ class DirectForward:
 
     def prepare(self, state: Mapping[str, Tensor]) -> Weights:
         hidden = self.hidden_size
-        embed = take(state, "model.embed_tokens.weight", shape=(self.vocab_size, hidden), dtype=self.dtype)
-        head = embed if self.tied else take(state, "lm_head.weight", shape=(self.vocab_size, hidden), dtype=self.dtype)
+        embed = self._take(state, "model.embed_tokens.weight", self.vocab_size, hidden)
+        head = embed if self.tied else self._take(state, "lm_head.weight", self.vocab_size, hidden)
         layers = tuple(self._prepare_layer(state, f"model.layers.{i}.") for i in range(self.num_layers))
-        return Weights(embed, layers, take(state, "model.norm.weight", shape=(hidden,), dtype=self.dtype), head)
+        return Weights(embed, layers, self._take(state, "model.norm.weight", hidden), head)
+
+    def _take(self, state: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
+        return take(state, name, shape=shape, dtype=self.dtype, device=self.device)
 
     def _prepare_layer(self, state: Mapping[str, Tensor], prefix: str) -> Layer:
         hidden, inner = self.hidden_size, self.intermediate_size
 
         def get(name: str, *shape: int) -> Tensor:
-            return take(state, prefix + name, shape=shape, dtype=self.dtype)
+            return self._take(state, prefix + name, *shape)
 
         sizes = self._qkv_sizes()
         qkv_bias = qk_norm = None
@@ -167,7 +171,7 @@ class DirectForward:
 
     def prefill(self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows) -> Tensor:
         hidden = self._run_prompts(tokens, cache=cache, rows=rows)
-        return self._logits(hidden[torch.arange(len(tokens)), lengths - 1])
+        return self._logits(hidden[torch.arange(len(tokens), device=self.device), lengths - 1])
 
     def score(self, tokens: Tensor) -> Tensor:
         return self._logits(self._run_prompts(tokens[None], cache=None, rows=None)[0])
@@ -228,5 +232,5 @@ class DirectForward:
         inverse = 1.0 / (self._rope_theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim))
         angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)
+        return torch.cat([cos, cos], -1).to(self.device, self.dtype), torch.cat([-sin, sin], -1).to(self.device, self.dtype)
 

@@ -77,7 +77,8 @@ def _prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, layer: int, step: Prom
     length = q.shape[2]
     mask = None
     if window is not None and window < length:
-        distance = torch.arange(length)[:, None] - torch.arange(length)
+        position = torch.arange(length, device=q.device)
+        distance = position[:, None] - position
         mask = (distance >= 0) & (distance < window)
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return attended.transpose(1, 2).contiguous()
@@ -89,7 +90,7 @@ AttentionInterface.register(ATTENTION, slot_attention)
 class HFForward:
     """See `forward.Forward`. Owns the model it is given."""
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> None:
         config = model.config.get_text_config()
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if others:
@@ -103,7 +104,8 @@ class HFForward:
             model.set_attn_implementation(ATTENTION)
         except ValueError as exc:
             raise ModelError(f"{type(model).__name__} does not take another attention ({exc}); use another engine") from exc
-        self._model = model.eval().requires_grad_(False)
+        self._model = model.eval().requires_grad_(False).to(device)
+        self.device = device
         self.dtype = dtype
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -112,19 +114,22 @@ class HFForward:
         self.max_positions = context_length(config)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows) -> Tensor:
-        return self._run(tokens, torch.arange(tokens.shape[1])[None], PromptStep(cache, rows), keep=(lengths - 1)[:, None])[:, 0]
+        return self._run(tokens, self._positions(tokens.shape[1]), PromptStep(cache, rows), keep=(lengths - 1)[:, None])[:, 0]
 
     def decode(self, tokens: Tensor, step: DecodeStep) -> Tensor:
         return self._run(tokens[:, None], step.positions[:, None], SlotStep(step), keep=1)[:, 0]
 
     def score(self, tokens: Tensor) -> Tensor:
-        return self._run(tokens[None], torch.arange(len(tokens))[None], PromptStep(None, None), keep=0)[0]
+        return self._run(tokens[None], self._positions(len(tokens)), PromptStep(None, None), keep=0)[0]
+
+    def _positions(self, length: int) -> Tensor:
+        return torch.arange(length, device=self.device)[None]
 
     def _run(self, tokens: Tensor, positions: Tensor, step: PromptStep | SlotStep, *, keep: int | Tensor) -> Tensor:
         return self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, offbeat_step=step).logits
 
     def prepare(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: take(state, name, shape=p.shape, dtype=self.dtype) for name, p in self._model.named_parameters()}
+        return {name: take(state, name, shape=p.shape, dtype=self.dtype, device=self.device) for name, p in self._model.named_parameters()}
 
     def install(self, prepared: dict[str, Tensor]) -> None:
         for name, parameter in self._model.named_parameters():

@@ -1,8 +1,11 @@
 """Builds an engine from its options: model, forward path, tokenizer. Called by the server and by in-process users."""
 
+from typing import Any
+
 import torch
 
 from offbeat.data.tokenizer import load_tokenizer
+from offbeat.dist.platform import current_platform
 from offbeat.errors import ModelError
 from offbeat.inference.embedded.engine import Engine
 from offbeat.inference.embedded.forward import Forward, check_forward
@@ -24,17 +27,17 @@ def load_engine(options: EngineOptions) -> Engine:
 
 @torch.inference_mode()
 def load_forward(options: EngineOptions) -> Forward:
-    """The forward path for a model, checked."""
+    """The forward path for a model on this process's device, checked."""
     model = load_causal_lm(options.model, dtype=options.dtype, attention="sdpa")
-    dtype = getattr(torch, options.dtype)
+    place: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": current_platform.device}
     direct = supports(model.config)
     if options.forward == "direct" and not direct:
         raise ModelError(
             f"the direct forward does not compute {options.model} (model type {model.config.model_type!r}); use forward = auto or hf"
         )
     if direct and options.forward != "hf":
-        forward: Forward = DirectForward(model.config, {n: p.detach() for n, p in model.named_parameters()}, dtype=dtype)
+        forward: Forward = DirectForward(model.config, {n: p.detach() for n, p in model.named_parameters()}, **place)
     else:
-        forward = HFForward(model, dtype=dtype)
+        forward = HFForward(model, **place)
     check_forward(forward)
     return forward

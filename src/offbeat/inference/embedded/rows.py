@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from offbeat.inference.embedded.cache import BUCKET, round_up
 from offbeat.inference.embedded.request import FinishReason, Output, Request
@@ -34,7 +35,7 @@ class Rows:
     The newest token's keys and values are not in the cache yet: it is the input of the next decode step, at position `length - 1`.
     """
 
-    def __init__(self, *, max_rows: int) -> None:
+    def __init__(self, *, max_rows: int, device: torch.device) -> None:
         self.samples: list[Sample] = []
         self.length = np.zeros(max_rows, np.int64)
         self._prompt_len = np.zeros(max_rows, np.int64)
@@ -47,6 +48,7 @@ class Rows:
         self._tokens = np.zeros((max_rows, 0), np.int64)
         self._logprobs = np.zeros((max_rows, 0), np.float32)
         self._versions = np.zeros((max_rows, 0), np.int64)
+        self._device = device
         self._sampling: SamplingRows | None = None
         self._watched: list[int] | None = None
 
@@ -79,10 +81,12 @@ class Rows:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, wider)), constant_values=NO_TOKEN)
 
     def sampling(self) -> SamplingRows:
-        """Sampling parameters of all rows."""
+        """Sampling parameters of all rows, on the device."""
         if self._sampling is None:
             rows = slice(0, len(self))
-            self._sampling = SamplingRows(temperature=self._temperature[rows], top_p=self._top_p[rows], top_k=self._top_k[rows])
+            self._sampling = SamplingRows(
+                temperature=self._temperature[rows], top_p=self._top_p[rows], top_k=self._top_k[rows], device=self._device
+            )
         return self._sampling
 
     def watched(self) -> list[int]:

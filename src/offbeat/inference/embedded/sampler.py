@@ -51,16 +51,16 @@ class SamplingRows:
         top_p, top_k: of the restricted rows, as `restrict` takes them.
     """
 
-    def __init__(self, *, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray) -> None:
+    def __init__(self, *, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device) -> None:
         """Each [B]; 0, 1 and 0 stand for greedy and for no limits."""
         greedy = temperature == 0
         restricted = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0)))
         scale = np.where(greedy, 1, temperature).astype(np.float32)
-        self.greedy = torch.from_numpy(greedy) if greedy.any() else None
-        self.scale = torch.from_numpy(scale)[:, None] if (scale != 1).any() else None
-        self.restricted = torch.from_numpy(restricted) if restricted.size else None
-        self.top_p = torch.from_numpy(top_p[restricted])[:, None]
-        self.top_k = torch.from_numpy(top_k[restricted])[:, None]
+        self.greedy = torch.from_numpy(greedy).to(device) if greedy.any() else None
+        self.scale = torch.from_numpy(scale).to(device)[:, None] if (scale != 1).any() else None
+        self.restricted = torch.from_numpy(restricted).to(device) if restricted.size else None
+        self.top_p = torch.from_numpy(top_p[restricted]).to(device)[:, None]
+        self.top_k = torch.from_numpy(top_k[restricted]).to(device)[:, None]
 
 
 def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
         top_k: [B, 1], 0 for no limit.
     """
     values, order = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1])
+    rank = torch.arange(logits.shape[-1], device=logits.device)
     values = values.masked_fill((rank >= top_k) & (top_k > 0), -torch.inf)
     probs = values.softmax(dim=-1)
     before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
@@ -82,11 +82,11 @@ def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one token per row.
+    """Draw one token per row. What it returns crosses to the host in one transfer.
 
     Args:
-        logits: [B, V] float.
-        rows: parameters of the B rows.
+        logits: [B, V] float, on any device.
+        rows: parameters of the B rows, on the same one.
         uniform: [B] float64 in [0, 1), see `uniforms`.
 
     Returns:
@@ -103,11 +103,13 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.
         logits = logits.index_copy(0, rows.restricted, kept)
     logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    if not cumulative[:, -1].isfinite().all():
-        raise EngineError("the model's logits are not finite: its weights have diverged or are damaged")
-    target = torch.from_numpy(uniform)[:, None] * cumulative[:, -1:]
-    # The first entry above the target: its own probability cannot be 0.
-    tokens = torch.searchsorted(cumulative, target, right=True)
+    total = cumulative[:, -1:]
+    target = torch.from_numpy(uniform).to(logits.device)[:, None] * total
+    # The first entry above the target: its own probability cannot be 0. Without a distribution there may be none: it must not be gathered.
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
-    return tokens.squeeze(1).numpy(), logprobs.gather(1, tokens).squeeze(1).numpy()
+    drawn = torch.cat([tokens.double(), logprobs.gather(1, tokens).double(), total], dim=1).cpu().numpy()
+    if not np.isfinite(drawn[:, 2]).all():
+        raise EngineError("the model's logits are not finite: its weights have diverged or are damaged")
+    return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32)

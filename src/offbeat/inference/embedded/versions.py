@@ -27,7 +27,7 @@ def read_weights(forward: Forward, folder: str) -> Any:
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
     """The fingerprint that the trainer's `named_bytes` of the same weights has."""
-    return fingerprint((name, tensor.contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
+    return fingerprint((name, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
 
 
 class VersionStore:

@@ -1,0 +1,23 @@
+"""The engine's figures as Prometheus reads them."""
+
+from prometheus_client import generate_latest
+
+from offbeat.inference.embedded.loader import load_engine
+from offbeat.inference.embedded.metrics import registry_of
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.request import Request, SamplingParams
+
+
+def test_the_figures_are_those_of_the_engine_at_the_time_of_asking(model_folder) -> None:
+    engine = load_engine(EngineOptions(model=model_folder("qwen3"), version=4))
+    registry = registry_of(engine)
+    assert registry.get_sample_value("offbeat_engine_generated_tokens_total") == 0
+    engine.submit(Request(id="a", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=4, ignore_eos=True), n=2))
+    assert registry.get_sample_value("offbeat_engine_waiting") == 1
+    while engine.has_work:
+        engine.step()
+    assert registry.get_sample_value("offbeat_engine_generated_tokens_total") == 8
+    assert registry.get_sample_value("offbeat_engine_samples_total", {"reason": "length"}) == 2
+    assert registry.get_sample_value("offbeat_engine_weight_version") == 4
+    assert registry.get_sample_value("offbeat_engine_running") == 0
+    assert b"# HELP offbeat_engine_running Samples being decoded." in generate_latest(registry)

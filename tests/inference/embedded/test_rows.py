@@ -1,0 +1,59 @@
+"""Running samples as columns, checked against plain lists."""
+
+import numpy as np
+import torch
+
+from offbeat.data.tokenizer import character_tokenizer
+from offbeat.inference.embedded.request import Request, SamplingParams
+from offbeat.inference.embedded.rows import Rows
+
+TOKENIZER = character_tokenizer()
+CPU = torch.device("cpu")
+
+
+def add(rows: Rows, name: str, prompt: list[int], *, n: int = 1, stream: bool = False, stop_ids: tuple[int, ...] = (0,), **params) -> None:
+    request = Request(id=name, prompt=prompt, params=SamplingParams(**params), n=n, stream=stream)
+    rows.add(request, keys=np.arange(n, dtype=np.uint64), stop_ids=stop_ids, tokenizer=TOKENIZER)
+
+
+def append(rows: Rows, tokens: list[int], *, version: int = 0) -> tuple[list[bool], list[bool]]:
+    stopped, full = rows.append(np.array(tokens), np.full(len(tokens), -0.5, np.float32), version=version)
+    return stopped.tolist(), full.tolist()
+
+
+def test_samples_collect_their_tokens_with_versions_until_they_stop_or_are_full() -> None:
+    rows = Rows(max_rows=4, device=CPU)
+    add(rows, "a", [5, 6, 7], n=2, max_new_tokens=2)
+    add(rows, "b", [8], max_new_tokens=400, stop_ids=(0, 9))
+    assert len(rows) == 3
+    assert rows.last_tokens(3).tolist() == [7, 7, 8]
+    assert append(rows, [10, 0, 11], version=1) == ([False, True, False], [False, False, False])
+    assert append(rows, [12, 13, 9], version=2) == ([False, False, True], [True, True, False])
+    first, last = rows.output(0, "length"), rows.output(2, "stop")
+    assert (first.token_ids, first.logprobs, first.versions, first.finish_reason) == ([10, 12], [-0.5, -0.5], [1, 2], "length")
+    assert (last.index, last.token_ids) == (0, [11, 9])
+    assert rows.cached_tokens(0).tolist() == [5, 6, 7, 10]
+
+
+def test_a_streaming_request_hears_of_each_token_once() -> None:
+    rows = Rows(max_rows=2, device=CPU)
+    add(rows, "a", [5], stream=True, max_new_tokens=3)
+    add(rows, "b", [5], max_new_tokens=3)
+    assert rows.watched() == [0]
+    append(rows, [10, 10])
+    assert rows.output(0, None).token_ids == [10]
+    append(rows, [11, 11])
+    append(rows, [12, 12])
+    assert rows.output(0, "length").token_ids == [11, 12]
+    assert rows.output(1, "length").token_ids == [10, 11, 12]
+
+
+def test_sampling_parameters_follow_their_rows() -> None:
+    rows = Rows(max_rows=3, device=CPU)
+    add(rows, "a", [5], temperature=0.5)
+    add(rows, "b", [5], n=2, top_p=0.25, top_k=3)
+    sampling = rows.sampling()
+    assert sampling.scale is not None and sampling.scale.ravel().tolist() == [0.5, 1, 1]
+    assert list(sampling.restricted) == [1, 2]
+    uniforms = rows.uniforms()
+    assert uniforms.shape == (3,) and ((uniforms >= 0) & (uniforms < 1)).all()
