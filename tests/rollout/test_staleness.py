@@ -61,7 +61,9 @@ def test_keep_takes_whatever_is_ready() -> None:
 
 @pytest.mark.parametrize("on_stale", ["wait", "requeue"])
 @settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), batch=st.integers(1, 6), running=st.integers(1, 30), eta=st.integers(0, 4), reject=st.sampled_from([0, 0.2, 0.7]))
+@given(
+    seed=st.integers(0, 2**32), batch=st.integers(1, 6), running=st.integers(1, 30), eta=st.integers(0, 4),
+    reject=st.sampled_from([0, 0.2, 0.7]))
 def test_the_bound_holds_and_nothing_deadlocks_in_random_histories(on_stale, seed, batch, running, eta, reject) -> None:
     chance = random.Random(seed)
     gate = Gate(batch_size=batch, max_running=running, eta=eta, last_version=12, on_stale=on_stale)

@@ -87,7 +87,9 @@ def publisher(*engines: Engine, min_engines: int = 1) -> tuple[Publisher, dict[s
     )
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("refuse", "no such folder"), ("hang", "did not answer"), ("lazy", "fingerprint old instead of new")])
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("refuse", "no such folder"), ("hang", "did not answer"), ("lazy", "fingerprint old instead of new"),
+])
 def test_a_bad_engine_is_quarantined_and_the_others_serve(fault: str, reason: str) -> None:
     publish, serving, quarantined = publisher(Engine("a"), Engine("b", fault), Engine("c"))
     report = asyncio.run(publish.publish(5))
