@@ -86,7 +86,7 @@ class SlotCache:
         """Copy the first `positions` of each source slot to its target slot."""
         if sources:
             view = self._data[:, :, :, :, : min(positions, self.positions)]
-            view[:, :, torch.tensor(targets, device=self.device)] = view[:, :, torch.tensor(sources, device=self.device)]
+            view[:, :, torch.tensor(targets).to(self.device)] = view[:, :, torch.tensor(sources).to(self.device)]
 
     def step(self, lengths: np.ndarray) -> "DecodeStep":
         """Prepare one decode step of slots 0..B-1; `lengths` [B] counts each sample's cached positions."""

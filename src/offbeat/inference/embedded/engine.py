@@ -344,7 +344,7 @@ class Engine:
             raise RefusedError(f"scoring takes 2 to {self.max_context} tokens, got {len(tokens)}")
         if min(tokens) < 0 or max(tokens) >= self._forward.vocab_size:
             raise RefusedError(f"tokens to score must lie in the vocabulary of {self._forward.vocab_size} tokens")
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self._forward.device)
+        ids = torch.tensor(tokens, dtype=torch.int64).to(self._forward.device)
         logprobs = self._forward.score(ids)[:-1].float().log_softmax(dim=-1)
         scores = logprobs.gather(1, ids[1:, None]).squeeze(1).cpu()
         if not scores.isfinite().all():

@@ -91,7 +91,7 @@ def check_forward(forward: Forward) -> None:
     cache = SlotCache(forward.cache_shape, device=device, max_slots=1, max_positions=len(tokens))
     cache.reserve(slots=1, positions=len(tokens))
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    forward.prefill(tokens[None, :4], torch.tensor([4], device=device), cache=cache, rows=PromptRows(zero, zero))
+    forward.prefill(tokens[None, :4], torch.tensor([4]).to(device), cache=cache, rows=PromptRows(zero, zero))
     forward.decode(tokens[4:5], cache.step(np.array([4])))
     decoded = forward.decode(tokens[5:6], cache.step(np.array([5])))[0].float().log_softmax(-1)
     full = forward.score(tokens)[-1].float().log_softmax(-1)
