@@ -54,7 +54,7 @@ def test_a_run_leaves_a_model_that_loads(finished_run: SmallRun, model_dir: str)
 
 
 def test_a_stopped_run_saves_and_says_so(stopped_run: SmallRun) -> None:
-    assert stopped_run.done is not None and stopped_run.done.returncode == 0, stopped_run.done
+    assert stopped_run.done is not None and stopped_run.done.returncode == 130, stopped_run.done
     result = json.loads((stopped_run.folder / "result.json").read_text())
     assert result["stopped_early"] is True
     assert result["steps"] == stopped_run.metrics()[-1]["global_step"] == stopped_run.events("checkpoint")[-1]["global_step"]

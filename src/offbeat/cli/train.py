@@ -28,8 +28,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Train, and print where the report is."""
+    """Train, and print where the report is; 130 when stopped before the end, like any interrupted command."""
     config = load_config(args.config, overrides)
-    run_training(config, make_console(config, args, sys.stdout), debug=args.debug)
+    result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug)
     report_line(config, args)
-    return 0
+    return 130 if result.stopped_early else 0

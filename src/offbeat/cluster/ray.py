@@ -6,10 +6,13 @@ An actor hosts the same service as a local child and answers with the same bytes
 import asyncio
 import logging
 import os
+import subprocess
+import threading
 from typing import Any, Self
 
 from offbeat.aio import deadline
 from offbeat.cluster.group import Worker, WorkerSpec
+from offbeat.cluster.ray_reaper import start_reaper
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DeadlineError, MissingExtraError, WorkerError
 from offbeat.process import Failure, answer, log_tail, redirect_output, resolve_handler, thread_stacks
@@ -41,6 +44,10 @@ class _Host:
         return (False, result.pack()) if isinstance(result, Failure) else (True, result)
 
     @ray.method(concurrency_group="control")
+    def live(self) -> None:
+        threading.Event().wait()  # for as long as the process lives; its caller is told of the end at once
+
+    @ray.method(concurrency_group="control")
     def stack(self) -> str:
         return thread_stacks()
 
@@ -54,6 +61,7 @@ class RayWorker:
         self._spec = spec
         self._actor = actor
         self._dead = False
+        self._life = asyncio.create_task(self._watch(), name=f"watch {spec.name}")
 
     @property
     def alive(self) -> bool:
@@ -90,7 +98,14 @@ class RayWorker:
         """End the actor."""
         del timeout_s
         self._dead = True
+        self._life.cancel()
         ray.kill(self._actor)
+
+    async def _watch(self) -> None:
+        try:
+            await self._actor.live.remote()
+        except RayError:
+            self._dead = True
 
     async def _stack(self) -> str:
         try:
@@ -116,6 +131,7 @@ class RayLauncher:
         self._address = address
         self._num_cpus = num_cpus
         self._workers: list[RayWorker] = []
+        self._reaper: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -136,10 +152,12 @@ class RayLauncher:
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.gather(*(worker.stop(timeout_s=0) for worker in self._workers if worker.alive))
         await asyncio.to_thread(ray.shutdown)
+        if self._reaper is not None:
+            await asyncio.to_thread(self._reaper.communicate)
 
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
         """See `Launcher.start`."""
-        make_remote: Any = ray.remote(concurrency_groups={"control": 1})  # pyright: ignore[reportCallIssue] (stubs lack the argument)
+        make_remote: Any = ray.remote(concurrency_groups={"control": 2})  # pyright: ignore[reportCallIssue] (stubs lack the argument)
         host = make_remote(_Host)
         actor = host.options(
             num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0, runtime_env={"env_vars": spec.environment},
@@ -147,4 +165,6 @@ class RayLauncher:
         worker = RayWorker(spec, actor)
         self._workers.append(worker)
         await worker.wait_ready(timeout_s, on_many_machines=bool(self._address))
+        if self._reaper is None and not self._address:
+            self._reaper = start_reaper()
         return worker

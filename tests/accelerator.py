@@ -14,8 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("meta")  # the one device besides the CPU that every build of torch can name
 _ATEN = torch.ops.aten
-_WAITS = {_ATEN._local_scalar_dense.default, _ATEN.is_nonzero.default, _ATEN.nonzero.default, _ATEN.equal.default}
+_WAITS = {
+    _ATEN._local_scalar_dense.default, _ATEN.is_nonzero.default, _ATEN.equal.default, _ATEN.nonzero.default, _ATEN.masked_select.default,
+    _ATEN.repeat_interleave.Tensor,
+}
 """The host needs the result, or its size, before it can go on."""
+_INDEXES = {_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default}
+"""These wait where an index is a mask."""
 
 
 class Held(Tensor):
@@ -48,10 +53,12 @@ class Accelerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        with self:  # in inference mode, operations made of others arrive whole
+            if (result := function.decompose(*args, **kwargs)) is not NotImplemented:
+                return result
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         held = {id(tensor.host): tensor for tensor in tensors if isinstance(tensor, Held)}
-        moves = function in (_ATEN._to_copy.default, _ATEN.copy_.default)
-        if held and not moves:
+        if held and function is not _ATEN._to_copy.default:
             strangers = [tensor for tensor in tensors if not isinstance(tensor, Held) and tensor.dim()]
             assert not strangers, f"{function} mixes tensors of {DEVICE} with one of the host of shape {tuple(strangers[0].shape)}"
         if function is _ATEN._fused_sdp_choice.default and held:
@@ -59,7 +66,9 @@ class Accelerator(TorchDispatchMode):
         here = bool(held) if kwargs.get("device") is None else torch.device(kwargs["device"]) == DEVICE
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
-        self.num_waits += bool(held) and (function in _WAITS or (function is _ATEN._to_copy.default and not here))
+        masked = function in _INDEXES and any(tensor.dtype == torch.bool for tensor in args[1] if tensor is not None)
+        leaves = function is _ATEN._to_copy.default and not here
+        self.num_waits += bool(held) and (function in _WAITS or masked or leaves)
         host_args, host_kwargs = tree_map_only(Held, lambda tensor: tensor.host, (args, kwargs))
         result = function(*host_args, **host_kwargs)
         if not here:
