@@ -35,6 +35,14 @@ class Held(Tensor):
         held.host = host
         return held
 
+    @property
+    def data(self) -> "Held":
+        return Held(self.host)
+
+    @data.setter
+    def data(self, other: "Held") -> None:
+        self.host = other.host
+
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{function} on {DEVICE} outside of its context")

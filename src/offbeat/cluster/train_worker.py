@@ -3,6 +3,7 @@
 Every method but `host_store` and `build_model` is collective: the controller calls it on all ranks at once.
 """
 
+import gc
 import time
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class TrainWorker(Service):
         self._engine = TrainEngine.build(
             Path(request.model), config=config.train, algorithm=config.algorithm, optimizer=config.train.optimizer,
             total_steps=config.run.total_steps, groups=groups, temperature=config.rollout.temperature or 1.0)
+        gc.freeze()  # what libraries loaded stays for good; walking it again and again costs 0.1 s each time
         return Nothing()
 
     def set_objective(self, objective: Objective) -> Nothing:

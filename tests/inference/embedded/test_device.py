@@ -1,11 +1,12 @@
 """The engine on another device than the CPU, without having one: all its tensors are there, and the host waits for it once per step."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from accelerator import DEVICE, Accelerator, Held
 
+from accelerator import DEVICE, Accelerator, Held
 from offbeat.dist.platform import Platform
 from offbeat.inference.embedded.engine import Engine
 from offbeat.inference.embedded.loader import load_engine
@@ -69,7 +70,7 @@ def test_every_tensor_is_on_the_device_and_the_samples_are_those_of_the_cpu(path
 def test_the_host_waits_for_the_device_once_per_step(path, model_folder, accelerator):
     waits = []
     play(load(model_folder("qwen3-untied"), path), model_folder("qwen3-untied", 1), before_step=lambda: waits.append(accelerator.num_waits))
-    assert len(waits) > 10 and {after - before for before, after in zip(waits, waits[1:], strict=False)} == {1}
+    assert len(waits) > 10 and {after - before for before, after in itertools.pairwise(waits)} == {1}
 
 
 def test_the_pretended_accelerator_refuses_what_a_real_one_does(accelerator):

@@ -325,8 +325,9 @@ class Engine:
     @torch.inference_mode()
     def _recompute(self) -> None:
         """Fill the cache of all running samples under the live weights."""
-        index = np.arange(len(self._rows))
-        self._prefill([self._rows.cached_tokens(row) for row in index], slots=index, prompts=index)
+        sequences = [self._rows.cached_tokens(row) for row in range(len(self._rows))]
+        rows = np.arange(len(sequences))
+        self._prefill(sequences, slots=rows, prompts=rows)
 
     def weights(self) -> tuple[Version, dict[str, Tensor]]:
         """The live version and its tensors under their Hugging Face names; they are never changed, so any thread may read them."""

@@ -104,7 +104,7 @@ class HFForward:
             model.set_attn_implementation(ATTENTION)
         except ValueError as exc:
             raise ModelError(f"{type(model).__name__} does not take another attention ({exc}); use another engine") from exc
-        self._model = model.eval().requires_grad_(False).to(device)
+        self._model = nn.Module.to(model, device).eval().requires_grad_(False)  # transformers' own `to` hides its types
         self.device = device
         self.dtype = dtype
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
