@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "llama-scaled-rope": (LlamaConfig, {**SIZES, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
     "qwen2-sliding": (Qwen2Config, {**SIZES, **SLIDING}),
     "gpt2": (GPT2Config, GPT2_SIZES),
+    "gpt2-untied": (GPT2Config, {**GPT2_SIZES, "tie_word_embeddings": False}),
 }
 
 

@@ -105,6 +105,8 @@ class HFForward:
         except ValueError as exc:
             raise ModelError(f"{type(model).__name__} does not take another attention ({exc}); use another engine") from exc
         self._model = nn.Module.to(model, device).eval().requires_grad_(False)  # transformers' own `to` hides its types
+        # Else some models look for the padding token in every input: a wait for the device, and a warning. Causality hides padding.
+        model.config.pad_token_id = None
         self.device = device
         self.dtype = dtype
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
