@@ -71,6 +71,11 @@ class Weights:
     head: Tensor
 
 
+def by_columns(matrix: Tensor) -> Tensor:
+    """The same matrix with its columns contiguous in memory: products with few rows run up to twice as fast on a CPU."""
+    return matrix.t().contiguous().t()
+
+
 class DirectForward:
     """See `forward.Forward`."""
 
@@ -84,6 +89,7 @@ class DirectForward:
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
+        self._eps = torch.full((), self.eps, dtype=torch.float32, device=device)
         self.tied = bool(config.tie_word_embeddings)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
@@ -121,13 +127,13 @@ class DirectForward:
             qk_norm = torch.cat([get(f"self_attn.{p}_norm.weight", self.head_dim).expand(heads, -1) for heads, p in norms])
         return Layer(
             norm1=get("input_layernorm.weight", hidden),
-            qkv=torch.cat([get(f"self_attn.{p}_proj.weight", size, hidden) for p, size in sizes.items()]),
+            qkv=by_columns(torch.cat([get(f"self_attn.{p}_proj.weight", size, hidden) for p, size in sizes.items()])),
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
-            out=get("self_attn.o_proj.weight", hidden, self.num_heads * self.head_dim),
+            out=by_columns(get("self_attn.o_proj.weight", hidden, self.num_heads * self.head_dim)),
             norm2=get("post_attention_layernorm.weight", hidden),
-            gate_up=torch.cat([get(f"mlp.{p}_proj.weight", inner, hidden) for p in ("gate", "up")]),
-            down=get("mlp.down_proj.weight", hidden, inner),
+            gate_up=by_columns(torch.cat([get(f"mlp.{p}_proj.weight", inner, hidden) for p in ("gate", "up")])),
+            down=by_columns(get("mlp.down_proj.weight", hidden, inner)),
         )
 
     def _qkv_sizes(self) -> dict[str, int]:
@@ -207,21 +213,29 @@ class DirectForward:
 
     def _project(self, x: Tensor, layer: Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[rows, hidden] to rotated queries [rows, heads, head_dim], rotated keys and values [rows, kv_heads, head_dim]."""
-        normed = F.rms_norm(x, (self.hidden_size,), layer.norm1, self.eps)
+        normed = self._norm(x, layer.norm1)
         heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(1, (-1, self.head_dim))
         rotated, values = heads[:, : self.num_heads + self.num_kv_heads], heads[:, self.num_heads + self.num_kv_heads :]
         if layer.qk_norm is not None:
-            rotated = F.rms_norm(rotated, (self.head_dim,), None, self.eps) * layer.qk_norm
+            rotated = self._norm(rotated, layer.qk_norm)
         rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], values
 
     def _finish_layer(self, x: Tensor, attended: Tensor, layer: Layer) -> Tensor:
         x = torch.addmm(x, attended, layer.out.t())
-        gate, up = F.linear(F.rms_norm(x, (self.hidden_size,), layer.norm2, self.eps), layer.gate_up).chunk(2, dim=-1)
+        gate, up = F.linear(self._norm(x, layer.norm2), layer.gate_up).chunk(2, dim=-1)
         return torch.addmm(x, F.silu(gate) * up, layer.down.t())
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(F.rms_norm(hidden, (self.hidden_size,), self._weights.norm, self.eps), self._weights.head)
+        return F.linear(self._norm(hidden, self._weights.norm), self._weights.head)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last dimension. In float32, which needs no care for rounding, four kernels do what torch's own takes more for."""
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, x.shape[-1:], None, self.eps) * weight
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(weight)
 
     def _grow_rotary(self, length: int) -> None:
         if length > len(self._cos):
