@@ -230,7 +230,7 @@ class DirectForward:
         return F.linear(self._norm(hidden, self._weights.norm), self._weights.head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension. In float32, which needs no care for rounding, four kernels do what torch's own takes more for."""
+        """RMSNorm over the last dimension. In float32, which needs no care for rounding, four kernels do; torch's own takes more."""
         if x.dtype != torch.float32:
             return F.rms_norm(x, x.shape[-1:], None, self.eps) * weight
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
