@@ -64,3 +64,18 @@ def test_a_launcher_keeps_the_contract(kind: str, tmp_path: Path) -> None:
         await first.stop(timeout_s=5)
 
     check(kind, tmp_path, body)
+
+
+def test_devices_are_dealt_out_in_order_from_those_the_user_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def visible(launcher: LocalLauncher, num_devices: int) -> bytes:
+        spec = WorkerSpec("worker", "handlers:Echo", tmp_path / "w.log", num_devices=num_devices, env={"PYTHONPATH": SUPPORT})
+        return await (await launcher.start(spec, timeout_s=60)).call("env", b"CUDA_VISIBLE_DEVICES", timeout_s=20)
+
+    async def body() -> None:
+        async with LocalLauncher(stop_timeout_s=5) as launcher:
+            assert [await visible(launcher, count) for count in (1, 0, 1)] == [b"3", b"", b"5"]
+            with pytest.raises(ConfigError, match="'3,5' shows 2"):
+                await visible(launcher, 1)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    asyncio.run(body())

@@ -1,10 +1,12 @@
 """The `local` launcher: workers are child processes of this one."""
 
 import asyncio
+import os
 from typing import Self
 
 from offbeat.cluster.group import Worker, WorkerSpec
 from offbeat.config.root import Config
+from offbeat.errors import ConfigError
 from offbeat.process import Child, ChildSpec
 
 
@@ -31,9 +33,20 @@ class LocalLauncher:
         """See `Launcher.start`."""
         env = spec.environment
         if spec.num_devices:
-            devices = range(self._next_device, self._next_device + spec.num_devices)
-            self._next_device += spec.num_devices
-            env[self._visible_devices_variable] = ",".join(map(str, devices))
+            env[self._visible_devices_variable] = ",".join(self._deal(spec.num_devices))
         child = await Child.start(ChildSpec(spec.name, spec.target, env, spec.log), timeout_s=timeout_s)
         self._children.append(child)
         return child
+
+    def _deal(self, count: int) -> list[str]:
+        first = self._next_device
+        self._next_device += count
+        given = os.environ.get(self._visible_devices_variable)
+        if given is None:
+            return [str(device) for device in range(first, first + count)]
+        devices = [name for name in given.split(",") if name]
+        if first + count > len(devices):
+            raise ConfigError(
+                f"the workers need {first + count} or more devices, but {self._visible_devices_variable} = {given!r} shows {len(devices)};"
+                " lower cluster.devices_per_worker, train.num_ranks or inference.num_engines")
+        return devices[first : first + count]

@@ -141,6 +141,7 @@ class RayLauncher:
     async def __aenter__(self) -> Self:
         here = {} if self._address else {"num_cpus": max(self._num_cpus, os.cpu_count() or 1), "include_dashboard": False}
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        logging.getLogger("ray").setLevel(logging.ERROR)  # its remarks would stand between ours on the terminal
         try:
             await asyncio.to_thread(ray.init, address=self._address or "local", **quiet, **here)
         except ConnectionError as exc:
