@@ -23,7 +23,7 @@ def test_json_is_one_object_per_line_from_start_to_finish(finished_run: SmallRun
 
 def test_one_interrupt_ends_after_the_step_and_saves(stopped_run: SmallRun) -> None:
     assert stopped_run.done is not None
-    assert (stopped_run.done.returncode, stopped_run.done.stderr) == (0, "")
+    assert (stopped_run.done.returncode, stopped_run.done.stderr) == (130, "")
     events = printed(stopped_run)
     assert {"event": "note", "text": "stopping after this step; press Ctrl-C again to stop at once"} in events
     assert events[-1]["stopped_early"] is True
