@@ -30,6 +30,7 @@ check: $(STAMP)  ## lint, types, layers
 	$(BIN)/pyright
 
 bench: $(STAMP)  ## run the benchmarks; each prints one JSON line per figure
+	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/engine.py
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.data.balance import longest_first
+from offbeat.data.balance import longest_first, partition
 from offbeat.data.batch import TokenBatch
 from offbeat.errors import DataError
 
@@ -228,7 +228,7 @@ def _units(batch: TokenBatch, *, max_tokens: int, share_prefix: bool) -> Iterato
 def _evenly(costs: list[int], num_ranks: int, num_rounds: int, max_tokens: int) -> list[list[list[int]]] | None:
     """Balance over ranks, then over each rank's micro-batches; None when some rank's share does not fit into its micro-batches."""
     plan = []
-    for part in longest_first(costs, num_ranks):
+    for part in partition(costs, num_ranks).parts:
         own = [costs[unit] for unit in part]
         micros = longest_first(own, num_rounds)
         if any(sum(own[i] for i in micro) > max_tokens for micro in micros):
