@@ -27,6 +27,7 @@ class Rollouts:
     def __init__(self, rewards: list[float | None], delay_s: float = 0.0) -> None:
         self.rewards, self.delay_s = rewards, delay_s
         self.asked: tuple[list[Row], int, Sampling] | None = None
+        self.sampling = Sampling(6, temperature=1.0, top_p=0.9, stop=("\n",))
 
     async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:
         self.asked = (list(rows), group_size, sampling)
@@ -41,7 +42,7 @@ class Rollouts:
 
 
 def evaluator(rollouts: Rollouts, **changes: object) -> Evaluator:
-    return Evaluator(rollouts, ROWS, EvaluateConfig(**changes), max_new_tokens=6)
+    return Evaluator(rollouts, ROWS, EvaluateConfig(**changes))
 
 
 def test_accuracy_is_the_share_of_full_rewards_and_failures_count_as_wrong() -> None:
@@ -49,7 +50,7 @@ def test_accuracy_is_the_share_of_full_rewards_and_failures_count_as_wrong() -> 
     evaluation = asyncio.run(evaluator(rollouts).run())
     assert evaluation == Evaluation(accuracy=0.4, reward_mean=0.7, num_prompts=5, num_failed=1)
     assert evaluation.metrics() == {"eval/accuracy": 0.4, "eval/reward_mean": 0.7, "eval/failed_prompts": 1.0}
-    assert rollouts.asked == ([ROWS.row(i) for i in range(5)], 1, Sampling(6, 0.0))
+    assert rollouts.asked == ([ROWS.row(i) for i in range(5)], 1, Sampling(6, 0.0, top_p=0.9, stop=("\n",)))
 
 
 def test_fewer_prompts_can_be_asked_for() -> None:
@@ -71,7 +72,7 @@ def test_evaluations_are_due_every_few_steps_and_at_the_end() -> None:
     assert [step for step in range(1, 6) if every.due(step, last=step == 5)] == [2, 4, 5]
     ends = evaluator(Rollouts([]), every_steps=0)
     assert [step for step in range(1, 6) if ends.due(step, last=step == 5)] == [5]
-    assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig(), max_new_tokens=6).due(0, last=True)
+    assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig()).due(0, last=True)
 
 
 def test_what_cannot_be_evaluated_is_told_at_once(tmp_path: Path, model_dir: str) -> None:

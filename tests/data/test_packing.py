@@ -148,7 +148,7 @@ def test_ranks_without_work_get_empty_microbatches():
 
 def test_a_sequence_beyond_the_cap_is_refused_by_name():
     batch = make_batch([[1] * 3, [1] * 12], prefix_lens=[0, 0], group_ids=[0, 1])
-    with pytest.raises(DataError, match=r"sequence 1 of 12 tokens .* exceeds max_tokens 8"):
+    with pytest.raises(DataError, match=r"sequence 1 of 12 tokens .* exceeds train.max_tokens_per_microbatch = 8"):
         plan_microbatches(batch, num_ranks=1, max_tokens=8, share_prefix=False)
 
 

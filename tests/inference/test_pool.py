@@ -160,3 +160,37 @@ def test_busy_stretches_are_told_and_cut_at_each_switch(start_engine) -> None:
     assert [(what, engine) for what, engine, _, _ in spans] == [("generate", "engine 0")] * 2
     (_, _, start, cut), (_, _, goes_on, end) = spans
     assert start < cut == goes_on < end
+
+
+def test_what_a_quarantined_engine_still_generates_is_generated_again_elsewhere(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, failures: list[tuple[str, str]]) -> None:
+        pause(first)
+        request = asyncio.create_task(pool.generate(PROMPT, Sampling(3), n=1))
+        await until(lambda: held(first) == 1)
+        pool.quarantine("engine 0", "its proof failed")
+        assert len(await request) == 1
+        assert failures == [("engine 0", "engine 0 was quarantined while it answered: its proof failed")]
+        await until(lambda: held(first) == 0)
+
+    using([url_0, url_1], body)
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_samples_of_new_weights_wait_for_their_proof(start_engine, proven: bool) -> None:
+    _, url = start_engine()
+
+    async def body(pool: EnginePool, _: list) -> None:
+        pool.admit("engine 0", -1)  # it serves version 0, which it has not proved
+        request = asyncio.create_task(pool.generate(PROMPT, Sampling(3), n=1))
+        assert not (await asyncio.wait([request], timeout=0.3))[0]
+        if proven:
+            pool.admit("engine 0", 0)
+            assert (await request)[0].versions == (0,) * len((await request)[0].versions)
+        else:
+            pool.quarantine("engine 0", "its weights are old")
+            with pytest.raises(EngineError, match="its weights are old"):
+                await request
+
+    using([url], body)

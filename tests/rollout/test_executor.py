@@ -227,6 +227,54 @@ def test_a_filter_that_raises_rejects_its_group_with_the_error() -> None:
     run(body)
 
 
+def test_a_filter_that_always_raises_or_always_refuses_ends_the_run() -> None:
+    def raises(_: Group) -> bool:
+        raise KeyError("score")
+
+    async def body() -> None:
+        cases = [(raises, CodeError, "should_accept raised KeyError"), (lambda _: False, DeadlineError, "were rejected")]
+        for accept, kind, sentence in cases:
+            play = make(batch_timeout_s=0.2, max_failures_in_a_row=5)
+            play.accept = accept
+            async with play.executor() as executor:
+                with pytest.raises(kind, match=sentence):
+                    await executor.prepare_batch()
+
+    run(body)
+
+
+@pytest.mark.parametrize("answer", [(), ("no trajectory",)])
+def test_a_workflow_that_gives_no_trajectories_fails_its_group(answer: tuple) -> None:
+    async def workflow(_: Episode) -> tuple:
+        return answer
+
+    async def body() -> None:
+        play = make(max_failures_in_a_row=3)
+        play.workflow = workflow
+        async with play.executor() as executor:
+            with pytest.raises(CodeError, match="must return at least one Trajectory"):
+                await executor.prepare_batch()
+
+    run(body)
+
+
+def test_a_workflow_that_lets_a_cancellation_escape_fails_its_group() -> None:
+    async def workflow(_: Episode) -> list[Trajectory]:
+        inner = asyncio.create_task(asyncio.sleep(10))
+        inner.cancel()
+        await inner
+        return []
+
+    async def body() -> None:
+        play = make(max_failures_in_a_row=3)
+        play.workflow = workflow
+        async with play.executor() as executor:
+            with pytest.raises(CodeError, match="let a cancellation of its own escape"):
+                await executor.prepare_batch()
+
+    run(body)
+
+
 def reward_error(*_: object) -> Awaitable[list[float]]:
     raise CodeError("the reward mine:score raised ValueError: no number")
 
@@ -298,7 +346,7 @@ def test_a_wait_without_any_group_has_a_deadline() -> None:
     async def body() -> None:
         play = make(batch_timeout_s=0.05, engine=Engine(slow=frozenset(str(row.prompt) for row in ROWS)))
         async with play.executor() as executor:
-            with pytest.raises(DeadlineError, match="a finished group of rollouts"):
+            with pytest.raises(DeadlineError, match="no group of rollouts was finished and accepted"):
                 await executor.prepare_batch()
 
     run(body)

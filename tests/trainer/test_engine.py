@@ -10,10 +10,11 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.config.train import OptimizerConfig
+from offbeat.config.train import OptimizerConfig, TrainConfig
 from offbeat.data.batch import TokenBatch
 from offbeat.model.load import load_causal_lm
 from offbeat.model.tensors import named_bytes
+from offbeat.trainer.engine import TrainEngine
 from offbeat.trainer.optim import learning_rate
 from offbeat.weights.fingerprint import fingerprint
 from ranks import run_alone, run_ranks
@@ -332,3 +333,30 @@ def test_an_objective_set_after_scoring_trains_all_parameters_and_can_be_saved(s
         engine.save(tmp_path / "checkpoint")
 
     run_alone(check)
+
+
+def test_supervised_losses_do_not_know_the_sampling_temperature(tmp_path):
+    folder = build_model(tmp_path / "model")
+    batch = make_batch(4, 2)
+
+    def losses(groups, temperature):
+        engine = TrainEngine.build(
+            folder, config=TrainConfig(), algorithm=AlgorithmConfig(), optimizer=OPTIMIZER, total_steps=10, groups=groups,
+            objective_name="sft", temperature=temperature)
+        return train(engine, [batch])[0]
+
+    assert run_alone(losses, argument=0.5) == run_alone(losses, argument=1.0)
+
+
+def test_a_resumed_engine_obeys_its_present_settings(tmp_path):
+    folder = build_model(tmp_path / "model")
+
+    def check(groups, _):
+        engine = build_engine(groups, folder)
+        train(engine, [make_batch(2, 2)])
+        engine.save(tmp_path / "checkpoint")
+        resumed = build_engine(groups, folder, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.5, beta2=0.5))
+        resumed.load(tmp_path / "checkpoint")
+        return [(group["weight_decay"], group["betas"]) for group in resumed._optimizer.param_groups], resumed.step
+
+    assert run_alone(check) == ([(0.5, (0.9, 0.5)), (0.0, (0.9, 0.5))], 1)

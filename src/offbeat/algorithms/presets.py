@@ -36,11 +36,13 @@ class Objective:
 
     Attributes:
         name: "ppo" or "sft".
+        at_temperature: whether log-probabilities are those of the sampling temperature, or of temperature 1.
         needs_prox: whether `prox_logprobs` enter the loss; if not, no forward pass is spent on them.
         loss: micro-batch to token losses.
     """
 
     name: str
+    at_temperature: bool
     needs_prox: bool
     loss: Callable[[LossInputs], TokenLosses]
 
@@ -49,11 +51,11 @@ def _ppo(config: AlgorithmConfig) -> Objective:
     def loss(inputs: LossInputs) -> TokenLosses:
         return ppo_clip(inputs.logprobs, inputs.prox_logprobs, inputs.rollout_logprobs, inputs.advantages, config=config)
 
-    return Objective("ppo", needs_prox=True, loss=loss)
+    return Objective("ppo", at_temperature=True, needs_prox=True, loss=loss)
 
 
 def _sft(_config: AlgorithmConfig) -> Objective:
-    return Objective("sft", needs_prox=False, loss=lambda inputs: cross_entropy(inputs.logprobs))
+    return Objective("sft", at_temperature=False, needs_prox=False, loss=lambda inputs: cross_entropy(inputs.logprobs))
 
 
 _OBJECTIVES = {"ppo": _ppo, "sft": _sft}

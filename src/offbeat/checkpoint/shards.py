@@ -56,7 +56,10 @@ def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: Proces
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=groups.cpu_group)
     except CheckpointException as exc:
         raise _describe(exc, folder, "read") from exc
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)  # a resumed run obeys its present configuration; only moments and step counts are history
     return state["step"]
 
 

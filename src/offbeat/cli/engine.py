@@ -58,6 +58,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         raise ConfigError(f"--{overrides[0][0]} is not an option of offbeat engine; see offbeat engine --help")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
+    if args.threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {args.threads}")
     model = check_model_folder(args.model)
     load_tokenizer(model)
     options = EngineOptions(

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as exc:
         if debug:
             raise
-        print(f"offbeat: unexpected {type(exc).__name__}: {exc}; --debug shows where, and so does logs/controller.log", file=sys.stderr)
+        print(f"offbeat: unexpected {type(exc).__name__}: {exc}; --debug shows where", file=sys.stderr)
         return 1
 
 

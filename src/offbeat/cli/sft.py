@@ -36,6 +36,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     async def body(session: Session, state: RunState) -> SftResult:
         return await fine_tune(session, state, standalone=True)
 
-    console.finish(asdict(execute(config, console, body, debug=args.debug)))
+    result = execute(config, console, body, debug=args.debug, resumable=False)
+    console.finish(asdict(result))
     report_line(config, args)
-    return 0
+    return 130 if result.stopped_early else 0

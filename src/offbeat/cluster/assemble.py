@@ -15,7 +15,7 @@ from offbeat.cluster.messages import BuildRequest
 from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, PromptStream, check_length, check_lengths, open_datasets, render, sft_sequence
-from offbeat.data.model_folder import check_model_folder, read_model_config
+from offbeat.data.model_folder import check_model_folder, read_context_length
 from offbeat.data.row import Row
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
@@ -119,7 +119,7 @@ def read_material(config: Config) -> Material:
         model = str(check_model_folder(config.model.path))
         tokenizer_folder = config.model.tokenizer or model
         tokenizer = load_tokenizer(tokenizer_folder)
-        context = int(read_model_config(model)["max_position_embeddings"])
+        context = read_context_length(model)
     else:
         model = tokenizer_folder = str(config.run_dir / "model")
         tokenizer = load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer()

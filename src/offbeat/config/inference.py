@@ -6,9 +6,8 @@ from offbeat.config.base import Section, field
 
 
 class InferenceConfig(Section):
-    """Engines, started by the run or given by URL."""
+    """Engines that the run starts."""
 
-    engine: Literal["embedded"] = field("embedded", "Which engine is started.")
     num_engines: int = field(1, "Engine processes.", ge=1)
     min_engines: int = field(1, "Fewest healthy engines with which a run goes on.", ge=1)
     forward: Literal["auto", "direct", "hf"] = field(

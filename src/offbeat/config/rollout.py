@@ -24,7 +24,7 @@ class RolloutConfig(Section):
         15.0, "Seconds for one reward call; a call that passes them is killed and its episode has no reward.", gt=0)
     episode_timeout_s: float = field(600.0, "Seconds for one group, generation and rewards; then it is rejected with that reason.", gt=0)
     max_failures_in_a_row: int = field(64, "Stop the run when this many groups in a row failed.", ge=1)
-    batch_timeout_s: float = field(1800.0, "Seconds without a single finished group before the run stops.", gt=0)
+    batch_timeout_s: float = field(1800.0, "Seconds without a single group finished and accepted before the run stops.", gt=0)
     max_new_tokens: int = field(256, "Most tokens to generate per sample.", ge=1)
     temperature: float = field(1.0, "Sampling temperature; 0 is greedy.", ge=0)
     top_p: float = field(1.0, "Nucleus sampling mass.", gt=0, le=1)

@@ -1,7 +1,7 @@
 """Held-out accuracy, through the same engines and rewards that training uses."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from offbeat.config.controller import EvaluateConfig
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, PromptStream
 from offbeat.errors import ConfigError, RolloutError
-from offbeat.inference.dialects import Sampling
 from offbeat.rollout.executor import RolloutExecutor
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
@@ -40,12 +39,12 @@ class Evaluation:
 class Evaluator:
     """Evaluates the weights that the engines serve."""
 
-    def __init__(self, rollouts: RolloutExecutor, heldout: PromptDataset, config: EvaluateConfig, *, max_new_tokens: int) -> None:
+    def __init__(self, rollouts: RolloutExecutor, heldout: PromptDataset, config: EvaluateConfig) -> None:
         self._rollouts = rollouts
         self._config = config
         count = min(config.num_prompts, heldout.num_rows or 0)
         self._rows = [heldout.row(index) for index in range(count)]
-        self._sampling = Sampling(max_new_tokens, config.temperature)
+        self._sampling = replace(rollouts.sampling, temperature=config.temperature)
 
     def due(self, global_step: int, *, last: bool) -> bool:
         """Whether to evaluate after this step."""
@@ -84,5 +83,5 @@ def evaluate_model(config: Config, console: Console) -> Evaluation:
 async def _evaluate_model(config: Config, record: RunRecord) -> Evaluation:
     async with open_arena(config, record) as arena:
         rollouts = arena.rollouts(PromptStream(arena.material.train, seed=0), version=0, last_version=0)
-        evaluator = Evaluator(rollouts, arena.material.heldout, config.evaluate, max_new_tokens=config.rollout.max_new_tokens)
+        evaluator = Evaluator(rollouts, arena.material.heldout, config.evaluate)
         return await run_beside(evaluator.run(), arena.watch())

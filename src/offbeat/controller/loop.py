@@ -65,7 +65,7 @@ class _Training:
             self._resume(saved)
         await self._publish(state.version)
         rollouts = session.rollouts(self._stream, version=state.version, last_version=state.last_version)
-        evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate, max_new_tokens=config.rollout.max_new_tokens)
+        evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate)
         self._record.console.start(f"{config.run.name} · GRPO", config.run.total_steps)
         if saved is None and evaluator.due(0, last=True):
             before = await self._evaluate(evaluator, 0)

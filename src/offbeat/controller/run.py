@@ -17,8 +17,8 @@ from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.cluster.assemble import Material, Session, open_session, read_material
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
-from offbeat.controller.loop import train
-from offbeat.controller.state import RunState
+from offbeat.controller.loop import TrainResult, train
+from offbeat.controller.state import Highlights, RunState
 from offbeat.controller.supervised import fine_tune
 from offbeat.data import wire
 from offbeat.errors import ConfigError
@@ -72,7 +72,8 @@ def run_training(config: Config, console: Console, *, debug: bool = False) -> Ru
         if config.run.warm_up and CheckpointIndex(config.run_dir / "checkpoints").newest() is None:
             warm_up_steps = (await fine_tune(session, state, standalone=False)).steps
             state.version += 1
-        result = await train(session, state)
+        # A warm-up is not saved: it takes seconds, and the same command does it again.
+        result = TrainResult(0, Highlights(), stopped_early=True) if state.stopping else await train(session, state)
         marks = result.highlights
         return RunResult(
             heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, warm_up_steps=warm_up_steps, steps=result.steps,
@@ -86,13 +87,13 @@ def run_training(config: Config, console: Console, *, debug: bool = False) -> Ru
     return result
 
 
-def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False) -> T:
-    """Open the run's folder and its processes, and run `body(session, state)`.
+def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, resumable: bool = True) -> T:
+    """Open the run's folder and its processes, and run `body(session, state)`; one that is not `resumable` begins in an empty folder.
 
     Ctrl-C once asks the body to end after its step and save; twice ends at once.
     """
     material = read_material(config)
-    prepare_run_dir(config)
+    prepare_run_dir(config, resumable=resumable)
     with RunRecord(config.run_dir, trace=config.telemetry.trace, console=console) as record:
         set_up_logging(record.log_dir / "controller.log", debug=debug)
         (config.run_dir / "config.toml").write_text(dump_toml(config))
@@ -124,7 +125,7 @@ async def _with_session(config: Config, material: Material, record: RunRecord, b
         return await body(session, state)
 
 
-def prepare_run_dir(config: Config) -> None:
+def prepare_run_dir(config: Config, *, resumable: bool = True) -> None:
     """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
 
     Raises:
@@ -135,7 +136,7 @@ def prepare_run_dir(config: Config) -> None:
         return
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
-    newest = CheckpointIndex(run_dir / "checkpoints").newest()
+    newest = CheckpointIndex(run_dir / "checkpoints").newest() if resumable else None
     if newest is not None and newest.step >= config.run.total_steps:
         raise ConfigError(
             f"the run {str(run_dir)!r} has done its {newest.step} steps; raise run.total_steps to go on, or give run.name a new name")
@@ -147,8 +148,11 @@ def move_aside(config: Config) -> None:
     """Rename the run's folder to the next free `name.N`; nothing is deleted but published weights.
 
     Raises:
-        ConfigError: another process is running it.
+        ConfigError: another process is running it, or the run that is to begin reads from it.
     """
+    for name, path in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer), ("data.path", config.data.path)):
+        if path and Path(path).resolve().is_relative_to(config.run_dir.resolve()):
+            raise ConfigError(f"{name} = {path!r} lies in the folder of the run itself, which begins anew; give run.name a new name")
     number = 1
     while (aside := config.run_dir.with_name(f"{config.run.name}.{number}")).exists():
         number += 1

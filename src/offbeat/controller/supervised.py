@@ -22,10 +22,12 @@ class SftResult:
     Attributes:
         steps: optimizer steps done.
         accuracy: held-out accuracy at the end; None without held-out prompts.
+        stopped_early: the user asked to stop.
     """
 
     steps: int
     accuracy: float | None
+    stopped_early: bool
 
 
 async def fine_tune(session: Session, state: RunState, *, standalone: bool) -> SftResult:
@@ -41,10 +43,10 @@ async def _fine_tune(session: Session, state: RunState, *, standalone: bool) -> 
     config, sft, material = session.config, session.config.sft, session.material
     stream = PromptStream(material.train, seed=config.run.seed + 1, shuffle=config.data.shuffle)
     rollouts = session.rollouts(stream, version=state.version, last_version=state.version)
-    evaluator = Evaluator(rollouts, material.heldout, config.evaluate, max_new_tokens=config.rollout.max_new_tokens)
+    evaluator = Evaluator(rollouts, material.heldout, config.evaluate)
     await session.trainers.set_objective(Objective("sft", sft.total_steps))
     session.record.console.start(f"{config.run.name} · supervised", sft.total_steps)
-    accuracy, step = None, 0
+    accuracy, step, reached = None, 0, False
     while step < sft.total_steps and not state.stopping:
         step += 1
         start = time.monotonic()
@@ -63,11 +65,11 @@ async def _fine_tune(session: Session, state: RunState, *, standalone: bool) -> 
         if standalone:
             session.record.stats.commit(stream.state().epoch, step, step, stats)
         session.record.events.record("sft_step", step=step, **{name: stats[name] for name in _RECORDED})
-        if accuracy is not None and accuracy >= sft.stop_at_accuracy:
+        if reached := accuracy is not None and accuracy >= sft.stop_at_accuracy:
             break
     if standalone:
         await Checkpoints(session.trainers, config).export(tokenizer=material.tokenizer_folder)
-    return SftResult(step, accuracy)
+    return SftResult(step, accuracy, stopped_early=state.stopping and not reached and step < sft.total_steps)
 
 
 async def _evaluate(session: Session, state: RunState, evaluator: Evaluator) -> Evaluation | None:

@@ -51,6 +51,20 @@ def read_model_config(path: str) -> dict[str, Any]:
     return config
 
 
+def read_context_length(path: str) -> int:
+    """Longest sequence in tokens that the model's config.json allows.
+
+    Raises:
+        ModelError: as `read_model_config`, or it names none.
+    """
+    config = read_model_config(path)
+    text_config = config.get("text_config") or config
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(length := text_config.get(name), int):
+            return length
+    raise ModelError(f"the configuration of {path} names no max_position_embeddings; add it to its config.json")
+
+
 def _local(path: str) -> Path | None:
     folder = Path(path).expanduser()
     return folder if path and folder.is_dir() else None

@@ -207,8 +207,8 @@ def _units(batch: TokenBatch, *, max_tokens: int, share_prefix: bool) -> Iterato
     if used.max(initial=0) > max_tokens:
         worst = int(used.argmax())
         raise DataError(
-            f"sequence {worst} of {batch.lengths[worst]} tokens needs a row of {used[worst]}, which exceeds max_tokens {max_tokens}; "
-            "raise the budget of a micro-batch or shorten the sequences"
+            f"sequence {worst} of {batch.lengths[worst]} tokens needs a row of {used[worst]}, which exceeds"
+            f" train.max_tokens_per_microbatch = {max_tokens}; raise it or shorten the sequences"
         )
     if not share_prefix:
         yield from ((np.array([i]), int(used[i])) for i in range(len(batch)))

@@ -19,6 +19,7 @@ Check = Callable[[dict[str, Any], str], object]
 """Called with a record and where it stands; raises DataError if the record cannot be used."""
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TABLE_CHUNK = 1024
 
 
@@ -45,7 +46,7 @@ class JsonLines:
     def record(self, index: int) -> dict[str, Any]:
         with self.path.open("rb") as file:
             file.seek(self.offsets[index])
-            return msgspec.json.decode(file.readline())
+            return msgspec.json.decode(file.readline().removeprefix(_BYTE_ORDER_MARK))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +99,8 @@ def _open_json_lines(path: Path, *, check: Check) -> JsonLines:
             if line.strip():
                 where = f"{str(path)!r}, line {number}"
                 try:
-                    record = msgspec.json.decode(line)
-                except msgspec.DecodeError as exc:
+                    record = msgspec.json.decode(line.removeprefix(_BYTE_ORDER_MARK))
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
                     raise DataError(f"{where}, is not JSON ({exc}); write one JSON object per line") from exc
                 if not isinstance(record, dict):
                     raise DataError(f"{where}, must be a JSON object, got {type(record).__name__}; write one JSON object per line")

@@ -96,7 +96,7 @@ class Tokenizer:
                 " or use plain prompts (data.chat_template = false)")
         try:
             text = self.hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
-        except TemplateError as exc:
+        except (TemplateError, ValueError, TypeError) as exc:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
         return self.encode(cast(str, text))

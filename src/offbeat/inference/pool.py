@@ -6,7 +6,7 @@ An engine serves requests only after a publication proved it (`admit`), and neve
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.inference.client import EngineClient
@@ -25,6 +25,12 @@ class Member:
     outstanding_tokens: int = 0
     busy_since_s: float = 0.0
     quarantined: str = ""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self) -> None:
+        """Wake whoever waits for a proof or a quarantine of this engine."""
+        self.news.set()
+        self.news = asyncio.Event()
 
 
 class EnginePool:
@@ -57,10 +63,13 @@ class EnginePool:
         member.version = version
         if member.outstanding_tokens:
             self._end_busy(member)
+        member.tell()
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Send nothing more to the engine."""
-        self._members[name].quarantined = reason
+        """Send nothing more to the engine, and take nothing more from it: what it still generates is generated again elsewhere."""
+        member = self._members[name]
+        member.quarantined = reason
+        member.tell()
 
     async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int) -> list[Sample]:
         """n continuations from one engine; when it fails, from another. Generation has no side effect, so running it twice is safe.
@@ -77,7 +86,7 @@ class EnginePool:
                 member.busy_since_s = time.time()
             member.outstanding_tokens += cost
             try:
-                return await member.client.generate(prompt, sampling, n=n, timeout_s=self._request_timeout_s)
+                return await self._ask(member, prompt, sampling, n)
             except RefusedError:
                 raise
             except BusyError:
@@ -91,6 +100,30 @@ class EnginePool:
                 member.outstanding_tokens -= cost
                 if not member.outstanding_tokens:
                     self._end_busy(member)
+
+    async def _ask(self, member: Member, prompt: tuple[int, ...], sampling: Sampling, n: int) -> list[Sample]:
+        """One engine's answer, once the weights that sampled it are proven.
+
+        Raises:
+            EngineError: it failed, or was quarantined before.
+        """
+        call = asyncio.ensure_future(member.client.generate(prompt, sampling, n=n, timeout_s=self._request_timeout_s))
+        try:
+            while not (call.done() or member.quarantined):
+                news = asyncio.ensure_future(member.news.wait())
+                await asyncio.wait({call, news}, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+            if not member.quarantined:
+                samples = call.result()
+                newest = max((version for sample in samples for version in sample.versions), default=member.version)
+                # Between a switch and its proof; the publisher ends every proof with an admission or a quarantine.
+                while not member.quarantined and newest is not None and member.version is not None and newest > member.version:
+                    await member.news.wait()
+                if not member.quarantined:
+                    return samples
+            raise EngineError(f"{member.client.name} was quarantined while it answered: {member.quarantined}")
+        finally:
+            call.cancel()
 
     def _end_busy(self, member: Member) -> None:
         now_s = time.time()

@@ -8,6 +8,7 @@ There is no producer loop that could miss a wake-up: whoever frees capacity admi
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -16,8 +17,8 @@ from offbeat.aio import deadline
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
-from offbeat.data.trajectory import Group
-from offbeat.errors import CodeError, RolloutError, RunError
+from offbeat.data.trajectory import Group, Trajectory
+from offbeat.errors import CodeError, DeadlineError, RolloutError, RunError
 from offbeat.inference.dialects import Sampling
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.staleness import Gate
@@ -62,6 +63,7 @@ class RolloutExecutor:
         self._changed = asyncio.Event()
         self._failures: list[Exception] = []
         self._crash: BaseException | None = None
+        self._num_rejected = 0
         self.sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.stop)
 
     async def __aenter__(self) -> Self:
@@ -88,6 +90,7 @@ class RolloutExecutor:
             CodeError: likewise, where the reason is the user's reward or workflow.
             DeadlineError: no group finished for `batch_timeout_s`.
         """
+        ready, idle_since = len(self._gate.ready), time.monotonic()
         while True:
             self._raise_if_hopeless()
             if (keys := self._gate.take()) is not None:
@@ -95,9 +98,20 @@ class RolloutExecutor:
             if self._config.on_stale == "requeue" and (slow := self._gate.too_slow()):
                 self._requeue(slow)
                 continue  # without them the batch may be taken now
-            self._changed.clear()
-            async with deadline("a finished group of rollouts", self._config.batch_timeout_s):
+            if len(self._gate.ready) > ready:
+                ready, idle_since = len(self._gate.ready), time.monotonic()
+            await self._wait_for_change(idle_since)
+
+    async def _wait_for_change(self, idle_since: float) -> None:
+        left_s = self._config.batch_timeout_s - (time.monotonic() - idle_since)
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(max(left_s, 0)):
                 await self._changed.wait()
+        except TimeoutError as exc:
+            raise DeadlineError(
+                f"no group of rollouts was finished and accepted for rollout.batch_timeout_s = {self._config.batch_timeout_s:g} s;"
+                f" {self._num_rejected} were rejected in this run, events.jsonl says why") from exc
 
     def publish(self, version: Version) -> None:
         """Engines serve `version`: its admissions may start."""
@@ -133,17 +147,19 @@ class RolloutExecutor:
         group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that: this prompt is another task's now
+        if failure is None:
+            group, failure = self._judge(group)
         if failure is not None:
             self._failures.append(failure)
         else:
             self._failures.clear()
-            group = self._judge(group)
         del self._tasks[prompt_id]
         if group.rejected is None:
             self._ready[prompt_id] = group
             self._gate.finish(prompt_id)
         else:
             self._gate.release(prompt_id)
+            self._num_rejected += 1
             self._on_rejected(Settled(prompt_id, group.rejected))
         if len(self._failures) < self._config.max_failures_in_a_row:
             self._admit()
@@ -154,17 +170,27 @@ class RolloutExecutor:
         version = self._gate.version
         try:
             async with deadline(f"group {prompt_id}", self._config.episode_timeout_s):
-                trajectories = await self._workflow(self._make_episode(row, group_size, sampling))
-            return Group(prompt_id, version, tuple(trajectories)), None
+                trajectories = tuple(await self._workflow(self._make_episode(row, group_size, sampling)))
+            if not trajectories or not all(isinstance(each, Trajectory) for each in trajectories):
+                raise CodeError(f"the workflow {self._config.workflow} must return at least one Trajectory, got {trajectories!r:.80}")
+            return Group(prompt_id, version, trajectories), None
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # ours, not the workflow's
+            failure = CodeError(f"the workflow {self._config.workflow} let a cancellation of its own escape: {exc!r}")
+            return Group(prompt_id, version, rejected=str(failure)), failure
         except Exception as exc:  # the boundary to user code: whatever a workflow raises rejects its own group only
             return Group(prompt_id, version, rejected=f"{type(exc).__name__}: {exc}"), exc
 
-    def _judge(self, group: Group) -> Group:
+    def _judge(self, group: Group) -> tuple[Group, Exception | None]:
+        """Ask the user's filter; one that raises fails the group."""
         try:
             accepted = self._accept(group)
         except Exception as exc:
-            return replace(group, trajectories=(), rejected=f"should_accept raised {type(exc).__name__}: {exc}")
-        return group if accepted else replace(group, trajectories=(), rejected="not accepted by should_accept")
+            reason = f"should_accept raised {type(exc).__name__}: {exc}"
+            return replace(group, trajectories=(), rejected=reason), CodeError(reason)
+        return group if accepted else replace(group, trajectories=(), rejected="not accepted by should_accept"), None
 
     def _requeue(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:

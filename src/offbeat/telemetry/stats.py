@@ -17,7 +17,7 @@ class StatsLogger:
 
         Args:
             epoch: passes over the data so far.
-            step: step within the epoch.
+            step: step of the run; the same as `global_step` while data has no epochs of equal length.
             global_step: optimizer steps of the run.
             stats: values by metric name; numpy scalars are welcome, counts stay integers.
         """

@@ -183,9 +183,13 @@ class TrainEngine:
             return [[None for _ in rows] for rows in plan]
         return [[self._score(row) for row in rows] for rows in plan]
 
+    @property
+    def _loss_temperature(self) -> float:
+        return self._temperature if self._objective.at_temperature else 1.0
+
     def _score(self, row: PackedRow) -> Tensor:
         with self._strategy.scoring(), self._autocast():
-            return token_logprobs(self._strategy.forward, row, temperature=self._temperature)
+            return token_logprobs(self._strategy.forward, row, temperature=self._loss_temperature)
 
     def _update(self, batch: TokenBatch, rows: list[PackedRow], prox: list[Tensor | None], *, scale: int) -> Update:
         tally = Tally()
@@ -210,7 +214,7 @@ class TrainEngine:
 
     def _loss(self, batch: TokenBatch, row: PackedRow, prox: Tensor | None, tally: Tally) -> Tensor:
         with self._autocast():
-            logprobs, entropy = token_logprobs(self._strategy.forward, row, temperature=self._temperature, with_entropy=True)
+            logprobs, entropy = token_logprobs(self._strategy.forward, row, temperature=self._loss_temperature, with_entropy=True)
 
         def pick(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values[row.batch_index]).to(logprobs.device)
@@ -232,5 +236,6 @@ def _silence_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if "attention_dropout" in vars(module):
-            vars(module)["attention_dropout"] = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                vars(module)[name] = 0.0

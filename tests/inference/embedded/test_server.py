@@ -152,7 +152,7 @@ def test_a_stream_adds_up_to_the_whole_answer(url):
         ("/v1/completions", {"prompt": [[1, 2]]}, "prompt takes one string or one list of token ids"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "many"}, "$.max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens must be >= 1, got 0"),
-        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature must be >= 0"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature must be 0"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo is not offered"),
         ("/v1/completions", {"prompt": "a", "n": 0}, "n must be >= 1"),
         ("/v1/completions", {"prompt": ""}, "the prompt is empty"),

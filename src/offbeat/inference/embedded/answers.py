@@ -1,7 +1,7 @@
 """What the engine's HTTP endpoints answer, in OpenAI's words plus `token_ids` and `versions`. Used by `server`; no I/O."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -75,7 +75,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._prompt_len = prompt_len
         self._stops = stops
-        self._streams: Mapping[int, TextStream] = {i: TextStream(tokenizer, stops) for i in range(body.n)} if body.stream else {}
+        self._streams: dict[int, TextStream] = {}
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
 
     def whole(self, outputs: Sequence[Output]) -> bytes:
@@ -90,7 +90,7 @@ class Answer:
 
     def piece(self, output: Output) -> bytes:
         """One event of a streaming answer."""
-        stream = self._streams[output.index]
+        stream = self._streams.setdefault(output.index, TextStream(self._tokenizer, self._stops))
         text = "".join(map(stream.push, output.token_ids))
         if output.finish_reason is not None:
             text += stream.finish()

@@ -70,6 +70,7 @@ class Engine:
         self._rows = Rows(max_rows=options.max_running, device=forward.device)
         self._versions = VersionStore(live=options.version, folder=options.model)
         self._rng = np.random.default_rng(options.seed)
+        self._starting: list[Request] = []
         self._pending: PendingSwitch | None = None
 
     # -- requests ----------------------------------------------------------------------------------------------------------------------
@@ -147,10 +148,11 @@ class Engine:
             return []
         admitted = self._schedule()
         logits = self._run(admitted)
+        self._starting = []
         return self._postprocess(logits)
 
     def _schedule(self) -> list[Request]:
-        admitted = [] if self._pending else self._scheduler.admit()
+        admitted = self._starting = [] if self._pending else self._scheduler.admit()
         for request in admitted:
             params = request.params
             seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
@@ -250,7 +252,8 @@ class Engine:
 
     def fail(self, error: EngineError) -> list[Event]:
         """End every request and a switch under way with an error; the engine is not used after it."""
-        known = dict.fromkeys([running.request.id for running in self._rows.samples])
+        known = dict.fromkeys([request.id for request in self._starting])  # a step that failed may not have made rows of them yet
+        known |= dict.fromkeys([running.request.id for running in self._rows.samples])
         known |= dict.fromkeys([request.id for request in self._scheduler.drop_waiting()])
         if self._pending is not None:
             self._pending.done.set_exception(error)

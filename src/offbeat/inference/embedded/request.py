@@ -13,6 +13,10 @@ from offbeat.types import Version
 FinishReason = Literal["stop", "length", "abort"]
 
 
+MAX_STOPS = 64
+"""Stop strings, and stop token ids, of one request: each is compared with every token."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the next token is drawn and when a sample ends.
@@ -40,10 +44,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checks = (
             (self.max_new_tokens >= 1, "max_tokens must be >= 1", self.max_new_tokens),
-            (0 <= self.temperature < float("inf"), "temperature must be >= 0 and finite; 0 is greedy", self.temperature),
+            (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "temperature must be 0 (greedy) or 0.001 to 1000", self.temperature),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
-            (self.top_k >= 0, "top_k must be >= 0; 0 samples from all tokens", self.top_k),
+            (0 <= self.top_k < 2**31, "top_k must be >= 0 and below 2**31; 0 samples from all tokens", self.top_k),
             (all(self.stop), "stop must not hold an empty string", list(self.stop)),
+            (len(self.stop) <= MAX_STOPS, f"stop takes at most {MAX_STOPS} strings", len(self.stop)),
+            (all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids must be >= 0 and below 2**31", self.stop_token_ids[:9]),
+            (len(self.stop_token_ids) <= MAX_STOPS, f"stop_token_ids takes at most {MAX_STOPS} ids", len(self.stop_token_ids)),
         )
         for holds, rule, value in checks:
             if not holds:

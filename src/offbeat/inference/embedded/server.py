@@ -158,6 +158,9 @@ class EngineServer:
                 return Response(status_code=499)
             except OffbeatError as exc:
                 return _error(str(exc), status=500)
+            except Exception as exc:
+                logger.exception("a request to %s failed", http.url.path)
+                return _error(f"unexpected {type(exc).__name__}: {exc}; the engine's log says where", status=500)
 
         return guarded
 

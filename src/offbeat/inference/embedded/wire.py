@@ -113,6 +113,6 @@ def read_body(kind: type[T], data: bytes) -> T:
     """
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         hint = "; prompt takes one string or one list of token ids" if "$.prompt" in str(exc) else ""
         raise RefusedError(f"the request body is wrong: {exc}{hint}") from exc
