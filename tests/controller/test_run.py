@@ -135,3 +135,14 @@ def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str)
     assert failed["error"].startswith("CodeError: the reward")
     assert "the run failed" in (run.folder / "logs" / "controller.log").read_text()
     assert not (run.folder / "result.json").exists()
+
+
+def test_a_run_that_reads_from_its_own_folder_is_not_moved_from_under_itself(tmp_path: Path) -> None:
+    config = small_config(tmp_path, str(tmp_path / "runs" / "small" / "export"))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(config.run_dir / "export")})})
+    (config.run_dir / "export").mkdir(parents=True)
+    (config.run_dir / "config.toml").write_text("")
+    (config.run_dir / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match="model.path = .* lies in the folder of the run itself"):
+        prepare_run_dir(config)
+    assert (config.run_dir / "export").exists()

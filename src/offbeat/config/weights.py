@@ -13,7 +13,7 @@ class WeightsConfig(Section):
     interrupt: Literal["recompute", "keep", "drain"] = field(
         "recompute", "Requests in flight at a switch: go on under the new weights with the cache recomputed, with "
         "the old cache, or finish first.")
-    stage_timeout_s: float = field(60.0, "Seconds for the trainer to write a version, and for an engine to load it beside the old one.", gt=0)
+    stage_timeout_s: float = field(60.0, "Seconds for the trainer to write a version, and for an engine to load it.", gt=0)
     switch_timeout_s: float = field(60.0, "Seconds for an engine to switch; with drain, the longest generation.", gt=0)
     proof_tolerance: float = field(
         1e-3, "Largest difference of the canary's mean log-probability between trainer and engine; 0.05 suits bfloat16.", gt=0)
