@@ -73,7 +73,8 @@ def run_training(config: Config, console: Console, *, debug: bool = False) -> Ru
             warm_up_steps = (await fine_tune(session, state, standalone=False)).steps
             state.version += 1
         # A warm-up is not saved: it takes seconds, and the same command does it again.
-        result = TrainResult(0, Highlights(), stopped_early=True) if state.stopping else await train(session, state)
+        interrupted = warm_up_steps > 0 and state.stopping
+        result = TrainResult(0, Highlights(), stopped_early=True) if interrupted else await train(session, state)
         marks = result.highlights
         return RunResult(
             heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, warm_up_steps=warm_up_steps, steps=result.steps,

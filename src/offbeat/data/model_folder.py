@@ -19,6 +19,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
+CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""What configurations call the longest sequence in tokens; the first that is there counts."""
+
+
 def check_model_folder(path: str) -> Path:
     """The local folder of a model, fetched from the hub if `path` is not a folder.
 
@@ -59,7 +63,7 @@ def read_context_length(path: str) -> int:
     """
     config = read_model_config(path)
     text_config = config.get("text_config") or config
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+    for name in CONTEXT_LENGTH_NAMES:
         if isinstance(length := text_config.get(name), int):
             return length
     raise ModelError(f"the configuration of {path} names no max_position_embeddings; add it to its config.json")

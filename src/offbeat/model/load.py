@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from offbeat.data.model_folder import check_model_folder
+from offbeat.data.model_folder import CONTEXT_LENGTH_NAMES, check_model_folder
 from offbeat.errors import ModelError
 from offbeat.model.attention import PACKED
 from offbeat.model.norm import use_fast_norms
@@ -58,7 +58,7 @@ def context_length(config: Any) -> int:
         ModelError: the configuration names none.
     """
     text_config = config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+    for name in CONTEXT_LENGTH_NAMES:
         if isinstance(length := getattr(text_config, name, None), int):
             return length
     raise ModelError(f"the configuration of model type {config.model_type!r} names no max_position_embeddings; add it to config.json")
