@@ -108,22 +108,20 @@ class EnginePool:
             EngineError: it failed, or was quarantined before.
         """
         call = asyncio.ensure_future(member.client.generate(prompt, sampling, n=n, timeout_s=self._request_timeout_s))
+        waiting: set[asyncio.Future] = {call}
         try:
-            while not (call.done() or member.quarantined):
+            while not member.quarantined:
+                # Ahead between a switch and its proof, which the publisher ends with an admission or a quarantine.
+                if call.done() and not _is_ahead(call.result(), member.version):
+                    return call.result()
                 news = asyncio.ensure_future(member.news.wait())
-                await asyncio.wait({call, news}, return_when=asyncio.FIRST_COMPLETED)
+                waiting = {news} if call.done() else {news, call}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
-            if not member.quarantined:
-                samples = call.result()
-                newest = max((version for sample in samples for version in sample.versions), default=member.version)
-                # Between a switch and its proof; the publisher ends every proof with an admission or a quarantine.
-                while not member.quarantined and newest is not None and member.version is not None and newest > member.version:
-                    await member.news.wait()
-                if not member.quarantined:
-                    return samples
             raise EngineError(f"{member.client.name} was quarantined while it answered: {member.quarantined}")
         finally:
-            call.cancel()
+            for future in waiting:
+                future.cancel()
 
     def _end_busy(self, member: Member) -> None:
         now_s = time.time()
@@ -139,3 +137,8 @@ class EnginePool:
             reasons = "; ".join(f"{name}: {m.quarantined or 'has no proven version yet'}" for name, m in self._members.items())
             raise EngineError(f"no engine can serve: {reasons}")
         return min(candidates, key=lambda member: member.outstanding_tokens)
+
+
+def _is_ahead(samples: list[Sample], proven: Version | None) -> bool:
+    """Whether a token was sampled by a version later than the proven one."""
+    return proven is not None and any(version > proven for sample in samples for version in sample.versions)
