@@ -57,6 +57,26 @@ class WorkerError(RunError):
     """A worker process raised, or died; the message names it and shows its last words."""
 
 
+class DeathError(WorkerError):
+    """A worker process died; the message says how: by which signal, or with which exit code."""
+
+
+class SyncError(RunError):
+    """A point that all ranks pass together was not passed; the message is the same on every rank."""
+
+
+class SyncTimeout(SyncError, DeadlineError):  # noqa: N818
+    """Some rank did not come to a sync point in time; the message names it and shows where it is."""
+
+
+class SyncMismatch(SyncError):  # noqa: N818
+    """Ranks came to different sync points at once."""
+
+
+class PeerError(SyncError, WorkerError):
+    """Another rank raised or died; the message names it."""
+
+
 class EngineError(RunError):
     """An engine refused or failed a request."""
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import torch
 
@@ -33,6 +34,17 @@ def test_memory_grows_with_what_is_allocated():
     assert before > 10 * 2**20
     assert current_platform.memory() >= before
     assert block[0] == 1
+
+
+def test_a_wait_is_not_busy_on_a_cpu_and_work_is():
+    if not current_platform.is_cpu:
+        return
+    started = current_platform.busy_clock()
+    time.sleep(0.3)
+    assert current_platform.busy_clock() - started < 0.1
+    give_up_s = time.monotonic() + 30
+    while current_platform.busy_clock() - started < 0.1:
+        assert time.monotonic() < give_up_s
 
 
 def test_importing_the_platform_touches_no_device():

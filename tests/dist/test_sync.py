@@ -1,47 +1,356 @@
-"""A named wait says which point was missed, and leaves the group usable."""
+"""Points that ranks miss in every way, in real processes: the verdict names the right rank and cause, alike on all, and in time.
 
+Each set of processes plays several scenes one after the other, so that a test reads what its scene left.
+"""
+
+import ctypes
+import json
 import os
+import re
+import signal
+import subprocess
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from offbeat.dist.collectives import sum_scalars
-from offbeat.dist.sync import barrier
-from offbeat.errors import DeadlineError, WorkerError
+from offbeat.config.dist import DistConfig
+from offbeat.dist.mesh import connect_store, host_store
+from offbeat.dist.peers import Card
+from offbeat.phase import phase
+from offbeat.dist.sync import Sync
+from offbeat.errors import ConfigError, SyncError
 from ranks import run_alone, run_ranks
 
-
-def _one_rank_late(groups, _argument):
-    if groups.rank == 1:
-        time.sleep(1.5)
-        barrier("export", groups=groups, timeout_s=5)
-        text = ""
-    else:
-        with pytest.raises(DeadlineError) as error:
-            barrier("export", groups=groups, timeout_s=0.5)
-        text = str(error.value)
-    return [text, sum_scalars({"x": 1.0}, groups.cpu_group)["x"]]
+DEADLINE_S = 0.5
+LATEST_S = DEADLINE_S + 2.0
 
 
-def _one_rank_gone(groups, _argument):
-    if groups.rank == 1:
-        os._exit(0)
-    with pytest.raises(WorkerError, match="lost a peer at 'export'"):
-        barrier("export", groups=groups, timeout_s=30)
-    return "named"
-
-
-def test_a_missed_deadline_names_the_point_and_the_group_survives():
-    (text, after), (_, after_late) = run_ranks(_one_rank_late, world=2)
-    assert text.startswith("rank 0 of 2 waited 0.5 s at 'export'")
-    assert after == after_late == 2.0
-
-
-def test_a_dead_rank_is_told_apart_from_a_late_one():
-    assert run_ranks(_one_rank_gone, world=2, check=False)[0] == "named"
-
-
-def test_a_single_rank_does_not_wait():
+def _outcome(act, *arguments, **options):
+    """[class, text, seconds] of the error, or the value."""
     started = time.monotonic()
-    run_alone(lambda groups, _: barrier("export", groups=groups, timeout_s=5))
-    assert time.monotonic() - started < 5
+    try:
+        return act(*arguments, **options)
+    except SyncError as exc:
+        return [type(exc).__name__, str(exc), time.monotonic() - started]
+
+
+def _missed(groups, name, late):
+    """Rank 1 does `late` first; everybody's error, and whether the group works afterwards."""
+    groups.sync.barrier(f"before {name}")
+    if groups.rank == 1:
+        late()
+    error = _outcome(groups.sync.barrier, name, timeout_s=DEADLINE_S)
+    return [*error, groups.sync.sum_scalars(f"after {name}", {"x": 1.0})["x"]]
+
+
+def _load_slowly():
+    with phase("load batch 17"):
+        time.sleep(2.0)
+
+
+def _spin_in_python():
+    give_up_s = time.monotonic() + 2.0
+    while time.monotonic() < give_up_s:
+        pass
+
+
+def _hold_the_interpreter():
+    ctypes.PyDLL(None).sleep(3)  # Unlike CDLL, calls with the interpreter lock held.
+
+
+def _stop_for_a_while():
+    subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _receive(groups):
+    def receive():
+        dist.recv(torch.zeros(1), 2, group=groups.cpu_group)
+
+    def send():
+        time.sleep(2.0)
+        dist.send(torch.zeros(1), 1, group=groups.cpu_group)
+
+    groups.sync.barrier("before receive")
+    if groups.rank:
+        (receive if groups.rank == 1 else send)()
+    error = _outcome(groups.sync.barrier, "receive", timeout_s=DEADLINE_S)
+    return [*error, groups.sync.sum_scalars("after receive", {"x": 1.0})["x"]]
+
+
+def _patience(groups):
+    """Rank 0 comes after four times the deadline, with a beat; then as late without one."""
+    results = []
+    for beats in (True, False):
+        groups.sync.barrier("before patience")
+        if groups.rank == 0:
+            for _ in range(8):
+                time.sleep(DEADLINE_S / 2)
+                if beats:
+                    groups.sync.beat()
+        value = _outcome(groups.sync.broadcast, "prompts", b"drawn" if groups.rank == 0 else None, timeout_s=DEADLINE_S)
+        results.append(value if isinstance(value, list) else value.decode())
+    return results
+
+
+def _exchanged(groups):
+    sync, rank = groups.sync, groups.rank
+    parts = [bytes(range(n % 256)) * 3 for n in (5, 0, 90)]
+    return {
+        "sums": sync.sum_scalars("sums", {"b": 1.0 + rank, "a": 0.1 * 3**rank}),
+        "maxima": sync.max_scalars("maxima", {"c": -1.0 - rank}),
+        "undefined": str(sync.sum_scalars("undefined", {"x": float("nan") if rank == 1 else 1.0})["x"]),
+        "gathered": [[card.rank, card.host] for card in sync.gather("gather", _card(rank))],
+        "broadcast": [
+            sync.broadcast("some", b"abc" if rank == 2 else None, source=2).hex(),
+            len(sync.broadcast("none", b"" if rank == 0 else None))],
+        "scattered": [sync.scatter("parts", parts if rank == source else None, source=source) == parts[rank] for source in range(3)],
+    }
+
+
+def _card(rank):
+    return Card(rank=rank + 1, host=f"{rank + 1}" * rank, pid=1, started=1, machine="", hosts_store=False)
+
+
+def _failure(groups):
+    """Rank 1 fails in a meeting of its own while rank 0 waits and rank 2 is elsewhere."""
+    hosted = host_store(5) if groups.rank == 0 else None
+    port = int(groups.sync.broadcast("port", str(hosted.port).encode() if hosted else None))
+    store = hosted or connect_store("127.0.0.1", port, timeout_s=5)
+    sync = Sync.start(rank=groups.rank, world=3, store=store, config=DistConfig(), hosts_store=bool(hosted))
+    sync.arrive("start")
+    if groups.rank == 1:
+        sync.fail("ValueError: no such prompt")
+        sync.fail("something else")
+    if groups.rank == 2:
+        time.sleep(0.5)
+    errors = [_outcome(sync.arrive, name, timeout_s=30) for name in ("export", "evaluate")]
+    groups.sync.barrier("failure seen")
+    sync.close()
+    return errors
+
+
+def _killed_inside(groups):
+    with groups.sync.region("train_step", timeout_s=5):
+        if groups.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.zeros(1), group=groups.cpu_group)
+
+
+def _play(groups, _argument):
+    """[scene -> outcome, by rank], then the outcomes of the scene that rank 1 does not survive."""
+    scenes = {
+        "slow": _missed(groups, "slow", _load_slowly),
+        "spinning": _missed(groups, "spinning", _spin_in_python),
+        "receiving": _receive(groups),
+        "holding": _missed(groups, "holding", _hold_the_interpreter),
+        "stopped": _missed(groups, "stopped", _stop_for_a_while),
+        "mismatch": _outcome(groups.sync.barrier, "evaluate" if groups.rank == 1 else "save"),
+        "patience": _patience(groups),
+        "exchanged": _exchanged(groups),
+        "failure": _failure(groups),
+    }
+    everybody = groups.sync.gather("scenes", json.dumps(scenes))
+    killed = [_outcome(_killed_inside, groups), _outcome(groups.sync.barrier, "save", timeout_s=30)]
+    return [[json.loads(scenes) for scenes in everybody], killed]
+
+
+def _play_without_store(groups, _argument):
+    """Rank 0, which hosts the store, is stopped for a while; then it is killed while the others wait."""
+    stopped = _missed_by_host(groups, _stop_for_a_while)
+    everybody = groups.sync.gather("stopped", json.dumps(stopped))
+    if groups.rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if groups.rank == 2:
+        time.sleep(0.6)
+    killed = [_outcome(groups.sync.barrier, name, timeout_s=30) for name in ("save", "evaluate")]
+    return [[json.loads(outcome) for outcome in everybody], killed]
+
+
+def _missed_by_host(groups, late):
+    groups.sync.barrier("before")
+    if groups.rank == 0:
+        late()
+    error = _outcome(groups.sync.barrier, "export", timeout_s=DEADLINE_S)
+    time.sleep(2.0)  # The host goes on meanwhile.
+    return [*error, groups.sync.sum_scalars("after", {"x": 1.0})["x"]]
+
+
+def _exit_while_others_wait(groups, _argument):
+    groups.sync.barrier("start")
+    if groups.rank == 2:
+        os._exit(3)
+    if groups.rank == 1:
+        time.sleep(1.0)
+    return [_outcome(groups.sync.barrier, name, timeout_s=30) for name in ("save", "evaluate")]
+
+
+def _raise_while_others_wait(groups, _argument):
+    if groups.rank == 1:
+        raise ValueError("no such prompt")
+    return _outcome(groups.sync.barrier, "save", timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def played():
+    results = run_ranks(_play, world=3, check=False)
+    assert isinstance(results[0], list), results
+    assert isinstance(results[2], list), results
+    return results
+
+
+@pytest.fixture(scope="module")
+def scenes(played):
+    """By scene, then by rank."""
+    by_rank = played[0][0]
+    return {name: [scenes[name] for scenes in by_rank] for name in by_rank[0]}
+
+
+def _check_missed(outcomes, *, kind="SyncTimeout"):
+    """All ranks raised the same, those that waited in time, and the group works on; returns the text."""
+    assert [outcome[0] for outcome in outcomes] == [kind] * 3
+    assert len({outcome[1] for outcome in outcomes}) == 1
+    assert DEADLINE_S <= outcomes[0][2] < LATEST_S
+    assert DEADLINE_S <= outcomes[2][2] < LATEST_S
+    assert all(outcome[3] == 3.0 for outcome in outcomes)
+    return outcomes[0][1]
+
+
+def test_a_slow_rank_is_named_with_its_phase_and_stack_and_the_late_one_raises_the_same(scenes):
+    text = _check_missed(scenes["slow"])
+    assert re.match(r"sync point 'slow' timed out after 0.5 s with 2 of 3 ranks there: "
+                    r"rank 1 is slow, for 0\.[4-9] s in phase 'load batch 17'\n", text)
+    assert text.endswith("in _load_slowly: time.sleep(2.0)")
+
+
+def test_a_tight_python_loop_shows_its_stack(scenes):
+    text = _check_missed(scenes["spinning"])
+    assert "rank 1 is slow, for" in text
+    assert "in _spin_in_python: " in text
+
+
+def test_a_rank_blocked_in_a_collective_shows_its_stack(scenes):
+    outcomes = scenes["receiving"]
+    text = outcomes[0][1]
+    assert "with 1 of 3 ranks there: rank 1 is slow" in text
+    assert "in receive: dist.recv(" in text
+    assert "in send: time.sleep(2.0)" in text
+    assert [outcome[1] for outcome in outcomes] == [text] * 3
+    assert outcomes[0][3] == 3.0
+
+
+def test_a_rank_that_holds_the_interpreter_is_unresponsive(scenes):
+    text = _check_missed(scenes["holding"])
+    assert re.search(
+        r"2 of 3 ranks there: rank 1 is unresponsive, so native code holds its interpreter "
+        r"\(its process is sleeping, after \d+\.\d s of CPU time\)$", text)
+
+
+def test_a_stopped_rank_is_told_apart_and_raises_the_same_when_it_goes_on(scenes):
+    text = _check_missed(scenes["stopped"])
+    assert text.endswith("with 2 of 3 ranks there: rank 1 is stopped by a signal (SIGSTOP or a debugger)")
+
+
+def test_ranks_at_different_points_hear_of_it_at_once(scenes):
+    for kind, text, seconds in scenes["mismatch"]:
+        assert kind == "SyncMismatch"
+        assert text.startswith("ranks came to different sync points at once: ")
+        assert "rank 1 came to 'evaluate'" in text
+        assert seconds < 2
+    assert len({text for _, text, _ in scenes["mismatch"]}) == 1
+
+
+def test_a_source_that_beats_is_waited_for_and_one_that_does_not_is_missed(scenes):
+    for beating, silent in scenes["patience"]:
+        assert beating == "drawn"
+        assert silent[0] == "SyncTimeout"
+        assert "'prompts' timed out after 0.5 s with 2 of 3 ranks there: rank 0 is slow" in silent[1]
+    assert len({silent[1] for _, silent in scenes["patience"]}) == 1
+
+
+def test_values_and_bytes_come_to_every_rank(scenes):
+    first = scenes["exchanged"][0]
+    assert scenes["exchanged"] == [first] * 3
+    assert first["sums"] == pytest.approx({"a": 0.1 + 0.1 * 3 + 0.1 * 9, "b": 6.0}, rel=1e-15)
+    assert first["maxima"] == {"c": -1.0}
+    assert first["undefined"] == "nan"
+    assert first["gathered"] == [[1, ""], [2, "2"], [3, "33"]]
+    assert first["broadcast"] == [b"abc".hex(), 0]
+    assert first["scattered"] == [True, True, True]
+
+
+def test_a_failure_ends_all_waits_and_every_later_point(scenes):
+    for rank, errors in enumerate(scenes["failure"]):
+        for name, (kind, text, seconds) in zip(("export", "evaluate"), errors, strict=True):
+            assert kind == "PeerError"
+            assert text == f"sync point {name!r} cannot be passed: rank 1 failed: ValueError: no such prompt"
+            assert seconds < 2, rank
+
+
+def test_a_rank_killed_inside_a_collective_is_named(played):
+    for rank in (0, 2):
+        for name, (kind, text, seconds) in zip(("train_step", "save"), played[rank][1], strict=True):
+            assert kind == "PeerError"
+            assert text == f"sync point {name!r} cannot be passed: rank 1 was killed by SIGKILL"
+            assert seconds < 2
+
+
+@pytest.fixture(scope="module")
+def played_without_store():
+    results = run_ranks(_play_without_store, world=3, check=False, rank_0_hosts=True)
+    assert isinstance(results[1], list), results
+    assert isinstance(results[2], list), results
+    return results
+
+
+def test_a_stopped_host_of_the_store_is_named_by_those_that_wait_and_by_itself(played_without_store):
+    outcomes = played_without_store[1][0]
+    text = ("sync point 'export' timed out after 0.5 s: rank 0 is stopped by a signal (SIGSTOP or a debugger), "
+            "and with it the store that it hosts")
+    assert [outcome[:2] for outcome in outcomes] == [["SyncTimeout", text]] * 3
+    assert all(DEADLINE_S <= outcome[2] < LATEST_S for outcome in outcomes[1:])
+    assert all(outcome[3] == 3.0 for outcome in outcomes)
+
+
+def test_a_killed_host_of_the_store_is_named(played_without_store):
+    for rank in (1, 2):
+        for name, (kind, text, seconds) in zip(("save", "evaluate"), played_without_store[rank][1], strict=True):
+            assert kind == "PeerError"
+            assert text == f"sync point {name!r} cannot be passed: rank 0 was killed by SIGKILL, and with it the store that it hosts"
+            assert seconds < 2
+
+
+def test_an_exit_is_named_at_once_to_those_that_wait_and_those_that_come_later():
+    for errors in run_ranks(_exit_while_others_wait, world=3, check=False)[:2]:
+        for name, (kind, text, seconds) in zip(("save", "evaluate"), errors, strict=True):
+            assert kind == "PeerError"
+            assert text == f"sync point {name!r} cannot be passed: rank 2 exited with code 3"
+            assert seconds < 2
+
+
+def test_an_exception_that_ends_a_rank_is_told_to_those_that_wait():
+    kind, text, seconds = run_ranks(_raise_while_others_wait, world=2, check=False)[0]
+    assert kind == "PeerError"
+    assert text == "sync point 'save' cannot be passed: rank 1 failed: ValueError: no such prompt"
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_that_is_not_a_positive_number_is_refused(timeout_s):
+    with pytest.raises(ConfigError, match=f"timeout of sync point 'save' must be a number of seconds > 0, got {timeout_s}"):
+        run_alone(lambda groups, _: groups.sync.barrier("save", timeout_s=timeout_s))
+
+
+def test_a_single_rank_waits_for_nobody():
+    def act(groups, _):
+        groups.sync.barrier("save")
+        groups.sync.fail("nobody hears it")
+        with groups.sync.region("step"):
+            dist.all_reduce(torch.zeros(1), group=groups.cpu_group)
+        return [groups.sync.sum_scalars("sum", {"x": 2.0}), groups.sync.gather("gather", "a"), groups.sync.broadcast("bytes", b"b"),
+                groups.sync.scatter("parts", [b"c"])]
+
+    assert run_alone(act) == [{"x": 2.0}, ["a"], b"b", b"c"]

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from offbeat.dist.collectives import sum_scalars
 from offbeat.dist.mesh import ProcessGroups
 from offbeat.errors import RunError, StorageError
 
@@ -30,14 +29,18 @@ def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, step: int, gro
     if leads:
         # No rank writes before rank 0 has planned, which it does after this.
         shutil.rmtree(part, ignore_errors=True)
-    try:
-        dcp.save(_state(model, optimizer, step), storage_writer=dcp.FileSystemWriter(part), process_group=groups.cpu_group)
-    except CheckpointException as exc:  # Raised on every rank when it is on one.
+    failure = None
+    with groups.sync.region("save_recover"):
+        try:
+            dcp.save(_state(model, optimizer, step), storage_writer=dcp.FileSystemWriter(part), process_group=groups.cpu_group)
+        except CheckpointException as exc:  # Raised on every rank when it is on one, so no rank failed alone.
+            failure = exc
+    if failure:
         if leads:
             shutil.rmtree(part, ignore_errors=True)
-        raise _describe(exc, folder, "written; what was saved before is intact") from exc
+        raise _describe(failure, folder, "written; what was saved before is intact") from failure
     error = _replace(part, folder) if leads else None
-    if sum_scalars({"failed": error is not None}, groups.cpu_group)["failed"]:
+    if groups.sync.sum_scalars("save_recover_done", {"failed": error is not None})["failed"]:
         raise StorageError(f"checkpoint {folder} could not be put in place by rank 0: {error or 'see its log'}") from error
 
 
@@ -48,14 +51,18 @@ def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: Proces
         StorageError: on every rank, when some rank could not read.
     """
     missing = not (folder / ".metadata").is_file()
-    if num_missing := int(sum_scalars({"missing": missing}, groups.cpu_group)["missing"]):
+    if num_missing := int(groups.sync.sum_scalars("load_recover", {"missing": missing})["missing"]):
         raise StorageError(
             f"{num_missing} of {groups.world} ranks find no checkpoint in {folder}; it must lie on a disk that all ranks see")
     state = _state(model, optimizer, 0)
-    try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=groups.cpu_group)
-    except CheckpointException as exc:
-        raise _describe(exc, folder, "read") from exc
+    failure = None
+    with groups.sync.region("load_recover_read"):
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=groups.cpu_group)
+        except CheckpointException as exc:
+            failure = exc
+    if failure:
+        raise _describe(failure, folder, "read") from failure
     settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):

@@ -1,7 +1,7 @@
 """Ranks meet: the store they find each other through, and the groups they talk over.
 
-Rank 0 hosts a store, tells its port to whoever starts the ranks, and every rank joins with a client of it. `join` promises two groups
-that break independently: the device mesh, for tensors of the model, and `cpu_group`, gloo, for scalars and named waits.
+Rank 0 hosts a store, or torchrun does, and every rank joins with a client of it. `join` promises two groups that break independently:
+the device mesh, for tensors of the model, and `cpu_group`, gloo, for scalars and bytes; and `sync`, the named points around both.
 """
 
 import socket
@@ -13,7 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offbeat.config.dist import DistConfig
 from offbeat.dist.platform import current_platform
-from offbeat.errors import DeadlineError
+from offbeat.dist.sync import Sync
+from offbeat.errors import ConfigError, DeadlineError, PortBusyError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """How ranks are laid out: `dp` replicas or shards of the model, each over `tp` neighbouring ranks."""
+
+    dp: int
+    tp: int = 1
+
+    def check(self, world: int) -> None:
+        """Raises:
+            ConfigError: this shape is not one of `world` ranks.
+        """
+        if min(self.dp, self.tp) < 1 or self.dp * self.tp != world:
+            raise ConfigError(
+                f"a mesh of {self.dp} data-parallel times {self.tp} tensor-parallel ranks needs {self.dp * self.tp} of them, got {world}; "
+                "start as many, or change the mesh")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,22 +41,47 @@ class ProcessGroups:
     Attributes:
         rank: this process, 0 to world - 1.
         world: number of ranks, R.
-        mesh: one dimension, "dp", over all ranks, on the platform's backend.
+        shape: how they are laid out.
+        mesh: one dimension, "dp", on the platform's backend: this rank and its peers of the same tensor-parallel index.
         cpu_group: gloo over all ranks, whatever the device.
+        sync: named points over all ranks.
     """
 
     rank: int
     world: int
+    shape: MeshShape
     mesh: DeviceMesh
     cpu_group: dist.ProcessGroup
+    sync: Sync
+
+    @property
+    def dp_rank(self) -> int:
+        """Data-parallel index, 0 to shape.dp - 1."""
+        return self.rank // self.shape.tp
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this rank is the first of its tensor-parallel neighbours, which speaks for them."""
+        return self.rank % self.shape.tp == 0
 
 
-def host_store(timeout_s: float, *, host: str = "127.0.0.1") -> dist.TCPStore:
-    """Serve a store on a free port of `host`, which alone it listens on; read the port from `.port`."""
-    listener = socket.create_server((host, 0))
+class HostedStore(dist.TCPStore):
+    """A store that this process serves."""
+
+
+def host_store(timeout_s: float, *, host: str = "127.0.0.1", port: int = 0) -> HostedStore:
+    """Serve a store on `port` of `host`, which alone it listens on; 0 takes a free one, to be read from `.port`.
+
+    Raises:
+        PortBusyError: nothing can be served there.
+    """
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as exc:
+        raise PortBusyError(f"no store can be served at {host}:{port} ({exc.strerror}); choose another port or host") from exc
     port = listener.getsockname()[1]
     # The store owns the socket from here on; handing over a bound socket leaves no moment in which another process takes the port.
-    return dist.TCPStore(
+    return HostedStore(
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach())
 
 
@@ -55,34 +98,49 @@ def connect_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
             f"no store answered at {host}:{port} within {timeout_s:g} s; rank 0 hosts it, so look at rank 0's log first") from exc
 
 
-def join(*, rank: int, world: int, store: dist.Store, config: DistConfig, local_rank: int = 0) -> ProcessGroups:
-    """Meet the other ranks; returns when all are there.
+_syncs: list[Sync] = []
+"""Of this process; torch's groups, which `leave` takes down with them, are per process too."""
+
+
+def join(
+    *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, local_rank: int = 0, prefix: str = "",
+    shape: MeshShape | None = None,
+) -> ProcessGroups:
+    """Meet the other ranks at the sync point "join"; returns when all are there.
 
     Args:
-        store: rank 0's, or a client of it; it serves one meeting.
+        store: rank 0's, or a client of it.
         local_rank: index among the devices that this process sees; 0 where the launcher shows each rank its own.
+        prefix: of every key in the store; one per meeting where a store serves several, as torchrun's does when it restarts ranks.
+        shape: default all ranks data-parallel.
 
     Raises:
-        DeadlineError: fewer than `world` ranks came within `config.init_timeout_s`.
+        ConfigError: the shape is not one of `world` ranks.
+        SyncTimeout: fewer than `world` ranks came within `config.init_timeout_s`.
+        PeerError: one of them died meanwhile.
     """
+    shape = shape or MeshShape(world)
+    shape.check(world)
     current_platform.set_device(local_rank)
-    store.set_timeout(timedelta(seconds=config.init_timeout_s))
-    collective_timeout = timedelta(seconds=config.collective_timeout_s)
-    store.set(f"offbeat/joined/{rank}", "")
-    try:
-        store.wait([f"offbeat/joined/{peer}" for peer in range(world)])
-    except dist.DistError as exc:
-        missing = [peer for peer in range(world) if not store.check([f"offbeat/joined/{peer}"])]
-        raise DeadlineError(
-            f"rank {rank} of {world} waited {config.init_timeout_s:g} s (dist.init_timeout_s) for ranks {missing} to join") from exc
-    dist.init_process_group(current_platform.backend, store=store, rank=rank, world_size=world, timeout=collective_timeout)
-    mesh = init_device_mesh(current_platform.device_type, (world,), mesh_dim_names=("dp",))
-    cpu_group = dist.new_group(backend="gloo", timeout=collective_timeout)
+    sync = Sync.start(rank=rank, world=world, store=store, config=config, hosts_store=isinstance(store, HostedStore), prefix=prefix)
+    _syncs.append(sync)
+    with sync.region("join", timeout_s=config.init_timeout_s):
+        sync.watch_peers()
+        store.set_timeout(timedelta(seconds=config.init_timeout_s))
+        collective_timeout = timedelta(seconds=config.collective_timeout_s)
+        dist.init_process_group(
+            current_platform.backend, store=dist.PrefixStore(f"{prefix}groups", store), rank=rank, world_size=world,
+            timeout=collective_timeout)
+        mesh = init_device_mesh(current_platform.device_type, (shape.dp, shape.tp), mesh_dim_names=("dp", "tp"))
+        cpu_group = dist.new_group(backend="gloo", timeout=collective_timeout)
     assert isinstance(cpu_group, dist.ProcessGroup), f"every rank is a member of the new group, got {cpu_group}"
-    return ProcessGroups(rank=rank, world=world, mesh=mesh, cpu_group=cpu_group)
+    sync.cpu_group = cpu_group
+    return ProcessGroups(rank=rank, world=world, shape=shape, mesh=mesh["dp"], cpu_group=cpu_group, sync=sync)
 
 
 def leave() -> None:
     """Take this process out of all groups. Ranks need not leave together."""
+    while _syncs:
+        _syncs.pop().close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -7,6 +7,7 @@ visible devices first.
 
 import resource
 import sys
+import time
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,6 +66,14 @@ class Platform:
         """Wait until the device has done what was queued; does nothing on a CPU, where nothing is queued."""
         if not self.is_cpu:
             torch.accelerator.synchronize()
+
+    def busy_clock(self) -> float:
+        """Seconds, from an arbitrary start, that this thread has computed.
+
+        On a CPU a rank that waits for a peer uses no thread time. An accelerator's waits cannot be told from its work: there all time
+        counts.
+        """
+        return time.thread_time() if self.is_cpu else time.perf_counter()
 
     def memory(self) -> int:
         """Peak memory of this process in bytes: allocated on the device, or resident on a CPU."""

@@ -1,36 +1,309 @@
-"""Named waits of all ranks, each with a deadline: used around saving, exporting and evaluating.
+"""Named points at which all ranks meet, each with a deadline, and the collectives behind them; `groups.sync` in every rank.
 
-The deadline lies outside the collective, so a missed one leaves the group usable: the late rank still completes it.
+Nobody enters a collective before all ranks have come to its name. When one does not come, every rank, the late one included, raises the
+same error, which says who is missing, whether it is slow, stopped, dead or not answering, what it does and where; the groups stay
+usable, because gloo was never entered. A rank that died or failed ends all waits at once.
+
+The caller waits only for its own deadline; the store, whose host may itself be stopped, is left to three threads:
+
+    caller      consumes messages on its wait; produces waits, and cases for the judge; waits for a message or its deadline;
+                woken by its Arrivals, Watcher or Judge
+    Arrivals    (arrivals.py) takes waits to the store and brings their results
+    Watcher     (watcher.py) answers for this rank
+    Judge       (judge.py) finds out why a point was not passed
 """
 
+import atexit
+import contextlib
+import logging
+import math
+import queue
+import re
+import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Self, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from offbeat.dist.mesh import ProcessGroups
+from offbeat.config.dist import DistConfig
+from offbeat.data.wire import decode, encode, encode_json
+from offbeat.dist import exchange
+from offbeat.dist.arrivals import Arrivals
+from offbeat.dist.board import Board, Message, Renewed, Wait
+from offbeat.dist.faults import Saboteur
+from offbeat.dist.judge import Announcement, Broken, Joined, Judge, Leave
+from offbeat.dist.links import Peers, connect
+from offbeat.dist.peers import own_card
 from offbeat.dist.platform import current_platform
-from offbeat.errors import DeadlineError, WorkerError
+from offbeat.dist.points import MAX_WORLD, Keys
+from offbeat.dist.verdict import Verdict
+from offbeat.dist.watcher import Watcher
+from offbeat.errors import ConfigError, OffbeatError, PeerError, SyncError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SLICE_S = 0.1
+"""One of the short waits that make up a grace period: a clock runs on while this process is stopped, a count of waits does not."""
+
+_STORE_S = 0.5
+"""Grace on top of the watchers' for the store's own answers; beyond it the store's host is to blame."""
+
+_ANNOUNCE_S = 1.0
+"""For the peers to be told of a failure; who fails has something better to say than that this did not work."""
+
+_CLOSE_S = 2.0
+"""For the threads to end: they are blocked only when the store's host is, whose own Judge lingers for a second."""
+
+_COLLECTIVE_FAILED = re.compile(r"gloo|nccl|connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
 
 
-def barrier(name: str, *, groups: ProcessGroups, timeout_s: float) -> None:
-    """Return when this rank's device is idle and every rank has come to the point `name`.
+class Sync:
+    """One rank's end. Made by `offbeat.dist.mesh.join`; its methods are collective unless they say otherwise, for one thread at a time.
 
-    Raises:
-        DeadlineError: some rank did not come within `timeout_s` seconds.
-        WorkerError: some rank's process is gone.
+    Every named method raises
+
+        SyncTimeout: a rank did not come within `timeout_s` (default `dist.sync_timeout_s`) seconds.
+        SyncMismatch: ranks came under different names.
+        PeerError: a rank failed or died; so does every point after it.
+        ConfigError: `timeout_s` is not a positive number of seconds.
+
+    Attributes:
+        rank: this process, 0 to world - 1.
+        world: number of ranks.
+        cpu_group: gloo over all ranks; set by `join` once they have met.
     """
-    current_platform.synchronize()
-    started = time.monotonic()
-    work = dist.all_reduce(torch.zeros(1), group=groups.cpu_group, async_op=True)
-    assert work is not None, "an asynchronous collective returns its work"
-    try:
-        work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as exc:
-        # gloo raises the same type for both; only a missed deadline takes the whole time.
-        if time.monotonic() - started < timeout_s:
-            raise WorkerError(f"rank {groups.rank} lost a peer at {name!r}: {exc}") from exc
-        raise DeadlineError(
-            f"rank {groups.rank} of {groups.world} waited {timeout_s:g} s at {name!r} and some rank has not come; "
-            "look at the other ranks' logs, or raise the deadline of this point if they are only slow") from exc
+
+    cpu_group: dist.ProcessGroup
+
+    def __init__(self, *, rank: int, world: int, config: DistConfig) -> None:
+        self.rank = rank
+        self.world = world
+        self._config = config
+        self._saboteur = Saboteur(rank)
+        self._board = Board(rank)
+        self._closed = False
+        self._reported: Verdict | None = None
+
+    @classmethod
+    def start(cls, *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, hosts_store: bool, prefix: str = "") -> Self:
+        """Connect to the store and be there for others; not collective.
+
+        Args:
+            store: any client; it is not used after this.
+            hosts_store: this process serves the store.
+            prefix: keeps this meeting apart from others in the same store.
+        """
+        if not 1 <= world <= MAX_WORLD:
+            raise ConfigError(f"the number of ranks must be in 1..{MAX_WORLD}, got {world}")
+        sync = cls(rank=rank, world=world, config=config)
+        if world > 1:  # One rank waits for nobody, and needs no threads for it.
+            sync._start(store, hosts_store=hosts_store, keys=Keys(prefix))
+        return sync
+
+    def _start(self, store: dist.TCPStore, *, hosts_store: bool, keys: Keys) -> None:
+        card = own_card(self.rank, hosts_store=hosts_store)
+        self._peers = Peers(card, world=self.world, address=f"{store.host}:{store.port}")
+        common = {"board": self._board, "peers": self._peers, "keys": keys}
+        clients = [connect(store, timeout_s=self._config.init_timeout_s) for _ in range(3)]
+        self._judge = Judge(clients[0], answer_timeout_s=self._config.answer_timeout_s, **common)
+        self._arrivals = Arrivals(clients[1], doubt=self._judge.post, **common)
+        self._watcher = Watcher(clients[2], **common)
+        store.set(keys.card(self.rank), encode_json(card).decode())
+        for worker in (self._judge, self._arrivals, self._watcher):
+            worker.thread.start()
+        # A thread that wakes up in native code while the interpreter ends takes the process down with it.
+        atexit.register(self._at_exit)
+
+    def arrive(self, name: str, *, timeout_s: float | None = None, source: int | None = None) -> None:
+        """Return when all ranks have come to `name`, without any collective; with `source`, patiently as `broadcast`."""
+        timeout_s = self._config.sync_timeout_s if timeout_s is None else timeout_s
+        if not 0 < timeout_s < math.inf:
+            raise ConfigError(f"the timeout of sync point {name!r} must be a number of seconds > 0, got {timeout_s}")
+        name = self._saboteur.strike(name)
+        board = self._board
+        board.arrivals += 1
+        if self.world == 1:
+            return
+        wait = board.wait = Wait(board.arrivals, name, timeout_s, source, threading.get_ident())
+        try:
+            # In this order: a failure that comes after this look finds the wait on the board.
+            message = board.failure or self._await(wait)
+        finally:
+            board.leave_point(name)
+        assert not isinstance(message, Renewed), "a renewed wait goes on"
+        if message is not None:
+            raise self._report(message, name)
+
+    def _await(self, wait: Wait) -> Message:
+        self._arrivals.waits.put(wait)
+        while True:
+            try:
+                message = wait.messages.get(timeout=wait.timeout_s)
+            except queue.Empty:
+                self._judge.post(wait)
+                message = self._await_verdict(wait)
+            if not isinstance(message, Renewed):
+                return message
+
+    def _await_verdict(self, wait: Wait) -> Message:
+        for _ in range(math.ceil((self._config.answer_timeout_s + _STORE_S) / _SLICE_S)):
+            with contextlib.suppress(queue.Empty):
+                return wait.messages.get(timeout=_SLICE_S)
+            if self._peers.host_is_stopped():
+                break
+        wait.abandoned = self._peers.store_silent(point=wait.name, timeout_s=wait.timeout_s)
+        return wait.abandoned
+
+    def _report(self, verdict: Verdict, name: str) -> SyncError:
+        error = verdict.to_error(name)
+        if verdict is not self._reported:  # A failure is raised at every point from here on.
+            _log.error("rank %d: %s", self.rank, error)
+            self._reported = verdict
+        return error
+
+    def barrier(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Return when this rank's device is idle and all ranks have come to `name`."""
+        current_platform.synchronize()
+        self.arrive(name, timeout_s=timeout_s)
+        with self._inside(name):
+            self._finish(dist.barrier(group=self.cpu_group, async_op=True))
+
+    def sum_scalars(self, name: str, values: Mapping[str, float], *, timeout_s: float | None = None) -> dict[str, float]:
+        """Sum each value over the ranks, in float64; all give the same keys and get the same bits."""
+        self.arrive(name, timeout_s=timeout_s)
+        with self._inside(name):
+            return exchange.reduce_scalars(values, dist.ReduceOp.SUM, group=self.cpu_group, finish=self._finish)
+
+    def max_scalars(self, name: str, values: Mapping[str, float], *, timeout_s: float | None = None) -> dict[str, float]:
+        """Take each value's maximum over the ranks, as `sum_scalars`."""
+        self.arrive(name, timeout_s=timeout_s)
+        with self._inside(name):
+            return exchange.reduce_scalars(values, dist.ReduceOp.MAX, group=self.cpu_group, finish=self._finish)
+
+    def gather(self, name: str, value: T, *, timeout_s: float | None = None) -> list[T]:
+        """Every rank's value, by rank, on every rank; frozen dataclasses of one type, or what `offbeat.data.wire` takes."""
+        data = encode(value)
+        self.arrive(name, timeout_s=timeout_s)
+        with self._inside(name):
+            return [decode(type(value), item) for item in exchange.all_gather_bytes(data, group=self.cpu_group, finish=self._finish)]
+
+    def broadcast(self, name: str, value: bytes | None, *, source: int = 0, timeout_s: float | None = None) -> bytes:
+        """The source's bytes; the other ranks give None.
+
+        Patient: the deadline of the other ranks starts anew as long as the source is elsewhere and its last `beat` is younger than
+        `timeout_s`, for it may wait for something that has a deadline of its own.
+        """
+        assert (value is not None) == (self.rank == source), f"rank {source} alone gives what is sent from it"
+        self.arrive(name, timeout_s=timeout_s, source=source)
+        with self._inside(name):
+            return exchange.broadcast_bytes(value or b"", source=source, group=self.cpu_group, finish=self._finish)
+
+    def scatter(self, name: str, parts: Sequence[bytes] | None, *, source: int = 0, timeout_s: float | None = None) -> bytes:
+        """This rank's part: the source gives one per rank, of any sizes, the others None. Patient as `broadcast`."""
+        assert len(parts or ()) == (self.world if self.rank == source else 0), f"rank {source} alone gives one part per rank"
+        self.arrive(name, timeout_s=timeout_s, source=source)
+        with self._inside(name):
+            return exchange.scatter_bytes(parts or (), source=source, group=self.cpu_group, finish=self._finish)
+
+    @contextmanager
+    def region(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
+        """Once all have come, the block may use torch's own collectives.
+
+        When one of them breaks the error is a verdict as at a point, if some rank stands out. Any other exception of the block goes on
+        as it is, after the peers have been told that this rank failed.
+        """
+        self.arrive(name, timeout_s=timeout_s)
+        with self._inside(name):
+            yield
+
+    @contextmanager
+    def _inside(self, name: str) -> Iterator[None]:
+        around, n = self._board.inside, self._board.arrivals
+        self._board.inside = n
+        try:
+            yield
+        except SyncError:
+            raise
+        except BaseException as exc:  # torch's CheckpointException is no Exception.
+            self._board.inside = 0
+            if verdict := self._why_broken(name, n, exc):
+                raise self._report(verdict, name) from exc
+            self.fail(f"{type(exc).__name__}: {exc}")
+            raise
+        finally:
+            self._board.inside = around
+
+    def _why_broken(self, name: str, n: int, exc: BaseException) -> Verdict | None:
+        if self.world == 1 or isinstance(exc, OffbeatError) or not _COLLECTIVE_FAILED.search(str(exc)):
+            return None
+        case = Broken(name, n, str(exc).splitlines()[0])
+        self._judge.post(case)
+        for _ in range(math.ceil((self._config.answer_timeout_s + 2 * _STORE_S) / _SLICE_S)):
+            with contextlib.suppress(queue.Empty):
+                return case.verdict.get(timeout=_SLICE_S)
+        return self._board.failure
+
+    def _finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective in slices, so that a peer's failure is heard."""
+        assert work is not None, "an asynchronous collective returns its work"
+        give_up_s = time.monotonic() + self._config.collective_timeout_s
+        while True:
+            try:
+                work.wait(timedelta(seconds=_SLICE_S))
+                return
+            except RuntimeError:
+                if work.is_completed() or self._board.failure or time.monotonic() > give_up_s:
+                    raise
+
+    def beat(self) -> None:
+        """This rank is alive and waits under a deadline of its own; not collective, cheap, from any thread."""
+        self._board.beat_s = time.monotonic()
+
+    def check(self) -> None:
+        """Raise PeerError if a peer has died or failed; not collective, cheap, from any thread. For a rank that waits for other things."""
+        if failure := self._board.failure:
+            raise PeerError(f"the run cannot go on: {failure.text}")
+
+    def fail(self, reason: str) -> None:
+        """Tell all peers that this rank failed; not collective. They, and this rank, raise PeerError at every point from here on.
+
+        The first call counts. Never raises.
+        """
+        if self.world == 1 or self._closed or self._board.failure:
+            return
+        case = Announcement(reason)
+        self._judge.post(case)
+        case.done.wait(_ANNOUNCE_S)
+
+    def close(self) -> None:
+        """Leave in good order; not collective. Peers that wait for this rank afterwards raise PeerError."""
+        self._end(Leave(in_order=True))
+
+    def _at_exit(self) -> None:
+        """The process ends without having left: peers that wait are told of the exception that ends it, else of its exit code."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and not isinstance(error, SyncError):
+            self.fail(f"{type(error).__name__}: {error}")
+        self._end(Leave(in_order=False))
+
+    def _end(self, leave: Leave) -> None:
+        if self.world == 1 or self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._arrivals.waits.put(None)
+        self._judge.post(leave)
+        give_up_s = time.monotonic() + _CLOSE_S
+        for worker in (self._judge, self._arrivals, self._watcher):
+            worker.thread.join(max(0.0, give_up_s - time.monotonic()))
+
+    def watch_peers(self) -> None:
+        """All ranks have come for the first time, so their processes can be watched; not collective, called once by `join`."""
+        if self.world > 1:
+            self._judge.post(Joined())

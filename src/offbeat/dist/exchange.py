@@ -1,0 +1,71 @@
+"""Values and bytes over gloo, between ranks that are known to be all there. Called by `Sync` after an arrival.
+
+Every function is a collective over `group`, all ranks of it, and takes `finish`, which waits for an asynchronous operation. Only CPU
+tensors go there. Bytes travel as uint8 tensors; nothing is ever unpickled.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Finish = Callable[[dist.Work | None], None]
+
+
+def reduce_scalars(
+    values: Mapping[str, float], op: dist.ReduceOp.RedOpType, *, group: dist.ProcessGroup, finish: Finish,
+) -> dict[str, float]:
+    """Reduce each value over the ranks in float64, which must give the same keys; every rank gets the same bits."""
+    keys = sorted(values)
+    packed = torch.tensor([values[key] for key in keys], dtype=torch.float64)
+    finish(dist.all_reduce(packed, op=op, group=group, async_op=True))
+    return dict(zip(keys, packed.tolist(), strict=True))
+
+
+def all_gather_bytes(data: bytes, *, group: dist.ProcessGroup, finish: Finish) -> list[bytes]:
+    """Everybody's bytes, by rank."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    finish(dist.all_gather(sizes, torch.tensor([len(data)]), group=group, async_op=True))
+    lengths = [int(size) for size in sizes]
+    longest = max(lengths)
+    if longest == 0:
+        return [b""] * group.size()
+    buffers = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    finish(dist.all_gather(buffers, _tensor(data.ljust(longest, b"\0")), group=group, async_op=True))
+    return [_bytes(buffer[:length]) for buffer, length in zip(buffers, lengths, strict=True)]
+
+
+def broadcast_bytes(data: bytes, *, source: int, group: dist.ProcessGroup, finish: Finish) -> bytes:
+    """The source's bytes; what other ranks give is ignored."""
+    size = torch.tensor([len(data)])
+    finish(dist.broadcast(size, source, group=group, async_op=True))
+    if not int(size):
+        return b""
+    buffer = _tensor(data) if group.rank() == source else torch.empty(int(size), dtype=torch.uint8)
+    finish(dist.broadcast(buffer, source, group=group, async_op=True))
+    return data if group.rank() == source else _bytes(buffer)
+
+
+def scatter_bytes(parts: Sequence[bytes], *, source: int, group: dist.ProcessGroup, finish: Finish) -> bytes:
+    """This rank's part of what the source gives; sizes may differ and be 0, and no rank gets more than its own."""
+    is_source = group.rank() == source
+    sizes = torch.tensor([len(part) for part in parts]) if is_source else torch.zeros(group.size(), dtype=torch.int64)
+    finish(dist.broadcast(sizes, source, group=group, async_op=True))
+    if is_source:
+        for work in [dist.isend(_tensor(part), rank, group=group) for rank, part in enumerate(parts) if part and rank != source]:
+            finish(work)
+        return parts[source]
+    if not (size := int(sizes[group.rank()])):
+        return b""
+    buffer = torch.empty(size, dtype=torch.uint8)
+    finish(dist.irecv(buffer, source, group=group))
+    return _bytes(buffer)
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,236 @@
+"""The thread of a rank that finds out why a point was not passed, and tells all ranks.
+
+    Judge    consumes missed and doubtful waits, announcements and broken collectives from the other threads of its rank, and deaths of
+             processes on its machine; produces verdicts: a point's result, or a failure in every rank's mail; waits for any of these;
+             woken by the caller, by Arrivals, or by the system
+
+Of all judges one gives the verdict: the first to poison a point's count, to write the failure, or to write a broken point's key.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from offbeat.data.wire import decode_json, encode_json
+from offbeat.dist import points
+from offbeat.dist.board import Board, Renewed, Wait
+from offbeat.dist.links import Peers
+from offbeat.dist.peers import Card, Deaths, ProcessState, observe
+from offbeat.dist.points import Keys
+from offbeat.dist.verdict import Evidence, Status, Verdict, judge, judge_broken
+from offbeat.dist.watcher import Mail
+
+_LOOK_S = 0.01
+"""Between two looks for answers."""
+
+_LINGER_S = 1.0
+"""The store's host stays this long for others to read their last verdict."""
+
+_SETTLE_S = 0.2
+"""Between a collective's breaking and the question why: peers need it to die, or to notice theirs."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """All ranks are there: their processes can be watched."""
+
+
+@dataclass(frozen=True, eq=False)
+class Announcement:
+    """This rank has failed."""
+
+    text: str
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, eq=False)
+class Broken:
+    """A collective after a passed point has raised; `verdict` gets why, or None when no rank stands out."""
+
+    name: str
+    n: int
+    reason: str
+    verdict: "queue.SimpleQueue[Verdict | None]" = field(default_factory=queue.SimpleQueue)
+
+
+@dataclass(frozen=True)
+class Leave:
+    """This rank leaves; ends the thread.
+
+    Attributes:
+        in_order: it said so, and did not just come to its end.
+    """
+
+    in_order: bool
+
+
+Case = Wait | Joined | Announcement | Broken | Leave
+
+
+class Judge:
+    """Takes cases until `Leave`."""
+
+    def __init__(self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, answer_timeout_s: float) -> None:
+        self._client = client
+        self._board = board
+        self._peers = peers
+        self._keys = keys
+        self._answer_timeout_s = answer_timeout_s
+        self._cases: deque[Case] = deque()
+        self._deaths = Deaths()
+        self._questions = 0
+        self.thread = threading.Thread(target=self._run, name="sync judge", daemon=True)
+
+    def post(self, case: Case) -> None:
+        """Hand in a case; never blocks."""
+        self._cases.append(case)
+        self._deaths.wake()
+
+    def _run(self) -> None:
+        leaving = False
+        while not leaving:
+            died = self._deaths.wait()
+            try:
+                for rank in died:
+                    self._on_death(rank)
+                while self._cases and not leaving:
+                    case = self._cases.popleft()
+                    leaving = isinstance(case, Leave)
+                    self._take(case)
+            except dist.DistError:
+                self._board.fail(self._peers.store_lost())
+        self._deaths.close()
+
+    def _take(self, case: Case) -> None:
+        match case:
+            case Wait():
+                self._on_missed(case)
+            case Joined():
+                self._read_cards()
+                self._deaths.add(self._peers.neighbours())
+            case Announcement():
+                try:
+                    self._announce(Verdict("failed", f"rank {self._board.rank} failed: {case.text}"))
+                finally:
+                    case.done.set()
+            case Broken():
+                case.verdict.put(self._on_broken(case))
+            case Leave():
+                self._leave(in_order=case.in_order)
+
+    def _on_death(self, rank: int) -> None:
+        state = observe(self._peers.cards[rank])
+        if not self._peers.store_gone and not self._client.check([self._keys.left(rank)]):
+            self._announce(Verdict("failed", f"rank {rank} {state.text}"))
+            return
+        # It left in good order, which harms nobody who does not wait for it.
+        self._peers.departed = True
+        if wait := self._board.wait:
+            self._on_missed(wait)
+
+    def _leave(self, *, in_order: bool) -> None:
+        if self._peers.store_gone:
+            return
+        if in_order:
+            self._client.set(self._keys.left(self._board.rank), "")
+        others = [rank for rank in range(self._peers.world) if rank != self._board.rank] if self._peers.own.hosts_store else []
+        give_up_s = time.monotonic() + _LINGER_S
+        while not all(map(self._has_left, others)) and time.monotonic() < give_up_s:
+            time.sleep(_LOOK_S)
+        # Now the host takes the store away. A watcher that still waited there would complain about that at length.
+        for rank in (*others, self._board.rank):
+            self._client.queue_push(self._keys.mail(rank), encode_json(Mail("close")).decode())
+
+    def _has_left(self, rank: int) -> bool:
+        return self._client.check([self._keys.left(rank)]) or rank in self._unable({rank})
+
+    def _on_missed(self, wait: Wait) -> None:
+        if wait is not self._board.wait and wait.abandoned is None:
+            return  # Its result came meanwhile.
+        if wait.source is not None and self._is_busy(wait.source, wait):
+            wait.messages.put(Renewed())
+            return
+        count = points.read(self._client.add(self._keys.count(wait.n), points.POISON), wait.name)
+        if count.poisons > 1 or (count.agreed and count.arrived == self._peers.world):
+            return  # The verdict is another's, or all came just now; either way the result comes by itself.
+        verdict = judge(self._collect(wait.name, wait.n, timeout_s=wait.timeout_s, arrived=count.arrived))
+        verdict = wait.abandoned or verdict
+        if verdict.kind == "failed":
+            verdict = self._announce(verdict)
+        self._client.set(self._keys.result(wait.n), encode_json(verdict).decode())
+
+    def _is_busy(self, source: int, wait: Wait) -> bool:
+        """Whether the rank that this wait is patient with is elsewhere, and has shown life within the wait's timeout."""
+        if source == self._board.rank:
+            return False
+        status = self._ask([source]).get(source)
+        return status is not None and status.n != wait.n and status.beat_age_s < wait.timeout_s
+
+    def _on_broken(self, case: Broken) -> Verdict | None:
+        time.sleep(_SETTLE_S)
+        if self._board.failure:
+            return self._board.failure
+        verdict = judge_broken(self._collect(case.name, case.n, timeout_s=0.0, arrived=self._peers.world), reason=case.reason)
+        if verdict is None or verdict.kind == "failed":
+            return self._announce(verdict) if verdict else None
+        text = encode_json(verdict).decode()
+        return decode_json(Verdict, self._client.compare_set(self._keys.broken(case.n), "", text))
+
+    def _announce(self, verdict: Verdict) -> Verdict:
+        """Tell every rank that no point will be passed again; returns the first such verdict, which stands."""
+        first = decode_json(Verdict, self._client.compare_set(self._keys.failed, "", encode_json(verdict).decode()))
+        if first == verdict:
+            mail = encode_json(Mail("failed", verdict=first)).decode()
+            for rank in range(self._peers.world):
+                if rank != self._board.rank:
+                    self._client.queue_push(self._keys.mail(rank), mail)
+        self._board.fail(first)
+        if wait := self._board.wait:
+            self._client.set(self._keys.result(wait.n), encode_json(first).decode())
+        return first
+
+    def _collect(self, name: str, n: int, *, timeout_s: float, arrived: int) -> Evidence:
+        own = self._board.status()
+        answers = self._ask([rank for rank in range(self._peers.world) if rank != self._board.rank])
+        self._read_cards()
+        states = {state.rank: state for status in answers.values() for state in status.states}
+        states |= {state.rank: state for state in self._peers.states()}
+        silent = set(range(self._peers.world)) - {own.rank, *answers}
+        # In good order, though its process may go on.
+        states |= {rank: ProcessState(rank, "dead", "has left") for rank in silent if self._client.check([self._keys.left(rank)])}
+        return Evidence(
+            name=name, n=n, world=self._peers.world, timeout_s=timeout_s, arrived=arrived, answers={**answers, own.rank: own},
+            started=frozenset(self._peers.cards), states=states)
+
+    def _ask(self, ranks: Iterable[int]) -> dict[int, Status]:
+        """Answers of those watchers that answer in time; does not wait for processes that cannot."""
+        silent = set(ranks)
+        self._questions += 1
+        reply = self._keys.reply(self._board.rank, self._questions)
+        mail = encode_json(Mail("status", reply=reply)).decode()
+        for rank in silent:
+            self._client.queue_push(self._keys.mail(rank), mail)
+        answers: dict[int, Status] = {}
+        give_up_s = time.monotonic() + self._answer_timeout_s
+        while silent - self._unable(silent) and time.monotonic() < give_up_s:
+            if not self._client.queue_len(reply):
+                time.sleep(_LOOK_S)
+                continue
+            status = decode_json(Status, self._client.queue_pop(reply))
+            answers[status.rank] = status
+            silent.discard(status.rank)
+        return answers
+
+    def _unable(self, ranks: set[int]) -> set[int]:
+        return {state.rank for state in self._peers.states(ranks) if state.kind != "alive"}
+
+    def _read_cards(self) -> None:
+        for rank in range(self._peers.world):
+            key = self._keys.card(rank)
+            if rank not in self._peers.cards and self._client.check([key]):
+                self._peers.cards[rank] = decode_json(Card, self._client.get(key))

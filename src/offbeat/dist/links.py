@@ -1,0 +1,91 @@
+"""A rank's own connections to the store, and what it knows of its peers' processes.
+
+A store client serves one call at a time and a call may block for as long as the store's host is stopped, so each thread of a rank has its
+own, and the calling thread none.
+"""
+
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from offbeat.dist.peers import Card, ProcessState, observe
+from offbeat.dist.verdict import Verdict
+
+_FOREVER = timedelta(days=20)
+"""The longest that a client waits: its milliseconds must fit in 32 bits. Deadlines lie in the calling thread."""
+
+_ENDING_S = 0.5
+"""Between a host's connections closing and the system saying how it ended."""
+
+
+def connect(store: dist.TCPStore, *, timeout_s: float) -> dist.TCPStore:
+    """Another client of the same store, which must answer within `timeout_s`; then waits for as long as it takes."""
+    client = dist.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    client.set_timeout(_FOREVER)
+    return client
+
+
+class Peers:
+    """The processes of all ranks, as far as they have joined.
+
+    Attributes:
+        cards: by rank.
+        departed: some rank has left in good order, so that no further point can be passed.
+        store_gone: its host has left, or has closed the connections.
+    """
+
+    def __init__(self, own: Card, *, world: int, address: str) -> None:
+        self.own = own
+        self.world = world
+        self.cards: dict[int, Card] = {own.rank: own}
+        self.departed = False
+        self.store_gone = False
+        self._address = address
+
+    def neighbours(self) -> list[Card]:
+        """Other ranks of this machine."""
+        return [card for card in list(self.cards.values()) if card.machine == self.own.machine and card.rank != self.own.rank]
+
+    def states(self, among: Iterable[int] | None = None) -> tuple[ProcessState, ...]:
+        """What the system says of the neighbours."""
+        return tuple(observe(card) for card in self.neighbours() if among is None or card.rank in among)
+
+    def store_lost(self) -> Verdict:
+        """The verdict when the store has closed its connections."""
+        self.store_gone = True
+        state = self._host_state()
+        give_up_s = time.monotonic() + _ENDING_S
+        while state and state.kind != "dead" and time.monotonic() < give_up_s:
+            time.sleep(0.02)
+            state = self._host_state()
+        if state and state.kind == "dead":
+            return Verdict("failed", f"rank {state.rank} {state.text}, and with it the store that it hosts")
+        return Verdict("failed", f"the store at {self._address} is gone; look at the log of its host ({self._host_name()})")
+
+    def host_is_stopped(self) -> bool:
+        """Whether the store cannot answer, because the process of the rank that hosts it is stopped."""
+        state = self._host_state()
+        return state is not None and state.kind == "stopped"
+
+    def store_silent(self, *, point: str, timeout_s: float) -> Verdict:
+        """The verdict when neither the others nor the store have answered in time."""
+        state = self._host_state()
+        if state and state.kind == "dead":
+            return self.store_lost()
+        head = f"sync point {point!r} timed out after {timeout_s:g} s: "
+        if state and state.kind == "stopped":
+            return Verdict("missed", f"{head}rank {state.rank} {state.text}, and with it the store that it hosts")
+        return Verdict("missed", f"{head}the store at {self._address}, hosted by {self._host_name()}, does not answer")
+
+    def _host(self) -> Card | None:
+        return next((card for card in list(self.cards.values()) if card.hosts_store), None)
+
+    def _host_state(self) -> ProcessState | None:
+        host = self._host()
+        return observe(host) if host is not None and host.machine == self.own.machine else None
+
+    def _host_name(self) -> str:
+        host = self._host()
+        return f"rank {host.rank} on {host.host}" if host else "the launcher, or rank 0 where it does not"

@@ -1,0 +1,154 @@
+"""What the system knows of the other ranks' processes: their state, and the moment of their death. Used by the judge of a sync point.
+
+Only processes of the same machine and process-id namespace can be seen. Linux tells how a process ended as long as its parent has not
+collected it; elsewhere, and afterwards, a dead one is just gone.
+"""
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+_FALLBACK_POLL_S = 0.25
+"""Between two looks at processes for which the system has no file descriptor to wait on."""
+
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "I": "idle"}
+
+
+@dataclass(frozen=True)
+class Card:
+    """Who the process of a rank is.
+
+    Attributes:
+        started: clock ticks from boot to its start, which no other process with the same id has; 0 where the system does not say.
+        machine: equal for processes that can see each other.
+        hosts_store: its process serves the store.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    started: int
+    machine: str
+    hosts_store: bool
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What the system says of a rank's process; `text` follows "rank 1 ", as in "was killed by SIGKILL"."""
+
+    rank: int
+    kind: Literal["alive", "stopped", "dead"]
+    text: str
+
+
+@cache
+def _machine() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return socket.gethostname()
+
+
+def own_card(rank: int, *, hosts_store: bool) -> Card:
+    """The card of this process."""
+    stat = _stat(os.getpid())
+    return Card(rank=rank, host=socket.gethostname(), pid=os.getpid(), started=int(stat[19]) if stat else 0, machine=_machine(),
+                hosts_store=hosts_store)
+
+
+def observe(card: Card) -> ProcessState:
+    """Look at a process of this machine."""
+    stat = _stat(card.pid)
+    if not stat:
+        alive = card.started == 0 and _answers_signals(card.pid)
+        return ProcessState(card.rank, "alive", "is alive") if alive else ProcessState(card.rank, "dead", "is gone")
+    if int(stat[19]) != card.started:
+        return ProcessState(card.rank, "dead", "is gone")
+    state, cpu_s = stat[0], (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+    if state in "ZX":
+        return ProcessState(card.rank, "dead", _ending(int(stat[49])))
+    if state in "Tt":
+        return ProcessState(card.rank, "stopped", "is stopped by a signal (SIGSTOP or a debugger)")
+    return ProcessState(card.rank, "alive", f"is {_STATES.get(state, state)}, after {cpu_s:.1f} s of CPU time")
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third, the state, on; the second may hold spaces. Empty when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _answers_signals(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as exc:
+        return exc.errno == errno.EPERM
+    return True
+
+
+def _ending(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+class Deaths:
+    """Waits for the end of processes of this machine; one thread waits, any thread may wake it."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}
+        self._unwaitable: list[Card] = []
+        self._woken, self._wake = os.pipe()
+        self._poll.register(self._woken, select.POLLIN)
+
+    def add(self, cards: Iterable[Card]) -> None:
+        """Watch these too; called by the thread that waits."""
+        for card in cards:
+            try:
+                descriptor = os.pidfd_open(card.pid)
+            except (AttributeError, OSError):  # No such call here, or the process is gone already.
+                self._unwaitable.append(card)
+            else:
+                self._ranks[descriptor] = card.rank
+                self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        """Ranks that have died since the last call; returns without any when woken, or after `timeout_s` seconds."""
+        died: list[int] = []
+        while not died:
+            ready = self._poll.poll(_FALLBACK_POLL_S * 1000 if self._unwaitable else None)
+            died = [self._ranks.pop(descriptor) for descriptor, _ in ready if descriptor in self._ranks]
+            for descriptor, _ in ready:
+                if descriptor == self._woken:
+                    os.read(self._woken, 4096)
+                    return [*died, *self._take_unwaitable()]
+                self._poll.unregister(descriptor)
+                os.close(descriptor)
+            died += self._take_unwaitable()
+        return died
+
+    def _take_unwaitable(self) -> list[int]:
+        dead = [card for card in self._unwaitable if observe(card).kind == "dead"]
+        for card in dead:
+            self._unwaitable.remove(card)
+        return [card.rank for card in dead]
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        with contextlib.suppress(OSError):  # Closed: nobody waits.
+            os.write(self._wake, b"\0")
+
+    def close(self) -> None:
+        """Called by the thread that waits, when it no longer does."""
+        for descriptor in (*self._ranks, self._woken, self._wake):
+            os.close(descriptor)

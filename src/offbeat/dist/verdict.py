@@ -1,0 +1,164 @@
+"""Who is to blame for a missed sync point: pure functions from what the watchers and the system say to one text.
+
+The judge calls them on one rank and hands the verdict to all, so that every rank raises the same words. Each missing rank is slow
+(answers, but is elsewhere), stopped, dead, unresponsive (alive, but its interpreter does not answer), at another point, or not started.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from offbeat.dist.peers import ProcessState
+from offbeat.errors import PeerError, SyncError, SyncMismatch, SyncTimeout
+
+_MAX_STACKS = 8
+"""Stacks in one verdict; of the ranks beyond, only what they do."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A watcher's answer.
+
+    Attributes:
+        phase, phase_s: what the rank does, and for how many seconds.
+        point, n: the sync point at which it waits and that point's number; "" and 0 when it does not wait.
+        waited_s: seconds that it has waited there.
+        last, last_s: the point that it left last, and how many seconds ago.
+        inside: number of the point whose collective it has entered and not left; 0 when none.
+        stack: of the thread that waits, else of the one that entered the phase; innermost call last.
+        beat_age_s: seconds since the rank last said that it waits under a deadline of its own.
+        states: what the system says of the ranks on its machine.
+    """
+
+    rank: int
+    phase: str
+    phase_s: float
+    point: str
+    n: int
+    waited_s: float
+    last: str
+    last_s: float
+    inside: int
+    stack: tuple[str, ...]
+    beat_age_s: float
+    states: tuple[ProcessState, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a point was not passed; `text` is all that a person reads of it."""
+
+    kind: Literal["missed", "mismatch", "failed"]
+    text: str
+
+    def to_error(self, point: str) -> SyncError:
+        """The error that every rank raises at `point`."""
+        if self.kind == "failed":
+            return PeerError(f"sync point {point!r} cannot be passed: {self.text}")
+        return SyncTimeout(self.text) if self.kind == "missed" else SyncMismatch(self.text)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known when a point was missed.
+
+    Attributes:
+        arrived: ranks that had come when the deadline passed.
+        answers: by rank; who is not in it did not answer.
+        started: ranks whose process has joined.
+        states: by rank, of those that some machine can see.
+    """
+
+    name: str
+    n: int
+    world: int
+    timeout_s: float
+    arrived: int
+    answers: Mapping[int, Status]
+    started: frozenset[int]
+    states: Mapping[int, ProcessState]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The verdict on ranks that did not come in time, or came under different names."""
+    states, answers, name = evidence.states, evidence.answers, evidence.name
+    if dead := [f"rank {rank} {state.text}" for rank, state in sorted(states.items()) if state.kind == "dead"]:
+        return Verdict("failed", ", ".join(dead))
+    elsewhere = {rank: status.point for rank, status in answers.items() if status.n == evidence.n and status.point != name}
+    if elsewhere:
+        return _mismatch(evidence)
+    missing = _missing(evidence)
+    parts = ", ".join(f"rank {rank} {_condition(rank, evidence)}" for rank in missing)
+    there = f"{evidence.world - len(missing)} of {evidence.world} ranks there"
+    head = f"sync point {name!r} timed out after {evidence.timeout_s:g} s with {there}"
+    return Verdict("missed", f"{head}: {parts}" + _stacks(missing, answers))
+
+
+def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
+    """The verdict on a collective that broke after its point was passed; None when no rank stands out.
+
+    Silent ranks are named; without any, those that still sit inside while the collective of others has ended.
+    """
+    if dead := [f"rank {rank} {state.text}" for rank, state in sorted(evidence.states.items()) if state.kind == "dead"]:
+        return Verdict("failed", ", ".join(dead))
+    silent = [rank for rank in range(evidence.world) if _is_silent(rank, evidence)]
+    suspects = silent or [rank for rank in range(evidence.world) if evidence.answers[rank].inside == evidence.n]
+    if not suspects or len(suspects) == evidence.world:
+        return None
+    parts = ", ".join(f"rank {rank} {_condition(rank, evidence)}" for rank in suspects)
+    head = f"a collective after sync point {evidence.name!r} broke ({reason})"
+    return Verdict("missed", f"{head}: {parts}" + _stacks(suspects, evidence.answers))
+
+
+def _mismatch(evidence: Evidence) -> Verdict:
+    at: dict[str, list[int]] = {}
+    for rank, status in sorted(evidence.answers.items()):
+        if status.n == evidence.n:
+            at.setdefault(status.point, []).append(rank)
+    parts = " while ".join(f"{_ranks(ranks)} came to {point!r}" for point, ranks in sorted(at.items(), key=lambda item: -len(item[1])))
+    fewest = min(at.values(), key=len)
+    return Verdict("mismatch", f"ranks came to different sync points at once: {parts}" + _stacks(fewest, evidence.answers))
+
+
+def _missing(evidence: Evidence) -> list[int]:
+    """Ranks that were not there; of those that came since, the last ones, so that the count is that of the deadline."""
+    healthy = [rank for rank in range(evidence.world) if not _is_silent(rank, evidence) and evidence.answers[rank].n == evidence.n]
+    healthy.sort(key=lambda rank: evidence.answers[rank].waited_s, reverse=True)
+    return sorted(set(range(evidence.world)) - set(healthy[: evidence.arrived]))
+
+
+def _is_silent(rank: int, evidence: Evidence) -> bool:
+    state = evidence.states.get(rank)
+    return rank not in evidence.answers or (state is not None and state.kind != "alive")
+
+
+def _condition(rank: int, evidence: Evidence) -> str:
+    state = evidence.states.get(rank)
+    if rank not in evidence.started:
+        return "has not started"
+    if state is not None and state.kind == "stopped":
+        return state.text
+    if rank not in evidence.answers:
+        known = f"its process {state.text}" if state else "nothing on its machine answers"
+        return f"is unresponsive, so native code holds its interpreter ({known})" if state else f"is unresponsive ({known})"
+    status = evidence.answers[rank]
+    if status.n == evidence.n:
+        return "came too late"
+    return f"is slow, {_doing(status)}"
+
+
+def _doing(status: Status) -> str:
+    if status.point:
+        return f"for {status.waited_s:.1f} s at sync point {status.point!r}"
+    if status.phase:
+        return f"for {status.phase_s:.1f} s in phase {status.phase!r}"
+    return f"for {status.last_s:.1f} s since sync point {status.last!r}"
+
+
+def _stacks(ranks: list[int], answers: Mapping[int, Status]) -> str:
+    shown = [rank for rank in ranks if rank in answers and answers[rank].stack][:_MAX_STACKS]
+    return "".join(f"\n  rank {rank}, innermost call last:" + "".join(f"\n    {line}" for line in answers[rank].stack) for rank in shown)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

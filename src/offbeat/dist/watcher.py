@@ -1,0 +1,63 @@
+"""The thread of a rank that answers for it while its caller is busy, blocked or late.
+
+    Watcher    consumes the rank's mail, a queue in the store; produces answers to the judge of another rank, and the failure on its
+               board; waits for mail; woken by the store
+"""
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch.distributed as dist
+
+from offbeat.data.wire import decode_json, encode_json
+from offbeat.dist.board import Board
+from offbeat.dist.links import Peers
+from offbeat.dist.points import Keys
+from offbeat.dist.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Mail:
+    """What one rank sends to another.
+
+    Attributes:
+        kind: "close" ends the watcher that reads it; when the store's host leaves it sends one to every rank.
+        reply: key of the queue that takes the answer to "status".
+        verdict: of "failed".
+    """
+
+    kind: Literal["status", "failed", "close"]
+    reply: str = ""
+    verdict: Verdict | None = None
+
+
+class Watcher:
+    """Reads mail until "close", or until the store is gone."""
+
+    def __init__(self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys) -> None:
+        self._client = client
+        self._board = board
+        self._peers = peers
+        self._keys = keys
+        self.thread = threading.Thread(target=self._run, name="sync watcher", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            while self._answer(decode_json(Mail, self._client.queue_pop(self._keys.mail(self._board.rank)))):
+                pass
+        except dist.DistError:
+            return  # The store is gone. Whoever comes to a point learns that there.
+
+    def _answer(self, mail: Mail) -> bool:
+        if mail.kind == "status":
+            status = replace(self._board.status(), states=self._peers.states())
+            self._client.queue_push(mail.reply, encode_json(status).decode())
+        elif mail.kind == "close":
+            self._peers.store_gone = True
+        elif mail.verdict is not None:
+            self._board.fail(mail.verdict)
+            if wait := self._board.wait:
+                # Lets go of the thread that waits for the point's result, here and on other ranks.
+                self._client.set(self._keys.result(wait.n), encode_json(mail.verdict).decode())
+        return mail.kind != "close"
