@@ -98,8 +98,8 @@ def packed_step(model: str, folder: Path, batch: TokenBatch, *, groups: ProcessG
         folder, config=config, algorithm=AlgorithmConfig(), optimizer=OPTIMIZER, total_steps=1000, groups=groups, objective_name="sft")
 
     def step() -> float:
-        [microbatches] = plan_microbatches(batch, num_ranks=1, max_tokens=config.max_tokens_per_microbatch, share_prefix=share_prefix)
-        return engine.train_step(batch, [microbatches]).metrics["train/loss"]
+        plan = plan_microbatches(batch, num_ranks=1, max_tokens=config.max_tokens_per_microbatch, share_prefix=share_prefix)
+        return engine.train_step(batch, [plan.microbatches[0]]).metrics["train/loss"]
 
     return step
 

@@ -47,7 +47,7 @@ def make_batch(num_groups, group_size, *, seed=0, prompt_len=5):
 
 def share(batch, *, rank, world, max_tokens=64, share_prefix=True):
     """One rank's part of a batch, and its micro-batches."""
-    mine = plan_microbatches(batch, num_ranks=world, max_tokens=max_tokens, share_prefix=share_prefix)[rank]
+    mine = plan_microbatches(batch, num_ranks=world, max_tokens=max_tokens, share_prefix=share_prefix).microbatches[rank]
     order = np.concatenate([np.empty(0, np.int64), *mine])
     bounds = np.cumsum([0, *(len(indices) for indices in mine)])
     return batch.select(order), [np.arange(low, high) for low, high in pairwise(bounds)]

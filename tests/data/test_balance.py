@@ -101,10 +101,21 @@ def test_items_of_no_cost_and_more_parts_than_items_are_fine():
     assert longest_first([7, 5, 4, 3, 1], 2) == [[0, 3], [1, 2, 4]]
 
 
+def differencing(costs, k):
+    return karmarkar_karp(costs, k, False)
+
+
+@pytest.mark.parametrize("method", [partition, longest_first, differencing])
 @pytest.mark.parametrize(("costs", "k", "sentence"), [
-    ([1], 0, "number of parts must be at least 1, got 0"), ([1, float("nan")], 2, "got nan for item 1"), ([-1.0], 1, "got -1.0 for item 0"),
+    ([1], 0, "number of parts must be at least 1, got 0"), ([1], -2, "number of parts must be at least 1, got -2"),
+    ([1, float("nan")], 2, "got nan for item 1"), ([1, float("inf")], 2, "got inf for item 1"), ([-1.0], 1, "got -1.0 for item 0"),
 ])
-def test_bad_input_is_one_sentence(costs, k, sentence):
-    for method in (partition, longest_first):
-        with pytest.raises(DataError, match=sentence):
-            method(costs, k)
+def test_bad_input_is_one_sentence(method, costs, k, sentence):
+    with pytest.raises(DataError, match=sentence):
+        method(costs, k)
+
+
+def test_every_method_takes_no_items_and_fewer_items_than_parts():
+    for method in (longest_first, differencing, lambda costs, k: partition(costs, k, equal_size=True).parts):
+        assert [list(part) for part in method([], 2)] == [[], []]
+        assert sorted(map(list, method([5, 0], 3))) == [[], [0], [1]]

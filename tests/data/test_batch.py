@@ -37,7 +37,7 @@ def test_concatenated_parts_keep_their_sequences_and_their_groups_apart() -> Non
 
 def test_arrays_get_their_types() -> None:
     batch = make_batch(1, 2)
-    got = {field.name: getattr(batch, field.name).dtype for field in dataclasses.fields(batch)}
+    got = {field.name: getattr(batch, field.name).dtype for field in dataclasses.fields(batch) if field.type is np.ndarray}
     assert got == {
         "tokens": np.int32, "loss_mask": np.bool_, "rollout_logprobs": np.float32, "advantages": np.float32, "loss_weights": np.float32,
         "offsets": np.int64, "group_ids": np.int32, "prefix_lens": np.int32}

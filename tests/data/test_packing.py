@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.data.batch import TokenBatch
+from offbeat.data.cost import CostModel, run_work
 from offbeat.data.packing import pack_row, plan_microbatches, row_cost
 from offbeat.errors import DataError
 
@@ -42,6 +43,9 @@ def batches(draw):
     order = draw(st.permutations(range(len(sequences))))
     pick = lambda values: [values[i] for i in order]  # noqa: E731
     return make_batch(pick(sequences), prefix_lens=np.array(pick(prefix_lens)), group_ids=np.array(pick(group_ids)), masks=pick(masks))
+
+
+costs = st.sampled_from([CostModel(1.0, 0.0), CostModel(0.0, 1.0), CostModel(3.0, 0.1, 7.0)])
 
 
 def visible(row, index):
@@ -99,10 +103,11 @@ def test_a_loss_on_a_first_token_is_refused():
         pack_row(batch, share_prefix=False)
 
 
-@given(batches(), st.integers(1, 4), st.integers(10, 40), st.booleans())
-@settings(max_examples=200, deadline=None)
-def test_a_plan_holds_every_sequence_once_under_the_cap_with_equal_counts(batch, num_ranks, max_tokens, share):
-    plan = plan_microbatches(batch, num_ranks=num_ranks, max_tokens=max_tokens, share_prefix=share)
+@given(batches(), st.integers(1, 4), st.integers(10, 40), st.booleans(), st.booleans(), costs)
+@settings(max_examples=300, deadline=None)
+def test_a_plan_holds_every_sequence_once_under_the_cap_with_equal_counts(batch, num_ranks, max_tokens, share, balance, cost):
+    plan = plan_microbatches(
+        batch, num_ranks=num_ranks, max_tokens=max_tokens, share_prefix=share, cost=cost, balance=balance).microbatches
     assert len(plan) == num_ranks
     assert len({len(rank) for rank in plan}) == 1
     assert len(plan[0]) >= 1
@@ -110,23 +115,24 @@ def test_a_plan_holds_every_sequence_once_under_the_cap_with_equal_counts(batch,
     assert sorted(np.concatenate(micros).tolist()) == list(range(len(batch)))
     costs = [row_cost(batch.select(micro), share_prefix=share) for micro in micros]
     assert max(costs) <= max_tokens
-    # First-fit decreasing needs at most 11/9 of the fewest bins, plus one, and splits of large groups pay for their prompt again.
-    fewest = row_cost(batch, share_prefix=False) / max_tokens
-    assert len(plan[0]) <= max(1, np.ceil((2 * fewest + 1) / num_ranks))
+    if balance:
+        # First-fit decreasing needs at most 11/9 of the fewest bins, plus one, and splits of large groups pay for their prompt again.
+        fewest = row_cost(batch, share_prefix=False) / max_tokens
+        assert len(plan[0]) <= max(1, np.ceil((2 * fewest + 1) / num_ranks))
 
 
 @given(batches(), st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_sequences_that_share_a_prompt_stay_together_while_they_fit(batch, num_ranks):
     cap = max(1, row_cost(batch, share_prefix=True))
-    plan = plan_microbatches(batch, num_ranks=num_ranks, max_tokens=cap, share_prefix=True)
+    plan = plan_microbatches(batch, num_ranks=num_ranks, max_tokens=cap, share_prefix=True).microbatches
     total = sum(row_cost(batch.select(micro), share_prefix=True) for rank in plan for micro in rank)
     assert total == row_cost(batch, share_prefix=True)
 
 
 def test_a_group_beyond_the_cap_is_split_and_each_part_pays_for_the_prompt():
     batch = make_batch([[5] * 4 + [1, 2, 3]] * 6, prefix_lens=[4] * 6, group_ids=[0] * 6)
-    plan = plan_microbatches(batch, num_ranks=1, max_tokens=9, share_prefix=True)
+    plan = plan_microbatches(batch, num_ranks=1, max_tokens=9, share_prefix=True).microbatches
     assert [row_cost(batch.select(micro), share_prefix=True) for micro in plan[0]] == [8, 8, 8]
 
 
@@ -134,14 +140,14 @@ def test_a_tight_cap_is_filled_where_even_shares_would_not_fit():
     # 7+5, 7+5, 6+6 and 4+4+4 fill four micro-batches to the last token; dealing by length alone would need a fifth.
     lengths = [7, 7, 6, 6, 5, 5, 4, 4, 4]
     batch = make_batch([[1] * (n + 1) for n in lengths], prefix_lens=[0] * 9, group_ids=range(9))
-    plan = plan_microbatches(batch, num_ranks=2, max_tokens=12, share_prefix=False)
+    plan = plan_microbatches(batch, num_ranks=2, max_tokens=12, share_prefix=False).microbatches
     assert len(plan[0]) == 2
     assert max(row_cost(batch.select(micro), share_prefix=False) for rank in plan for micro in rank) <= 12
 
 
 def test_ranks_without_work_get_empty_microbatches():
     batch = make_batch([[1, 2, 3]], prefix_lens=[0], group_ids=[0])
-    plan = plan_microbatches(batch, num_ranks=3, max_tokens=8, share_prefix=False)
+    plan = plan_microbatches(batch, num_ranks=3, max_tokens=8, share_prefix=False).microbatches
     assert [[micro.tolist() for micro in rank] for rank in plan] == [[[0]], [[]], [[]]]
     assert plan[1][0].dtype == np.int64
 
@@ -156,6 +162,67 @@ def test_tokens_are_balanced_over_ranks():
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4, 0.9, 256), 16, 512).astype(int)
     batch = make_batch([[1] * n for n in lengths], prefix_lens=[0] * 256, group_ids=range(256))
-    plan = plan_microbatches(batch, num_ranks=8, max_tokens=1024, share_prefix=False)
+    plan = plan_microbatches(batch, num_ranks=8, max_tokens=1024, share_prefix=False).microbatches
     loads = [sum(row_cost(batch.select(micro), share_prefix=False) for micro in rank) for rank in plan]
     assert max(loads) <= 1.01 * np.mean(loads)
+
+
+@given(batches(), st.integers(1, 4), st.integers(10, 40), st.booleans(), st.booleans(), costs)
+@settings(max_examples=150, deadline=None)
+def test_the_work_of_each_rank_is_that_of_its_rows_and_no_split_is_below_the_bound(batch, num_ranks, max_tokens, share, balance, cost):
+    plan = plan_microbatches(batch, num_ranks=num_ranks, max_tokens=max_tokens, share_prefix=share, cost=cost, balance=balance)
+    for rank, work in zip(plan.microbatches, plan.work, strict=True):
+        segments = [pack_row(batch.select(micro), share_prefix=share).segments for micro in rank]
+        assert work.tolist() == sum((run_work(s.lengths, s.prefix_lengths).sum(axis=0) for s in segments), np.zeros(2)).tolist()
+    assert plan.work_in_order.sum(axis=0).tolist() == plan.work.sum(axis=0).tolist()
+    assert max(cost.load(plan.work)) >= plan.lower_bound * (1 - 1e-12)
+    if not balance:
+        assert plan.work.tolist() == plan.work_in_order.tolist()
+
+
+@given(batches(), st.integers(1, 4), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_unbalanced_groups_are_dealt_in_their_order_as_many_to_each_rank(batch, num_ranks, share):
+    plan = plan_microbatches(batch, num_ranks=num_ranks, max_tokens=40, share_prefix=share, balance=False)
+    order = list(dict.fromkeys(batch.group_ids.tolist()))
+    sizes = []
+    for rank in plan.microbatches:
+        members = np.sort(np.concatenate(rank)).tolist()
+        own = list(dict.fromkeys(batch.group_ids[members].tolist()))
+        assert own == order[sum(sizes) : sum(sizes) + len(own)]
+        sizes.append(len(own))
+    assert sum(sizes) == len(order) and max(sizes) - min(sizes) <= 1
+
+
+def whole_groups(lengths):
+    """Groups of two sequences that share a prompt of 4 and score `length` tokens each."""
+    tokens = [[group + 2] * 4 + [1] * (length + 1) for group, length in enumerate(lengths) for _ in range(2)]
+    return make_batch(tokens, prefix_lens=[4] * len(tokens), group_ids=np.repeat(np.arange(len(lengths)), 2))
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize(("num_groups", "per_rank"), [(7, [1, 2, 2, 2]), (1, [0, 0, 0, 1]), (0, [0, 0, 0, 0])])
+def test_counts_need_not_divide_and_a_rank_may_get_none(num_groups, per_rank, balance):
+    plan = plan_microbatches(whole_groups([3] * num_groups), num_ranks=4, max_tokens=64, share_prefix=True, balance=balance)
+    assert sorted(sum(map(len, rank)) // 2 for rank in plan.microbatches) == per_rank
+    assert {len(rank) for rank in plan.microbatches} == {1}
+
+
+def test_one_long_group_outweighs_many_short_ones_where_attention_counts():
+    batch = whole_groups([40, 10, 10, 10, 10, 10, 10])
+    by_tokens = plan_microbatches(batch, num_ranks=2, max_tokens=1024, share_prefix=True)
+    by_pairs = plan_microbatches(batch, num_ranks=2, max_tokens=1024, share_prefix=True, cost=CostModel(1.0, 1.0))
+    groups = [[len(rank[0]) // 2 for rank in plan.microbatches] for plan in (by_tokens, by_pairs)]
+    assert [sorted(counts) for counts in groups] == [[2, 5], [1, 6]]
+
+
+def test_sequences_of_no_tokens_and_of_nothing_to_score_cost_nothing():
+    batch = make_batch([[], [1, 2, 3], [1, 2]], prefix_lens=[0, 0, 0], group_ids=[0, 1, 2], masks=[[], [False, True, True], [False, False]])
+    plan = plan_microbatches(batch, num_ranks=2, max_tokens=8, share_prefix=True)
+    assert sorted(int(i) for rank in plan.microbatches for micro in rank for i in micro) == [0, 1, 2]
+    assert sorted(plan.work.tolist()) == [[0, 0], [2, 4]]
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(DataError, match="number of ranks must be at least 1, got 0"):
+        plan_microbatches(whole_groups([3]), num_ranks=0, max_tokens=8, share_prefix=True)

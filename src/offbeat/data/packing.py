@@ -1,8 +1,8 @@
 """Packing: which sequences share a micro-batch, and how a micro-batch becomes one row of tokens without padding.
 
-Called by the controller to plan (`plan_microbatches`) and by the trainer before each forward (`pack_row`); numpy only. A row holds no token
-that no loss depends on: what follows the last predicting token of a sequence is left out, and with `share_prefix` samples of one prompt run
-that prompt once. `row_cost` counts exactly the tokens that `pack_row` lays out, so a budget on it is a hard cap on memory.
+Called by `cluster/shards.py` to plan (`plan_microbatches`) and by the trainer before each forward (`pack_row`); numpy only. A row holds no
+token that no loss depends on: what follows the last predicting token of a sequence is left out, and with `share_prefix` samples of one
+prompt run that prompt once. `row_cost` counts exactly the tokens that `pack_row` lays out, so a budget on it is a hard cap on memory.
 
 A worked example, prompt [7, 8] shared by the answers [1, 2] and [3] (answer tokens are trained on):
 
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.data.balance import longest_first, partition
+from offbeat.data.balance import longest_first, lower_bound, partition
 from offbeat.data.batch import TokenBatch
+from offbeat.data.cost import TOKENS, CostModel, run_work
 from offbeat.errors import DataError
 
 
@@ -73,6 +74,24 @@ class PackedRow:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which rank trains what in one optimizer step.
+
+    Attributes:
+        microbatches: for each rank the same number (at least 1) of arrays [n] int64 of sequence indices, rising; some may be empty. Every
+            sequence appears exactly once.
+        work: [R, 2] work of each rank, as in `data/cost.py`.
+        work_in_order: [R, 2], the same if the groups were dealt in their order.
+        lower_bound: no split of the same units gives its busiest rank a smaller load than this.
+    """
+
+    microbatches: list[list[np.ndarray]]
+    work: np.ndarray
+    work_in_order: np.ndarray
+    lower_bound: float
 
 
 def pack_row(batch: TokenBatch, *, share_prefix: bool) -> PackedRow:
@@ -136,28 +155,46 @@ def row_cost(batch: TokenBatch, *, share_prefix: bool) -> int:
     return int(np.maximum(used - own_from, 0).sum() + own_from[np.unique(host[host >= 0])].sum())
 
 
-def plan_microbatches(batch: TokenBatch, *, num_ranks: int, max_tokens: int, share_prefix: bool) -> list[list[np.ndarray]]:
-    """Divide a batch into micro-batches, in as few rounds over the ranks as first-fit-decreasing finds.
+def plan_microbatches(
+    batch: TokenBatch, *, num_ranks: int, max_tokens: int, share_prefix: bool, cost: CostModel = TOKENS, balance: bool = True,
+) -> Plan:
+    """Divide a batch over the ranks, and each rank's share into micro-batches.
+
+    What cannot be parted is a *unit*: the sequences of a group that share a prompt, as far as they fit into one micro-batch, or else a
+    single sequence.
 
     Args:
         batch: all sequences of one optimizer step.
         num_ranks: data-parallel ranks.
         max_tokens: hard cap on the row cost of one micro-batch.
-        share_prefix: keep the sequences of a group together, and count their prompt once; a group beyond the cap is split.
-
-    Returns:
-        For each rank the same number (at least 1) of arrays [n] int64 of sequence indices, rising; some may be empty. Every sequence
-        appears exactly once.
+        share_prefix: keep the sequences of a group together, and count their prompt once.
+        cost: what a rank's load is.
+        balance: give all ranks like loads, however many groups that takes, in as few micro-batches as first-fit-decreasing finds. False
+            deals whole groups in their order, to each rank as many, or one more.
 
     Raises:
-        DataError: one sequence alone exceeds max_tokens.
+        DataError: num_ranks < 1, or one sequence alone exceeds max_tokens.
     """
+    if num_ranks < 1:
+        raise DataError(f"the number of ranks must be at least 1, got {num_ranks}")
     units = list(_units(batch, max_tokens=max_tokens, share_prefix=share_prefix))
-    costs = [cost for _, cost in units]
-    bins = _first_fit(costs, max_tokens)
-    num_rounds = max(1, -(-len(bins) // num_ranks))
-    plan = _evenly(costs, num_ranks, num_rounds, max_tokens) or _deal(bins, costs, num_ranks, num_rounds)
-    return [[_join(units[unit][0] for unit in micro) for micro in rank] for rank in plan]
+    work_U2 = np.array([work for _, work in units]).reshape(-1, 2)
+    tokens, loads = work_U2[:, 0].astype(np.int64).tolist(), cost.load(work_U2)
+    in_order = _in_order(_group_of_units(batch, [members for members, _ in units]), num_ranks)
+    if balance:
+        bins = _first_fit(tokens, max_tokens)
+        num_rounds = max(1, -(-len(bins) // num_ranks))
+        parts = [list(part) for part in partition(loads, num_ranks).parts]
+        plan = _evenly(parts, tokens, num_rounds, max_tokens) or _deal(bins, tokens, loads, num_ranks, num_rounds)
+    else:
+        num_rounds = max(1, *(len(_first_fit([tokens[unit] for unit in part], max_tokens)) for part in in_order))
+        plan = _evenly(in_order, tokens, num_rounds, max_tokens)
+        assert plan is not None, "each part fits into as many micro-batches as first-fit found for it"
+    return Plan(
+        microbatches=[[_join(units[unit][0] for unit in micro) for micro in rank] for rank in plan],
+        work=np.stack([work_U2[[unit for micro in rank for unit in micro]].sum(axis=0) for rank in plan]),
+        work_in_order=np.stack([work_U2[part].sum(axis=0) for part in in_order]),
+        lower_bound=lower_bound(loads, num_ranks))
 
 
 def _used_lengths(batch: TokenBatch) -> np.ndarray:
@@ -201,8 +238,8 @@ def _groups(batch: TokenBatch, candidates: np.ndarray) -> list[np.ndarray]:
     return np.split(order, np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1) if len(order) else []
 
 
-def _units(batch: TokenBatch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, int]]:
-    """Sequences that must stay together, with their row cost: groups cut to max_tokens, or single sequences."""
+def _units(batch: TokenBatch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Sequences that must stay together, with their work [2]: groups cut to max_tokens, or single sequences."""
     used = _used_lengths(batch)
     if used.max(initial=0) > max_tokens:
         worst = int(used.argmax())
@@ -211,25 +248,41 @@ def _units(batch: TokenBatch, *, max_tokens: int, share_prefix: bool) -> Iterato
             f" train.max_tokens_per_microbatch = {max_tokens}; raise it or shorten the sequences"
         )
     if not share_prefix:
-        yield from ((np.array([i]), int(used[i])) for i in range(len(batch)))
+        yield from zip(np.arange(len(batch))[:, None], run_work(used), strict=True)
         return
     own_from, host = _shared_prefixes(batch, used)
-    for i in np.flatnonzero(host < 0):
-        yield np.array([i]), int(used[i])
+    alone = np.flatnonzero(host < 0)
+    yield from zip(alone[:, None], run_work(used[alone]), strict=True)
     for leader in np.unique(host[host >= 0]):
         prompt_len = int(own_from[leader])
         members = np.flatnonzero(host == leader)
-        own = [int(used[i]) - prompt_len for i in members]
+        own = used[members] - prompt_len
         # Bins hold the members' own tokens; each bin pays for the prompt once.
-        for micro in _first_fit(own, max_tokens - prompt_len):
-            yield members[sorted(micro)], prompt_len + sum(own[i] for i in micro)
+        for micro in map(sorted, _first_fit(own.tolist(), max_tokens - prompt_len)):
+            yield members[micro], run_work(prompt_len) + run_work(own[micro], prompt_len).sum(axis=0)
 
 
-def _evenly(costs: list[int], num_ranks: int, num_rounds: int, max_tokens: int) -> list[list[list[int]]] | None:
-    """Balance over ranks, then over each rank's micro-batches; None when some rank's share does not fit into its micro-batches."""
+def _group_of_units(batch: TokenBatch, units: list[np.ndarray]) -> np.ndarray:
+    """[U] int64, the position of each unit's group among the groups of the batch, in order of appearance."""
+    _, first, group = np.unique(batch.group_ids, return_index=True, return_inverse=True)
+    position = np.argsort(np.argsort(first))
+    return position[group[[members[0] for members in units]]] if units else np.zeros(0, np.int64)
+
+
+def _in_order(group_of_units: np.ndarray, num_ranks: int) -> list[list[int]]:
+    """Units of each rank where groups are dealt in contiguous chunks whose sizes differ by at most 1."""
+    num_groups = int(group_of_units.max(initial=-1)) + 1
+    return [np.flatnonzero(np.isin(group_of_units, chunk)).tolist() for chunk in np.array_split(np.arange(num_groups), num_ranks)]
+
+
+def _evenly(parts: list[list[int]], tokens: list[int], num_rounds: int, max_tokens: int) -> list[list[list[int]]] | None:
+    """Balance each rank's units over its micro-batches by tokens; None when they do not fit.
+
+    By tokens, not by a fitted cost, so that the same units make the same micro-batches, and the same sums, in every run.
+    """
     plan = []
-    for part in partition(costs, num_ranks).parts:
-        own = [costs[unit] for unit in part]
+    for part in parts:
+        own = [tokens[unit] for unit in part]
         micros = longest_first(own, num_rounds)
         if any(sum(own[i] for i in micro) > max_tokens for micro in micros):
             micros = _first_fit(own, max_tokens)
@@ -239,14 +292,14 @@ def _evenly(costs: list[int], num_ranks: int, num_rounds: int, max_tokens: int) 
     return plan
 
 
-def _deal(bins: list[list[int]], costs: list[int], num_ranks: int, num_rounds: int) -> list[list[list[int]]]:
-    """Give full micro-batches, dearest first, to the least-loaded rank that has room for one more."""
+def _deal(bins: list[list[int]], tokens: list[int], loads: np.ndarray, num_ranks: int, num_rounds: int) -> list[list[list[int]]]:
+    """Give full micro-batches, longest first, to the least-loaded rank that has room for one more."""
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for load, micro in sorted(((sum(costs[unit] for unit in micro), micro) for micro in bins), reverse=True):
-        rank = min((r for r in range(num_ranks) if len(plan[r]) < num_rounds), key=loads.__getitem__)
+    rank_loads = [0.0] * num_ranks
+    for _, micro in sorted(((sum(tokens[unit] for unit in micro), micro) for micro in bins), reverse=True):
+        rank = min((r for r in range(num_ranks) if len(plan[r]) < num_rounds), key=rank_loads.__getitem__)
         plan[rank].append(micro)
-        loads[rank] += load
+        rank_loads[rank] += float(loads[micro].sum())
     return [micros + [[]] * (num_rounds - len(micros)) for micros in plan]
 
 

@@ -1,0 +1,113 @@
+"""Spreads each training step's batch over the ranks, and learns from their times to spread the next one better.
+
+Used wherever a batch is at hand as a whole: by the train group in the controller, by rank 0 in SPMD mode. Torch-free and free of I/O: the
+caller hands out the shards and brings back the times. How a batch is spread cannot change its loss or gradient, because every denominator
+is in the loss weights.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+
+from offbeat.algorithms.experience import split_minibatches
+from offbeat.cluster.messages import Shard
+from offbeat.config.root import Config
+from offbeat.data.batch import TokenBatch
+from offbeat.data.cost import CostFit, CostModel, prior
+from offbeat.data.model_folder import read_model_config
+from offbeat.data.packing import Plan, plan_microbatches
+
+
+class Sharder:
+    """Per training step: `shards`, then `observe` once all ranks are done. A step that failed is not observed.
+
+    With `rollout.balance_batch` ranks get shares of like predicted cost, counts may differ, and a rank may get none; without it groups are
+    dealt in their order.
+    """
+
+    def __init__(self, config: Config, *, num_ranks: int, prior: CostModel) -> None:
+        """`prior` is the cost model until times have been observed."""
+        self._train = config.train
+        self._balance = config.rollout.balance_batch
+        self._num_ranks = num_ranks
+        self._fit = CostFit(prior)
+        self._plans: list[Plan] = []
+
+    @classmethod
+    def of(cls, config: Config, *, model: str, num_ranks: int) -> Self:
+        """Begin with the prior of a model's configuration; raises as `read_model_config`."""
+        return cls(config, num_ranks=num_ranks, prior=prior(read_model_config(model)))
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model that the next step is balanced by."""
+        return self._fit.model
+
+    def shards(self, batch: TokenBatch, *, num_minibatches: int, seed: int) -> list[Shard]:
+        """Every rank's share, cut into micro-batches under the token budget, equally many on every rank.
+
+        Args:
+            batch: may be empty; a rank without sequences gets empty micro-batches.
+            num_minibatches: optimizer steps; fewer where there are fewer groups.
+            seed: of the deal into minibatches.
+
+        Raises:
+            DataError: one sequence alone exceeds the budget.
+        """
+        minibatches = split_minibatches(batch, num_minibatches, seed=seed)
+        self._plans = [
+            plan_microbatches(
+                minibatch, num_ranks=self._num_ranks, max_tokens=self._train.max_tokens_per_microbatch,
+                share_prefix=self._train.share_prefix, cost=self.cost, balance=self._balance)
+            for minibatch in minibatches]
+        return [
+            _shard([(minibatch, plan.microbatches[rank]) for minibatch, plan in zip(minibatches, self._plans, strict=True)])
+            for rank in range(self._num_ranks)]
+
+    def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
+        """Learn from the step that `shards` spread last, and describe it.
+
+        Args:
+            busy_s: [R] seconds that each rank computed, without waiting for others.
+
+        Returns:
+            balance/gap: busiest rank's predicted load over the lower bound of any split of the same units, less 1.
+            balance/cov_before, balance/cov_after: standard deviation of predicted loads over ranks by their mean, had the groups been
+                dealt in their order, and as they were spread.
+            balance/predicted_gain: predicted time of the step in order over that as spread.
+            balance/lost_s: busiest rank's measured seconds less the mean of all.
+
+        Raises:
+            DataError: not one finite time, none negative, per rank.
+        """
+        assert self._plans, "observe follows shards"
+        cost, plans, self._plans = self.cost, self._plans, []
+        self._fit.observe(sum((plan.work for plan in plans), np.zeros((self._num_ranks, 2))), busy_s)
+        # [K, R]: each minibatch ends with a wait for the busiest rank.
+        before, after = (cost.load(np.stack(work)) for work in ([p.work_in_order for p in plans], [p.work for p in plans]))
+        bound = sum(plan.lower_bound for plan in plans)
+        largest, largest_before = float(after.max(axis=1).sum()), float(before.max(axis=1).sum())
+        return {
+            "balance/gap": largest / bound - 1 if bound else 0.0,
+            "balance/cov_before": _variation(before),
+            "balance/cov_after": _variation(after),
+            "balance/predicted_gain": (largest_before + cost.constant) / (largest + cost.constant) if largest else 1.0,
+            "balance/lost_s": max(busy_s) - sum(busy_s) / len(busy_s),
+        }
+
+
+def _shard(minibatches: Sequence[tuple[TokenBatch, list[np.ndarray]]]) -> Shard:
+    """One rank's micro-batches of each minibatch, as indices into the sequences that it gets, in the order of use."""
+    parts, steps, start = [], [], 0
+    for minibatch, microbatches in minibatches:
+        parts.append(minibatch.select(np.concatenate(microbatches)))
+        ends = start + np.cumsum([len(micro) for micro in microbatches])
+        steps.append(tuple(np.arange(end - len(micro), end) for micro, end in zip(microbatches, ends, strict=True)))
+        start += len(parts[-1])
+    return Shard(TokenBatch.concatenate(parts), tuple(steps))
+
+
+def _variation(loads_KR: np.ndarray) -> float:
+    mean = loads_KR.mean()
+    return float(loads_KR.std(axis=1).mean() / mean) if mean else 0.0
