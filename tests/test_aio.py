@@ -1,11 +1,15 @@
 """Waits: deadlines with a name, and groups of tasks that end together."""
 
 import asyncio
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from offbeat.aio import deadline, gather_all, run_beside
+from offbeat.aio import SideThread, deadline, gather_all, run_beside
 from offbeat.errors import DeadlineError
 
 
@@ -133,3 +137,27 @@ def test_a_watcher_that_raises_ends_the_main_work_with_its_own_error() -> None:
 def test_an_error_of_the_main_work_is_raised_as_itself() -> None:
     with pytest.raises(ValueError, match="no batch"):
         run_and_count_left(lambda: run_beside(fail(0.01, "no batch"), Sleeper()()))
+
+
+def test_a_side_thread_gives_results_and_errors_and_runs_everything_in_one_thread() -> None:
+    async def main() -> None:
+        side = SideThread("side")
+        first = await side.run("first", threading.get_ident, timeout_s=5)
+        assert await side.run("second", threading.get_ident, timeout_s=5) == first != threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            await side.run("third", lambda: 1 // 0, timeout_s=5)
+        with pytest.raises(DeadlineError, match="waiting for a nap passed its deadline"):
+            await side.run("a nap", lambda: time.sleep(0.3), timeout_s=0.05)
+        assert await side.run("after it", lambda: "awake", timeout_s=5) == "awake"
+        side.close()
+
+    asyncio.run(main())
+
+
+def test_a_stuck_side_thread_does_not_keep_the_process_from_ending() -> None:
+    code = (
+        "import asyncio, time\nfrom offbeat.aio import SideThread\n"
+        "asyncio.run(SideThread('side').run('sleep', lambda: time.sleep(60), timeout_s=0.1))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert "waiting for sleep passed its deadline of 0.1 s" in done.stderr

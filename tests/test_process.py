@@ -44,7 +44,7 @@ def test_our_errors_cross_as_themselves_and_others_name_the_worker() -> None:
         child = await start()
         with pytest.raises(ConfigError, match="x must be 1, got 2"):
             await child.call("ours", timeout_s=5)
-        with pytest.raises(WorkerError, match="worker 3 failed: KeyError") as caught:
+        with pytest.raises(WorkerError, match="worker 3 failed in nothing: KeyError") as caught:
             await child.call("nothing", timeout_s=5)
         assert "handlers.py" in caught.value.__notes__[0]
         await child.stop(timeout_s=5)

@@ -1,9 +1,11 @@
 """Waits with a name and a deadline. Every `await` that depends on another process goes through here."""
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 from offbeat.errors import DeadlineError
@@ -29,6 +31,50 @@ async def deadline(name: str, timeout_s: float) -> AsyncIterator[None]:
             raise
         waited_s = time.monotonic() - start
         raise DeadlineError(f"waiting for {name} passed its deadline of {timeout_s:g} s (waited {waited_s:.1f} s)") from exc
+
+
+class SideThread:
+    """A thread that runs blocking functions one after the other, and does not keep the process from ending when it is stuck in one.
+
+    It lives until `close`: Linux ends children that ask for it with the *thread* that started them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    async def run(self, name: str, function: Callable[[], T], *, timeout_s: float) -> T:
+        """Give what `function()` gives.
+
+        Raises:
+            DeadlineError: it has not returned within `timeout_s` seconds; it goes on.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+            if not future.done():
+                set_outcome(outcome)
+
+        def job() -> None:
+            try:
+                outcome = future.set_result, function()
+            except Exception as exc:
+                outcome = future.set_exception, exc
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, *outcome)
+
+        self._jobs.put(job)
+        async with deadline(name, timeout_s):
+            return await future
+
+    def close(self) -> None:
+        """End after the functions that were given."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 async def gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:

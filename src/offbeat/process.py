@@ -29,12 +29,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from offbeat import errors
 from offbeat.aio import deadline
 
 _HEADER = struct.Struct("!QQB")  # payload bytes, call id, kind
 _READY, _CALL, _RESULT, _FAILURE, _STACK, _STOP = range(6)
-_STACK_TIMEOUT_S = 2.0
+_STACK_TIMEOUT_S = 1.0
 _LOG_TAIL_LINES = 12
 _PR_SET_PDEATHSIG = 1
 
@@ -66,24 +68,29 @@ class ChildSpec:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on its way to the caller: the name of its class, its text and its traceback."""
+    """An exception on its way to the caller: the name of its class, its text, and what else it has to say."""
 
     kind: str
     text: str
-    trace: str
+    notes: tuple[str, ...] = ()
 
-    def to_exception(self, name: str) -> errors.OffbeatError:
-        """Our own errors come back as themselves; anything else as a `WorkerError` that names the worker."""
+    @classmethod
+    def of(cls, exc: BaseException, *notes: str) -> "Failure":
+        return cls(type(exc).__name__, str(exc), (*getattr(exc, "__notes__", ()), *notes))
+
+    def to_exception(self, name: str, doing: str) -> errors.OffbeatError:
+        """Our own errors come back as themselves; anything else as a `WorkerError` that names the worker and what it did."""
         cls = getattr(errors, self.kind, None)
         if isinstance(cls, type) and issubclass(cls, errors.OffbeatError):
             exc = cls(self.text)
         else:
-            exc = errors.WorkerError(f"{name} failed: {self.kind}: {self.text}")
-        exc.add_note(f"traceback in {name}:\n{self.trace}")
+            exc = errors.WorkerError(f"{name} failed {doing}: {self.kind}: {self.text}")
+        for note in self.notes:
+            exc.add_note(note)
         return exc
 
     def pack(self) -> bytes:
-        parts = [part.encode() for part in (self.kind, self.text, self.trace)]
+        parts = [part.encode() for part in (self.kind, self.text, *self.notes)]
         return b"".join(struct.pack("!Q", len(part)) + part for part in parts)
 
     @classmethod
@@ -93,7 +100,7 @@ class Failure:
             (size,) = struct.unpack_from("!Q", data, at)
             parts.append(data[at + 8 : at + 8 + size].decode())
             at += 8 + size
-        return cls(*parts)
+        return cls(parts[0], parts[1], tuple(parts[2:]))
 
 
 def resolve_handler(target: str) -> Handler:
@@ -102,12 +109,24 @@ def resolve_handler(target: str) -> Handler:
     return getattr(importlib.import_module(module), name)()
 
 
-def answer(handler: Handler, method: str, payload: bytes) -> bytes | Failure:
-    """One call, with any exception turned into data."""
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process, so that only SIGKILL reaches it."""
     try:
-        return handler.handle(method, payload)
-    except Exception as exc:
-        return Failure(type(exc).__name__, str(exc), traceback.format_exc())
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
+def system_view(pid: int) -> str:
+    """What the operating system knows of a process, in a few words."""
+    try:
+        with (process := psutil.Process(pid)).oneshot():
+            status, times, memory = process.status(), process.cpu_times(), process.memory_info()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return "it is dead"
+    if status == psutil.STATUS_STOPPED:
+        return "it is stopped by a signal (SIGSTOP)"
+    return f"it is {status}, after {times.user + times.system:.1f} s of CPU time, with {memory.rss / 1e6:.0f} MB of memory"
 
 
 def thread_stacks() -> str:
@@ -136,8 +155,8 @@ class Child:
         self._reader = reader
         self._writer = writer
         self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[bytes]] = {}
-        self._ready: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._pending: dict[int, asyncio.Future[bytes | Failure]] = {}
+        self._ready: asyncio.Future[bytes | Failure] = asyncio.get_running_loop().create_future()
         self._pending[0] = self._ready
         self._reading = asyncio.create_task(self._read(), name=f"read {spec.name}")
 
@@ -146,14 +165,15 @@ class Child:
         """Start the process and wait until its handler is constructed.
 
         Raises:
-            WorkerError: it died first; shows the end of its log.
-            DeadlineError: it was not ready in time; it has been killed.
+            DeathError: it died first; shows the end of its log.
+            DeadlineError: it was not ready in time; shows its stack. It has been killed.
+            WorkerError: its handler raised something that is not ours.
         """
         ours, theirs = socket.socketpair()
         log = spec.log.open("ab") if spec.log else None
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "offbeat.process", spec.target, str(theirs.fileno()), str(os.getpid()),
+                sys.executable, "-m", "offbeat.process", spec.target, spec.name, str(theirs.fileno()), str(os.getpid()),
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=os.environ | dict(spec.env), start_new_session=True,
             )
@@ -164,8 +184,7 @@ class Child:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         child = cls(spec, process, reader, writer)
         try:
-            async with deadline(f"{spec.name} to start", timeout_s):
-                await child._ready
+            await child._answer(child._ready, "to start", timeout_s=timeout_s, what=f"{spec.name} to start")
         except BaseException:
             await child.kill()
             raise
@@ -183,32 +202,37 @@ class Child:
         """Run `handler.handle(method, payload)` in the child.
 
         Raises:
-            WorkerError: the handler raised something that is not ours, or the process died; both name it.
-            DeadlineError: no answer in time; shows where the child's main thread is. The call goes on in the child.
+            WorkerError: the handler raised something that is not ours; names the child and the method.
+            DeathError: the process died; names it, the method and the signal or the exit code.
+            DeadlineError: no answer in time; shows the child's stacks. The call goes on in the child.
         """
         if not self.alive:
-            raise await self._death()
-        try:
-            async with deadline(f"{method} on {self.name}", timeout_s):
-                return await self._send(_CALL, method.encode() + b"\0" + payload)
-        except errors.DeadlineError as exc:
-            exc.add_note(await self.stack())
-            raise
+            raise await self._death(f"before {method}")
+        future = self._send(_CALL, method.encode() + b"\0" + payload)
+        return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}")
 
     async def stack(self) -> str:
-        """Python stacks of the child, or a line that says it does not answer."""
-        try:
-            async with asyncio.timeout(_STACK_TIMEOUT_S):
-                return f"stack of {self.name}:\n{(await self._send(_STACK, b'')).decode()}"
-        except (TimeoutError, errors.WorkerError):
-            return f"{self.name} does not answer: stopped, dead, or holding the interpreter lock"
+        """Where the child's threads are in Python, or what the system knows of it where it does not answer."""
+        guess = ""
+        if self.alive and not is_stopped(self.pid):
+            with contextlib.suppress(TimeoutError, _GoneError):
+                async with asyncio.timeout(_STACK_TIMEOUT_S):
+                    stacks = await self._send(_STACK, b"")
+                    assert isinstance(stacks, bytes), "a stack is no failure"
+                    return f"stack of {self.name}:\n{stacks.decode()}"
+            guess = "native code holds its interpreter lock; " if self.alive else ""
+        return f"{self.name} (process {self.pid}) does not answer: {guess}{system_view(self.pid)}"
+
+    async def ended(self) -> None:
+        """Return when the process is dead."""
+        await asyncio.wait([self._reading])
 
     async def stop(self, *, timeout_s: float) -> None:
-        """Ask it to end after the call it is in; kill it when it does not."""
-        with contextlib.suppress(errors.WorkerError, ConnectionError):
+        """Ask it to end after the call it is in; kill it when it does not, and at once where it is stopped."""
+        with contextlib.suppress(ConnectionError):
             self._frame(_STOP, 0, b"")
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(0 if is_stopped(self.pid) else timeout_s):
                 await self._process.wait()
         except TimeoutError:
             pass
@@ -225,14 +249,24 @@ class Child:
         self._writer.close()
         await asyncio.gather(self._reading, return_exceptions=True)
 
-    async def _send(self, kind: int, payload: bytes) -> bytes:
+    async def _answer(self, future: "asyncio.Future[bytes | Failure]", doing: str, *, timeout_s: float, what: str) -> bytes:
+        try:
+            async with deadline(what, timeout_s):
+                result = await future
+        except _GoneError:
+            raise await self._death(doing) from None
+        except errors.DeadlineError as exc:
+            exc.add_note(await self.stack())
+            raise
+        if isinstance(result, Failure):
+            raise result.to_exception(self.name, doing)
+        return result
+
+    def _send(self, kind: int, payload: bytes) -> "asyncio.Future[bytes | Failure]":
         call_id = next(self._ids)
         future = self._pending[call_id] = asyncio.get_running_loop().create_future()
-        try:
-            self._frame(kind, call_id, payload)
-            return await future
-        finally:
-            self._pending.pop(call_id, None)
+        self._frame(kind, call_id, payload)
+        return future
 
     def _frame(self, kind: int, call_id: int, payload: bytes) -> None:
         self._writer.write(_HEADER.pack(len(payload), call_id, kind))
@@ -243,27 +277,27 @@ class Child:
             while True:
                 size, call_id, kind = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
                 payload = await self._reader.readexactly(size)
-                future = self._pending.get(call_id)
-                if future is None or future.done():
-                    continue
-                if kind == _FAILURE:
-                    future.set_exception(Failure.unpack(payload).to_exception(self.name))
-                else:
-                    future.set_result(payload)
+                future = self._pending.pop(call_id)
+                if not future.done():  # else its caller has given up
+                    future.set_result(Failure.unpack(payload) if kind == _FAILURE else payload)
         except (asyncio.IncompleteReadError, ConnectionError):
-            death = await self._death()
+            await self._process.wait()
             for future in self._pending.values():
                 if not future.done():
-                    future.set_exception(death)
+                    future.set_exception(_GoneError())
                     future.exception()  # may have no waiter any more
 
-    async def _death(self) -> errors.WorkerError:
+    async def _death(self, doing: str) -> errors.DeathError:
         code = await self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        error = errors.WorkerError(f"{self.name} (process {self._process.pid}) {how}")
+        error = errors.DeathError(f"{self.name} (process {self._process.pid}) {how} {doing}")
         if tail := log_tail(self._spec.log):
             error.add_note(f"last lines of {self._spec.log}:\n{tail}")
         return error
+
+
+class _GoneError(Exception):
+    """The process ended before it answered."""
 
 
 def log_tail(log: Path | None) -> str:
@@ -273,18 +307,11 @@ def log_tail(log: Path | None) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
 
 
-def redirect_output(log: str) -> None:
-    """Append this process's stdout and stderr to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-
-
 class _Server:
     """The child's end."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, name: str, connection: socket.socket) -> None:
+        self._name = name
         self._connection = connection
         self._calls: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._writing = threading.Lock()
@@ -294,13 +321,22 @@ class _Server:
         try:
             handler = resolve_handler(target)
         except Exception as exc:
-            self._reply(0, Failure(type(exc).__name__, str(exc), traceback.format_exc()))
+            self._reply(0, self._failure(exc))
             raise
         self._frame(_READY, 0, b"")
         while (call := self._calls.get()) is not None:
             call_id, payload = call
             method, _, argument = payload.partition(b"\0")
-            self._reply(call_id, answer(handler, method.decode(), argument))
+            try:
+                result = handler.handle(method.decode(), argument)
+            except Exception as exc:
+                result = self._failure(exc)
+            self._reply(call_id, result)
+
+    def _failure(self, exc: Exception) -> Failure:
+        if isinstance(exc, errors.SyncError):
+            return Failure.of(exc)  # says where every rank is, this one included
+        return Failure.of(exc, f"traceback in {self._name}:\n{traceback.format_exc()}")
 
     def _read(self) -> None:
         stream = self._connection.makefile("rb")
@@ -336,11 +372,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Entry point of the child: `python -m offbeat.process TARGET FD PARENT`."""
-    target, fd, parent = sys.argv[1:]
+    """Entry point of the child: `python -m offbeat.process TARGET NAME FD PARENT`."""
+    target, name, fd, parent = sys.argv[1:]
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _Server(socket.socket(fileno=int(fd))).run(target)
+    _Server(name, socket.socket(fileno=int(fd))).run(target)
 
 
 if __name__ == "__main__":

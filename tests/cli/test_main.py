@@ -35,12 +35,16 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(config: str, capsys: pytest.C
     assert "no-such.toml" in lines[1]
 
 
-def test_a_failed_run_shows_what_its_processes_said_and_exits_with_1(config, capsys, monkeypatch) -> None:
-    error = WorkerError("rank 1 (process 7) exited with code 3")
+def test_a_failed_run_shows_what_its_processes_said_and_last_the_cause_and_exits_with_1(config, capsys, monkeypatch) -> None:
+    error = WorkerError("rank 1 (process 7) exited with code 3 in save")
+    error.add_note("rank 0: waited for rank 1 at 'save_recover'")
     error.add_note("last lines of rank-1.log:\nout of memory")
     fail_with(monkeypatch, error)
     assert cli.main(["train", config]) == 1
-    assert capsys.readouterr().err == "offbeat: rank 1 (process 7) exited with code 3\nlast lines of rank-1.log:\nout of memory\n"
+    assert capsys.readouterr().err == (
+        "last lines of rank-1.log:\nout of memory\n"
+        "offbeat: rank 1 (process 7) exited with code 3 in save\n"
+        "  rank 0: waited for rank 1 at 'save_recover'\n")
 
 
 def test_notes_of_a_mistake_are_not_shown(config, capsys, monkeypatch) -> None:

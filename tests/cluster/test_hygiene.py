@@ -1,6 +1,7 @@
 """However a run ends, it leaves no process and no shared memory behind."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -43,11 +44,19 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in maps if SHARED_MEMORY in path.parents}
 
 
+def ranks_of(tree: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in tree if "train_worker" in " ".join(process.cmdline())]
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_nothing_is_left_when_the_controller_is_killed(launcher: str, tmp_path: Path, model_dir: str) -> None:
-    with training(tmp_path, model_dir, cluster__launcher=launcher) as (_, controller, tree):
-        assert len(tree) >= 3  # a rank, an engine and a reward process; under Ray also its own
+def test_nothing_is_left_when_the_controller_is_killed_while_a_rank_is_stopped(launcher: str, tmp_path: Path, model_dir: str) -> None:
+    with training(tmp_path, model_dir, cluster__launcher=launcher, train__num_ranks="2") as (_, controller, tree):
+        assert len(tree) >= 4  # two ranks, an engine and a reward process; under Ray also its own
         held = shared_memory(tree)
+        stopped, waiting = ranks_of(tree)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        time.sleep(0.5)
+        assert waiting.is_running()  # for the other, in a collective or at a sync point
         controller.kill()
         wait_until(lambda: not alive(tree), timeout_s=5)
     assert not [path for path in held if path.exists()]
@@ -67,15 +76,27 @@ def test_nothing_is_left_after_two_interrupts(launcher: str, tmp_path: Path, mod
     assert not [path for path in held if path.exists()]
 
 
-def test_a_rank_that_dies_ends_the_run_with_its_name_and_nothing_is_left(tmp_path: Path, model_dir: str) -> None:
-    with training(tmp_path, model_dir) as (run, controller, tree):
-        (rank,) = [process for process in tree if "train_worker" in " ".join(process.cmdline())]
+@pytest.mark.ray
+def test_an_interrupt_at_the_terminal_reaches_all_processes_and_the_run_saves(tmp_path: Path, model_dir: str) -> None:
+    with training(tmp_path, model_dir, cluster__launcher="ray") as (run, controller, tree):
+        os.killpg(controller.pid, signal.SIGINT)
+        _, stderr = controller.communicate(timeout=30)
+        assert (controller.returncode, stderr) == (130, "")
+        assert run.events("checkpoint")[-1]["global_step"] == run.metrics()[-1]["global_step"]
+        wait_until(lambda: not alive(tree), timeout_s=5)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_dies_ends_the_run_with_its_name_and_nothing_is_left(launcher: str, tmp_path: Path, model_dir: str) -> None:
+    with training(tmp_path, model_dir, cluster__launcher=launcher, train__num_ranks="2") as (run, controller, tree):
+        rank = ranks_of(tree)[1]
         os.kill(rank.pid, signal.SIGKILL)
         _, stderr = controller.communicate(timeout=30)
         assert controller.returncode == 1
-        assert f"offbeat: rank 0 (process {rank.pid}) was killed by SIGKILL" in stderr
+        (named,) = [line for line in stderr.splitlines() if line.startswith("offbeat: ")]
+        assert re.match(rf"offbeat: rank \d \(process {rank.pid}\) was killed by SIGKILL (in|before) \w+$", named), stderr
         wait_until(lambda: not alive(tree), timeout_s=5)
-    assert "rank 0" in run.events("failed")[-1]["error"]
+    assert named.removeprefix("offbeat: ") in run.events("failed")[-1]["error"]
 
 
 def test_an_engine_that_dies_is_quarantined_and_the_run_goes_on(tmp_path: Path, model_dir: str) -> None:

@@ -1,25 +1,31 @@
-"""One contract for both launchers: calls, errors, deaths, deadlines, environment, and nothing left behind."""
+"""One contract for both launchers: calls, errors, deaths, deadlines, environment, root causes, and nothing left behind."""
 
 import asyncio
 import os
+import re
+import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from offbeat.cluster.group import Launcher, Worker, WorkerSpec
+from offbeat.cluster.group import Launcher, Nothing, Worker, WorkerSpec, ask_all
 from offbeat.cluster.local import LocalLauncher
 from offbeat.cluster.ray import RayLauncher
-from offbeat.errors import ConfigError, DeadlineError, WorkerError
+from offbeat.errors import ConfigError, DeadlineError, DeathError, SyncTimeout, WorkerError
+from support.services import Order
+from waiting import until
 
+LAUNCHERS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
 SUPPORT = str(Path(__file__).parents[1] / "support")
 
 
 def make(kind: str) -> Launcher:
     if kind == "local":
         return LocalLauncher(stop_timeout_s=5)
-    return RayLauncher(address="", num_cpus=4)
+    return RayLauncher(address="", num_cpus=4, start_timeout_s=60, stop_timeout_s=5)
 
 
 def check(kind: str, tmp_path: Path, body: Callable[[Launcher, Callable[[str, str], Awaitable[Worker]]], Awaitable[None]]) -> None:
@@ -32,13 +38,15 @@ def check(kind: str, tmp_path: Path, body: Callable[[Launcher, Callable[[str, st
             await body(launcher, lambda name, target: start(launcher, name, target))
 
     before = {p.pid for p in psutil.Process().children(recursive=True)}
-    asyncio.run(main())
-    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
-    psutil.wait_procs(left, timeout=5)
-    assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    try:
+        asyncio.run(main())
+    finally:
+        left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
+        psutil.wait_procs(left, timeout=5)
+        assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("kind", LAUNCHERS)
 def test_a_launcher_keeps_the_contract(kind: str, tmp_path: Path) -> None:
     async def body(launcher: Launcher, start: Callable[[str, str], Awaitable[Worker]]) -> None:
         first, second = await asyncio.gather(start("first", "handlers:Echo"), start("second", "handlers:Echo"))
@@ -50,20 +58,70 @@ def test_a_launcher_keeps_the_contract(kind: str, tmp_path: Path) -> None:
         assert len({os.getpid(), *pids}) == 3
         with pytest.raises(ConfigError, match="x must be 1, got 2"):
             await first.call("ours", timeout_s=20)
-        with pytest.raises(WorkerError, match="first failed: KeyError"):
+        with pytest.raises(WorkerError, match="first failed in nothing: KeyError"):
             await first.call("nothing", timeout_s=20)
         with pytest.raises(DeadlineError, match="sleep on first passed its deadline") as late:
             await first.call("sleep", b"1", timeout_s=0.3)
         assert "time.sleep(float(payload))" in late.value.__notes__[0]
-        with pytest.raises(WorkerError, match="second") as dead:
+        with pytest.raises(DeathError, match=rf"second \(process {pids[1]}\) exited with code 7 in exit") as dead:
             await second.call("exit", timeout_s=20)
         assert "last words" in dead.value.__notes__[0]
         assert not second.alive
+        with pytest.raises(DeathError, match="exited with code 7 before echo"):
+            await second.call("echo", timeout_s=20)
+        third = await start("third", "handlers:Echo")
+        os.kill(int(await third.call("pid", timeout_s=20)), signal.SIGKILL)
+        await until(lambda: not third.alive)
+        with pytest.raises(DeathError, match="was killed by SIGKILL before echo"):
+            await third.call("echo", timeout_s=20)
         with pytest.raises(WorkerError, match="no model here"):
             await start("broken", "handlers:Broken")
         await first.stop(timeout_s=5)
 
     check(kind, tmp_path, body)
+
+
+async def act(workers: list[Worker], *orders: Order, timeout_s: float = 20) -> tuple[Exception, list[str]]:
+    """What all workers' failing came to, and its notes of one line."""
+    with pytest.raises(Exception) as caught:
+        await ask_all(workers, "act", orders, Nothing, timeout_s=timeout_s)
+    return caught.value, [note for note in getattr(caught.value, "__notes__", []) if "\n" not in note]
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_for(kind: str, tmp_path: Path) -> None:
+    failed_at_s = float("inf")
+
+    async def body(launcher: Launcher, start: Callable[[str, str], Awaitable[Worker]]) -> None:
+        nonlocal failed_at_s
+        workers = list(await asyncio.gather(*(start(f"rank {rank}", "services:Actor") for rank in range(4))))
+        assert await ask_all(workers, "act", [Order("nothing")] * 4, Nothing, timeout_s=20) == [Nothing()] * 4
+
+        error, notes = await act(workers[:3], Order("raise peer error"), Order("raise", 0.8), Order("nothing"))
+        assert str(error) == "rank 1 failed in act: ValueError: no such token"
+        assert notes == ["rank 0: rank 1 failed at 'save'"]
+
+        error, notes = await act(workers[:3], Order("raise verdict", 0.1), Order("nothing", 1.5), Order("raise verdict"))
+        assert isinstance(error, SyncTimeout) and str(error).startswith("rank 1 did not come to 'save'")
+        assert notes == ["rank 1: had not answered act"]
+
+        # A missed deadline of the caller's shows what every worker was doing.
+        orders = Order("sleep"), Order("stop", 1.5), Order("hold the interpreter"), Order("nothing")
+        error, _ = await act(workers, *orders, timeout_s=3.5)
+        assert isinstance(error, DeadlineError)
+        told = "\n".join(error.__notes__)
+        assert re.search(r"stack of rank 0:\n(.*\n)*.*time.sleep\(60\)", told)
+        assert re.search(r"rank 1 \(process \d+\) does not answer: it is stopped by a signal \(SIGSTOP\)", told)
+        assert re.search(r"rank 2 \(process \d+\) does not answer: native code holds its interpreter lock; it is sleeping, after", told)
+
+        error, notes = await act(workers[3:], Order("die"))
+        assert re.fullmatch(r"rank 3 \(process \d+\) was killed by SIGKILL in act", str(error)) and not notes
+        failed_at_s = time.monotonic()
+        raise error
+
+    with pytest.raises(DeathError):
+        check(kind, tmp_path, body)
+    assert time.monotonic() - failed_at_s < 8, "stuck workers were waited for"
 
 
 def test_devices_are_dealt_out_in_order_from_those_the_user_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,17 @@
-"""Spreading a batch over ranks, and real ranks: two train as one does."""
+"""Real ranks: two train as one does, however the batch is spread over them."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from offbeat.cluster.local import LocalLauncher
 from offbeat.cluster.messages import Objective
-from offbeat.cluster.train_group import TrainGroup, make_shards
+from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
-from offbeat.data.batch import TokenBatch
-from offbeat.data.packing import row_cost
-from offbeat.errors import StorageError
+from offbeat.errors import StorageError, WorkerError
 from offbeat.model.hf_io import read_safetensors
 from small_run import small_config
 from train_samples import make_batch
@@ -22,44 +19,6 @@ from train_samples import make_batch
 
 def config_of(tmp_path: Path, model: str = "", **changes: str) -> Config:
     return small_config(tmp_path, model, train__max_tokens_per_microbatch="64", train__optimizer__lr="1e-2", **changes)
-
-
-def sequences(batch: TokenBatch) -> list[tuple]:
-    """Each sequence with all that the loss needs."""
-    spans = zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
-    names = ("tokens", "loss_mask", "rollout_logprobs", "advantages", "loss_weights")
-    return [tuple(value for name in names for value in getattr(batch, name)[low:high].tolist()) for low, high in spans]
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    num_groups=st.integers(0, 9), group_size=st.integers(1, 4), num_ranks=st.integers(1, 4), num_minibatches=st.integers(1, 3),
-    share=st.booleans(), seed=st.integers(0, 1000))
-def test_every_sequence_is_on_one_rank_once_within_the_budget(num_groups, group_size, num_ranks, num_minibatches, share, seed) -> None:
-    batch = make_batch(num_groups, group_size, seed=seed) if num_groups else make_batch(1, 1).select([])
-    config = config_of(Path("runs"), train__num_ranks=str(num_ranks), train__share_prefix=str(share).lower())
-    shards = make_shards(batch, config, num_minibatches=num_minibatches, seed=seed)
-    assert len(shards) == num_ranks
-    assert sorted(s for shard in shards for s in sequences(shard.batch)) == sorted(sequences(batch))
-    assert len({tuple(len(step) for step in shard.minibatches) for shard in shards}) == 1
-    assert len(shards[0].minibatches) == max(min(num_minibatches, num_groups), 1)
-    for shard in shards:
-        used = [index for step in shard.minibatches for micro in step for index in micro.tolist()]
-        assert sorted(used) == list(range(len(shard.batch)))
-        for step in shard.minibatches:
-            assert all(row_cost(shard.batch.select(micro), share_prefix=share) <= 64 for micro in step)
-
-
-def test_a_group_is_in_one_minibatch() -> None:
-    batch = make_batch(6, 3)
-    config = config_of(Path("runs"), train__num_ranks="2")
-    prompts = []
-    shards = make_shards(batch, config, num_minibatches=3, seed=1)
-    for step in range(3):
-        own = [shard.batch.select(np.concatenate(shard.minibatches[step])) for shard in shards]
-        prompts.append({tuple(s[:5]) for part in own for s in sequences(part)})
-    assert [len(p) for p in prompts] == [2, 2, 2]
-    assert len(set.union(*prompts)) == 6
 
 
 async def two_steps(config: Config, folder: Path, model: str) -> tuple[list[dict[str, float]], dict[str, np.ndarray], list[tuple]]:
@@ -86,18 +45,43 @@ async def two_steps(config: Config, folder: Path, model: str) -> tuple[list[dict
 
 def test_two_ranks_train_as_one_does(tmp_path: Path, model_dir: str) -> None:
     async def main() -> list:
-        folders = [tmp_path / "one", tmp_path / "two"]
+        folders = [tmp_path / "one", tmp_path / "two", tmp_path / "dealt"]
         for folder in folders:
             folder.mkdir()
         # AdamW divides a gradient that is mere rounding by its own size; a larger epsilon leaves the comparison to real gradients.
-        configs = [config_of(tmp_path, model_dir, train__num_ranks=str(n), train__optimizer__eps="1e-5") for n in (1, 2)]
+        configs = [
+            config_of(tmp_path, model_dir, train__num_ranks=n, train__optimizer__eps="1e-5", rollout__balance_batch=balance)
+            for n, balance in (("1", "true"), ("2", "true"), ("2", "false"))]
         return await asyncio.gather(*(two_steps(c, f, model_dir) for c, f in zip(configs, folders, strict=True)))
 
-    (one, weights_one, _), (two, weights_two, spans) = asyncio.run(main())
+    (one, weights_one, _), (two, weights_two, spans), (dealt, _, _) = asyncio.run(main())
     for name in ("train/loss", "train/grad_norm", "train/tokens"):
-        assert [s[name] for s in two] == pytest.approx([s[name] for s in one], abs=1e-5)
+        for other in (two, dealt):
+            assert [s[name] for s in other] == pytest.approx([s[name] for s in one], abs=1e-5)
+    assert all(s["balance/predicted_gain"] > 0.999 and s["balance/lost_s"] >= 0.0 for s in two)
+    assert all(s["balance/predicted_gain"] == pytest.approx(1.0) for s in dealt)
     assert one[0]["train/grad_norm"] > 0 and one[2]["train/tokens"] == 0
     for name, weight in weights_one.items():
         np.testing.assert_allclose(weights_two[name], weight, atol=1e-5)
     assert {track for _, track, _, _ in spans} == {"rank 0", "rank 1"}
     assert all(what == "train_step" and start <= end for what, _, start, end in spans)
+
+
+@pytest.mark.parametrize("point", ["join", "save_recover"])
+def test_a_rank_that_fails_is_named_and_its_peers_hear_of_it_at_once(
+    point: str, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with LocalLauncher(stop_timeout_s=5) as launcher:
+            group = await TrainGroup.start(
+                launcher, config, model=model_dir, build=None, log_dir=tmp_path, on_span=lambda *span: None)
+            await group.save(tmp_path / "checkpoint")
+
+    config = config_of(tmp_path, model_dir, train__num_ranks="2", dist__init_timeout_s="60", dist__sync_timeout_s="60")
+    monkeypatch.setenv("OFFBEAT_FAULT", f"rank=1,point={point},kind=exception")
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"^rank 1 failed in {'join' if point == 'join' else 'save'}: RuntimeError") as caught:
+        asyncio.run(main())
+    assert time.monotonic() - started < 40
+    if point == "save_recover":
+        assert caught.value.__notes__[-1].startswith("rank 0: sync point 'save_recover' cannot be passed: rank 1 failed")

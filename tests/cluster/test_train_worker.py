@@ -53,6 +53,7 @@ def test_a_rank_trains_saves_goes_on_and_exports(rank: TrainWorker, tmp_path: Pa
     call(rank, "set_objective", Objective("ppo", 10), Nothing)
     trained = call(rank, "train_step", shard(1), Trained)
     assert trained.metrics["train/grad_norm"] > 0 and trained.start_s < trained.end_s
+    assert 0 < trained.busy_s <= trained.end_s - trained.start_s + 0.1
     call(rank, "save", Folder(str(tmp_path / "saved")), Nothing)
     publish = PublishRequest(1, str(tmp_path / "v1"), "float32", (5, 6, 7))
     before = call(rank, "publish", publish, Published)

@@ -58,8 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def print_error(exc: OffbeatError) -> None:
-    """One sentence on stderr; for a failed run, also what its processes had to say."""
-    print(f"offbeat: {exc}", file=sys.stderr)
-    if exc.exit_code == 1:
-        for note in getattr(exc, "__notes__", []):
+    """One sentence on stderr; for a failed run, first what its processes had to say, so that the last lines tell what went wrong."""
+    notes = getattr(exc, "__notes__", []) if exc.exit_code == 1 else []
+    for note in notes:
+        if "\n" in note:
             print(note, file=sys.stderr)
+    print(f"offbeat: {exc}", file=sys.stderr)
+    for note in notes:
+        if "\n" not in note:
+            print(f"  {note}", file=sys.stderr)

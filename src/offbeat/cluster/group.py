@@ -1,18 +1,28 @@
 """Workers behind one interface, whoever launched them: `Launcher.start(spec)` gives a `Worker`, and `ask` calls it with types.
 
+`ask_all` calls several at once that depend on each other, and finds out what really happened when they fail.
+
 What crosses is a frozen dataclass each way, encoded by `data.wire`. A `Service` is the other end: its public methods take one
 such argument.
 """
 
+import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_type_hints
 
+from offbeat.cluster.cause import Cause, cause_of, consequences, root_cause
 from offbeat.data import wire
 
 T = TypeVar("T")
+FAILED_STOP_S = 0.5
+"""After a failure, what a worker gets to end by itself. Those that were told of it have said what they know."""
+
+_GRACE_S = 0.3
+_CAUSE_GRACE_S = 2.0
+"""How long the others' errors are waited for after the first, and once more where the first ones are mere consequences."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +52,18 @@ class WorkerSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that must be set before numeric libraries load: OpenMP threads that spin starve every neighbour."""
-        threads = str(self.threads)
+        """Variables that must be set before numeric libraries load."""
         none = {} if self.num_devices else {"CUDA_VISIBLE_DEVICES": ""}  # else every process would take the first one it finds
-        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", **none, **self.env}
+        return {**library_environment(self.threads), **none, **self.env}
+
+
+def library_environment(threads: int) -> dict[str, str]:
+    """What numeric libraries read when they load: their threads, which starve every neighbour if they spin, and how much they say."""
+    count = str(threads)
+    return {
+        "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OMP_WAIT_POLICY": "passive",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a peer that is gone is told by a verdict, not by pages of native stack
+    }
 
 
 class Worker(Protocol):
@@ -66,13 +84,17 @@ class Worker(Protocol):
         """See `offbeat.process.Child.call`."""
         ...
 
+    async def stack(self) -> str:
+        """Where its threads are, or what the system knows of it where it does not answer."""
+        ...
+
     async def stop(self, *, timeout_s: float) -> None:
         """End it, gently at first."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts workers somewhere. Used as `async with`; leaving it ends what it started."""
+    """Starts workers somewhere. Used as `async with`; leaving it ends what it started, gently, or after an error within a moment."""
 
     async def __aenter__(self) -> "Launcher": ...
 
@@ -82,7 +104,7 @@ class Launcher(Protocol):
         """Start a worker and wait until its service is constructed.
 
         Raises:
-            WorkerError: it failed or died; shows the first real error.
+            WorkerError, DeathError: it failed or died; shows the first real error.
             DeadlineError: it was not ready in time; it has been ended.
         """
         ...
@@ -91,6 +113,56 @@ class Launcher(Protocol):
 async def ask(worker: Worker, method: str, request: Any, reply: type[T], *, timeout_s: float) -> T:
     """Call `method` with a frozen dataclass and decode its answer as `reply`."""
     return wire.decode(reply, await worker.call(method, wire.encode(request), timeout_s=timeout_s))
+
+
+async def ask_all(workers: Sequence[Worker], method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:
+    """`ask` each worker its request, all at once.
+
+    Raises:
+        OffbeatError: the root cause where some fail, as raised by its worker; the others' errors are notes of one line. Where all that
+            is known is a missed deadline, notes show what every worker was doing.
+    """
+    tasks = {
+        worker.name: asyncio.create_task(ask(worker, method, request, reply, timeout_s=timeout_s))
+        for worker, request in zip(workers, requests, strict=True)}
+    failures: dict[str, Exception] = {}  # in the order in which they come
+    for name, task in tasks.items():
+        task.add_done_callback(lambda task, name=name: _note_failure(failures, name, task))
+    try:
+        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        if not failures:
+            return [task.result() for task in tasks.values()]
+        await asyncio.wait(tasks.values(), timeout=_GRACE_S)
+        if all(cause_of(error).is_consequence for error in failures.values()):
+            await asyncio.wait(tasks.values(), timeout=_CAUSE_GRACE_S)
+        unanswered = [worker for worker in workers if not tasks[worker.name].done()]
+        raise await _explained(failures, method, unanswered)
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _note_failure(failures: dict[str, Exception], name: str, task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled() and isinstance(error := task.exception(), Exception):
+        failures[name] = error
+
+
+async def _explained(failures: Mapping[str, Exception], method: str, unanswered: Sequence[Worker]) -> Exception:
+    """The root cause, with what the others have to say."""
+    root = root_cause(failures)
+    error, cause = failures[root], cause_of(failures[root])
+    notes = []
+    if cause is Cause.LATE:
+        notes = [note for name, other in failures.items() if name != root for note in getattr(other, "__notes__", ())]
+        notes += await asyncio.gather(*(worker.stack() for worker in unanswered))
+    if cause is Cause.RAISED and root not in str(error):
+        notes.append(f"{root} raised it in {method}")
+    notes += consequences(failures, root=root)
+    notes += [f"{worker.name}: had not answered {method}" for worker in unanswered]
+    for note in notes:
+        error.add_note(note)
+    return error
 
 
 class Service:

@@ -4,7 +4,7 @@ import asyncio
 import os
 from typing import Self
 
-from offbeat.cluster.group import Worker, WorkerSpec
+from offbeat.cluster.group import FAILED_STOP_S, Worker, WorkerSpec
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 from offbeat.process import Child, ChildSpec
@@ -26,8 +26,9 @@ class LocalLauncher:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await asyncio.gather(*(child.stop(timeout_s=self._stop_timeout_s) for child in self._children))
+    async def __aexit__(self, error: object, *_: object) -> None:
+        timeout_s = min(self._stop_timeout_s, FAILED_STOP_S) if error else self._stop_timeout_s
+        await asyncio.gather(*(child.stop(timeout_s=timeout_s) for child in self._children))
 
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
         """See `Launcher.start`."""

@@ -68,11 +68,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training step: global metrics, and the wall-clock seconds of its begin and end on this rank."""
+    """A finished training step.
+
+    Attributes:
+        metrics: over all ranks.
+        start_s, end_s: wall-clock seconds of its begin and end on this rank.
+        busy_s: seconds that this rank computed, without waiting for its peers.
+    """
 
     metrics: dict[str, float]
     start_s: float
     end_s: float
+    busy_s: float
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,25 @@
-"""The `ray` launcher: workers are Ray actors, on one machine or many. The only module that imports Ray; an optional extra.
+"""The `ray` launcher: on one machine or many, Ray places the workers. The only module that imports Ray; an optional extra.
 
-An actor hosts the same service as a local child and answers with the same bytes. Errors cross as data, so they read the same under both.
+An actor is the parent of one child process, the same as under the `local` launcher, so workers live, fail and die alike under both: an
+actor that is asked about a child that is stopped or dead still answers. Errors cross as data.
 """
 
 import asyncio
 import logging
 import os
-import subprocess
-import threading
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
-from offbeat.aio import deadline
+import psutil
+
+from offbeat.aio import SideThread, deadline
 from offbeat.cluster.group import Worker, WorkerSpec
-from offbeat.cluster.ray_reaper import start_reaper
+from offbeat.cluster.ray_reaper import Reaper
 from offbeat.config.root import Config
-from offbeat.errors import ConfigError, DeadlineError, MissingExtraError, WorkerError
-from offbeat.process import Failure, answer, log_tail, redirect_output, resolve_handler, thread_stacks
+from offbeat.errors import ConfigError, DeadlineError, DeathError, MissingExtraError, OffbeatError
+from offbeat.process import Child, ChildSpec, Failure
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -25,43 +29,70 @@ try:
 except ImportError as exc:
     raise MissingExtraError("cluster.launcher = \"ray\" needs Ray, which is not installed; run pip install 'offbeat[ray]'") from exc
 
-_STACK_TIMEOUT_S = 2.0
+_SERVERS = ("raylet", "gcs_server")
+_MARGIN_S = 3.0
+"""Beyond its own deadline, what an actor gets to tell why it was missed."""
 
 
 class _Host:
-    """The actor: one service, one call at a time; `stack` is answered beside a running call."""
+    """The actor: starts one child, and passes on what is asked of it."""
 
-    def __init__(self, target: str, log: str) -> None:
-        if log:
-            redirect_output(log)
-        self._handler = resolve_handler(target)
+    _child: Child
 
-    def node_address(self) -> str:
-        return ray.util.get_node_ip_address()
+    async def start(self, name: str, target: str, env: dict[str, str], log: str, timeout_s: float) -> tuple[bool, bytes]:
+        try:
+            self._child = await Child.start(ChildSpec(name, target, env, Path(log) if log else None), timeout_s=timeout_s)
+        except OffbeatError as exc:
+            return False, Failure.of(exc).pack()
+        return True, b""
 
-    def call(self, method: str, payload: bytes) -> tuple[bool, bytes]:
-        result = answer(self._handler, method, payload)
-        return (False, result.pack()) if isinstance(result, Failure) else (True, result)
+    def whereabouts(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), os.getpid()
 
-    @ray.method(concurrency_group="control")
-    def live(self) -> None:
-        threading.Event().wait()  # for as long as the process lives; its caller is told of the end at once
+    async def call(self, method: str, payload: bytes, timeout_s: float) -> tuple[bool, bytes]:
+        try:
+            return True, await self._child.call(method, payload, timeout_s=timeout_s)
+        except OffbeatError as exc:
+            return False, Failure.of(exc).pack()
 
-    @ray.method(concurrency_group="control")
-    def stack(self) -> str:
-        return thread_stacks()
+    async def stack(self) -> str:
+        return await self._child.stack()
+
+    async def ended(self) -> None:
+        await self._child.ended()
+
+    async def stop(self, timeout_s: float) -> None:
+        await self._child.stop(timeout_s=timeout_s)
 
 
 class RayWorker:
-    """One actor, seen from the controller."""
+    """One actor and its child, seen from the controller."""
 
     def __init__(self, spec: WorkerSpec, actor: Any) -> None:
         self.name = spec.name
         self.host = "127.0.0.1"
-        self._spec = spec
         self._actor = actor
         self._dead = False
-        self._life = asyncio.create_task(self._watch(), name=f"watch {spec.name}")
+        self._life: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, spec: WorkerSpec, *, timeout_s: float, reaper: Reaper | None) -> Self:
+        """See `Launcher.start`. Without a `reaper`, Ray is a cluster: servers must listen on their machine's address."""
+        actor = ray.remote(_Host).options(num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0).remote()
+        worker = cls(spec, actor)
+        try:
+            async with deadline(f"Ray to place {spec.name}", timeout_s):
+                address, pid = await actor.whereabouts.remote()
+            if reaper:
+                reaper.add([pid])
+            else:
+                worker.host = address
+            await worker._ask("start", spec.name, spec.target, spec.environment, str(spec.log or ""), timeout_s=timeout_s, doing="to start")
+        except BaseException:
+            worker.kill()
+            raise
+        worker._life = asyncio.create_task(worker._watch(), name=f"watch {spec.name}")
+        return worker
 
     @property
     def alive(self) -> bool:
@@ -69,103 +100,127 @@ class RayWorker:
 
     async def call(self, method: str, payload: bytes = b"", *, timeout_s: float) -> bytes:
         """See `Worker.call`."""
-        try:
-            async with deadline(f"{method} on {self.name}", timeout_s):
-                ok, result = await self._actor.call.remote(method, payload)
-        except RayActorError as exc:
-            raise self._death(exc) from exc
-        except DeadlineError as exc:
-            exc.add_note(await self._stack())
-            raise
-        if not ok:
-            raise Failure.unpack(result).to_exception(self.name)
-        return result
+        return await self._ask("call", method, payload, timeout_s=timeout_s, doing=f"in {method}")
 
-    async def wait_ready(self, timeout_s: float, *, on_many_machines: bool) -> None:
-        """Wait until the service is constructed; on a cluster, its servers then listen on its machine's address."""
+    async def stack(self) -> str:
+        """See `Worker.stack`."""
         try:
-            async with deadline(f"{self.name} to start", timeout_s):
-                address = await self._actor.node_address.remote()
-            if on_many_machines:
-                self.host = address
-        except RayActorError as exc:
-            raise self._death(exc) from exc
-        except BaseException:
-            await self.stop(timeout_s=0)
-            raise
+            async with asyncio.timeout(_MARGIN_S):
+                return await self._actor.stack.remote()
+        except (TimeoutError, RayError) as exc:
+            return f"{self.name} does not answer, nor does its Ray actor: {_last_line(exc)}"
 
     async def stop(self, *, timeout_s: float) -> None:
-        """End the actor."""
-        del timeout_s
+        """See `Worker.stop`."""
+        with suppress(TimeoutError, RayError):
+            async with asyncio.timeout(timeout_s + _MARGIN_S):
+                await self._actor.stop.remote(timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End actor and child at once."""
         self._dead = True
-        self._life.cancel()
+        if self._life is not None:
+            self._life.cancel()
         ray.kill(self._actor)
 
-    async def _watch(self) -> None:
+    async def _ask(self, function: str, *arguments: Any, timeout_s: float, doing: str) -> bytes:
         try:
-            await self._actor.live.remote()
-        except RayError:
+            async with deadline(f"the Ray actor of {self.name} {doing}", timeout_s + _MARGIN_S):
+                ok, result = await getattr(self._actor, function).remote(*arguments, timeout_s)
+        except RayActorError as exc:
             self._dead = True
+            raise DeathError(f"{self.name} died with its Ray actor {doing}: {_last_line(exc)}") from exc
+        if not ok:
+            error = Failure.unpack(result).to_exception(self.name, doing)
+            self._dead = self._dead or isinstance(error, DeathError)
+            raise error
+        return result
 
-    async def _stack(self) -> str:
-        try:
-            async with asyncio.timeout(_STACK_TIMEOUT_S):
-                return f"stack of {self.name}:\n{await self._actor.stack.remote()}"
-        except (TimeoutError, RayError):
-            return f"{self.name} does not answer: stopped, dead, or holding the interpreter lock"
-
-    def _death(self, cause: Exception) -> WorkerError:
+    async def _watch(self) -> None:
+        with suppress(RayError):
+            await self._actor.ended.remote()
         self._dead = True
-        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-        error = WorkerError(f"{self.name} died: {lines[-1] if lines else type(cause).__name__}")
-        if tail := log_tail(self._spec.log):
-            error.add_note(f"last lines of {self._spec.log}:\n{tail}")
-        return error
 
 
 class RayLauncher:
     """Starts actors. Joins the cluster at `address`, or starts one here that ends with this process."""
 
-    def __init__(self, *, address: str, num_cpus: int) -> None:
+    def __init__(self, *, address: str, num_cpus: int, start_timeout_s: float, stop_timeout_s: float) -> None:
         """`num_cpus` is what all workers ask for; a Ray started here is told that it has as many, so that none waits for a core."""
         self._address = address
         self._num_cpus = num_cpus
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
         self._workers: list[RayWorker] = []
-        self._reaper: subprocess.Popen[bytes] | None = None
+        self._thread = SideThread("ray")
+        self._reaper: Reaper | None = None
+        self._own: set[psutil.Process] = set()
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
         num_cpus = config.train.num_ranks * config.train.threads + config.inference.num_engines * config.inference.threads
-        return cls(address=config.cluster.ray_address, num_cpus=num_cpus)
+        return cls(
+            address=config.cluster.ray_address, num_cpus=num_cpus, start_timeout_s=config.cluster.start_timeout_s,
+            stop_timeout_s=config.cluster.stop_timeout_s)
 
     async def __aenter__(self) -> Self:
-        here = {} if self._address else {"num_cpus": max(self._num_cpus, os.cpu_count() or 1), "include_dashboard": False}
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         logging.getLogger("ray").setLevel(logging.ERROR)  # its remarks would stand between ours on the terminal
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        if self._address:
+            await self._init(address=self._address, **quiet)
+            return self
+        self._reaper = Reaper()
+        before = set(_children())
         try:
-            await asyncio.to_thread(ray.init, address=self._address or "local", **quiet, **here)
+            num_cpus = max(self._num_cpus, os.cpu_count() or 1)
+            await self._init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+        except BaseException:
+            self._reaper.add(process.pid for process in set(_children()) - before)
+            self._reaper.reap()
+            self._thread.close()
+            raise
+        self._own = set(_children()) - before
+        self._reaper.add(process.pid for process in self._own)
+        return self
+
+    async def _init(self, **options: Any) -> None:
+        try:
+            await self._thread.run("Ray to start", partial(ray.init, **options), timeout_s=self._start_timeout_s)
         except ConnectionError as exc:
             raise ConfigError(
                 f"no Ray cluster answers at cluster.ray_address = {self._address!r}; start one with `ray start --head`, or leave it empty"
             ) from exc
-        return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await asyncio.gather(*(worker.stop(timeout_s=0) for worker in self._workers if worker.alive))
-        await asyncio.to_thread(ray.shutdown)
-        if self._reaper is not None:
-            await asyncio.to_thread(self._reaper.communicate)
+    async def __aexit__(self, error: object, *_: object) -> None:
+        if error:
+            for worker in self._workers:
+                worker.kill()
+        else:
+            await asyncio.gather(*(worker.stop(timeout_s=self._stop_timeout_s) for worker in self._workers))
+        for process in self._own:
+            with suppress(psutil.NoSuchProcess):
+                if process.name() not in _SERVERS:
+                    process.kill()  # its monitors have nothing to save, and heed a gentle signal after a second only
+        try:
+            with suppress(DeadlineError):  # what is left then is ended below, or belongs to a cluster
+                await self._thread.run("Ray to end", ray.shutdown, timeout_s=self._stop_timeout_s)
+        finally:
+            self._thread.close()
+            if self._reaper is not None:
+                await asyncio.to_thread(self._reaper.reap)
 
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
         """See `Launcher.start`."""
-        make_remote: Any = ray.remote(concurrency_groups={"control": 2})  # pyright: ignore[reportCallIssue] (stubs lack the argument)
-        host = make_remote(_Host)
-        actor = host.options(
-            num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0, runtime_env={"env_vars": spec.environment},
-        ).remote(spec.target, str(spec.log or ""))
-        worker = RayWorker(spec, actor)
+        worker = await RayWorker.start(spec, timeout_s=timeout_s, reaper=self._reaper)
         self._workers.append(worker)
-        await worker.wait_ready(timeout_s, on_many_machines=bool(self._address))
-        if self._reaper is None and not self._address:
-            self._reaper = start_reaper()
         return worker
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _last_line(exc: Exception) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return lines[-1] if lines else type(exc).__name__

@@ -4,11 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
-
 from offbeat.aio import gather_all
-from offbeat.algorithms.experience import split_minibatches
-from offbeat.cluster.group import Launcher, Nothing, Worker, WorkerSpec, ask
+from offbeat.cluster.group import Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
 from offbeat.cluster.messages import (
     BuildRequest,
     ExportRequest,
@@ -18,13 +15,12 @@ from offbeat.cluster.messages import (
     Objective,
     Published,
     PublishRequest,
-    Shard,
     StoreAddress,
     Trained,
 )
+from offbeat.cluster.shards import Sharder
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
-from offbeat.data.packing import plan_microbatches
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest
 
@@ -35,10 +31,11 @@ OnSpan = Callable[[str, str, float, float], None]
 class TrainGroup:
     """R ranks that train one model."""
 
-    def __init__(self, workers: Sequence[Worker], config: Config, *, on_span: OnSpan) -> None:
-        """`on_span(name, track, start_s, end_s)` hears what each rank did."""
+    def __init__(self, workers: Sequence[Worker], config: Config, *, sharder: Sharder, on_span: OnSpan) -> None:
+        """`sharder` spreads batches over the workers; `on_span(name, track, start_s, end_s)` hears what each rank did."""
         self._workers = workers
         self._config = config
+        self._sharder = sharder
         self._on_span = on_span
         self._step = 0
 
@@ -60,12 +57,9 @@ class TrainGroup:
             await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
         store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)
         text = config.model_dump_json()
-        await gather_all(
-            ask(
-                worker, "join", JoinRequest(rank, len(workers), store, text, model), Nothing,
-                timeout_s=timeout_s + config.dist.init_timeout_s)
-            for rank, worker in enumerate(workers))
-        return cls(workers, config, on_span=on_span)
+        requests = [JoinRequest(rank, len(workers), store, text, model) for rank in range(len(workers))]
+        await ask_all(workers, "join", requests, Nothing, timeout_s=timeout_s + config.dist.init_timeout_s)
+        return cls(workers, config, sharder=Sharder.of(config, model=model, num_ranks=len(workers)), on_span=on_span)
 
     async def set_objective(self, objective: Objective) -> None:
         """Start over with a fresh optimizer for "sft" or "ppo"; the weights stay."""
@@ -74,14 +68,13 @@ class TrainGroup:
 
     async def train_step(self, batch: TokenBatch, *, num_minibatches: int = 1) -> dict[str, float]:
         """One training step; the metrics are over all ranks. A batch without sequences is a step that changes nothing."""
-        shards = make_shards(batch, self._config, num_minibatches=num_minibatches, seed=self._config.run.seed + self._step)
+        shards = self._sharder.shards(batch, num_minibatches=num_minibatches, seed=self._config.run.seed + self._step)
         self._step += 1
         timeout_s = self._config.train.step_timeout_s
-        answers = await gather_all(
-            ask(worker, "train_step", shard, Trained, timeout_s=timeout_s) for worker, shard in zip(self._workers, shards, strict=True))
+        answers = await ask_all(self._workers, "train_step", shards, Trained, timeout_s=timeout_s)
         for worker, answer in zip(self._workers, answers, strict=True):
             self._on_span("train_step", worker.name, answer.start_s, answer.end_s)
-        return answers[0].metrics
+        return answers[0].metrics | self._sharder.observe([answer.busy_s for answer in answers])
 
     async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
         """Write the weights into a new folder."""
@@ -103,22 +96,4 @@ class TrainGroup:
         await self._all("export", ExportRequest(str(folder), tokenizer), Nothing, timeout_s=self._config.checkpoint.timeout_s)
 
     async def _all(self, method: str, request: Any, reply: type[T], *, timeout_s: float) -> list[T]:
-        return await gather_all(ask(worker, method, request, reply, timeout_s=timeout_s) for worker in self._workers)
-
-
-def make_shards(batch: TokenBatch, config: Config, *, num_minibatches: int, seed: int) -> list[Shard]:
-    """Spread a batch over the ranks: balanced by tokens, cut into micro-batches under the token budget, equally many on every rank."""
-    train = config.train
-    parts: list[list[TokenBatch]] = [[] for _ in range(train.num_ranks)]
-    plans: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(train.num_ranks)]
-    starts = [0] * train.num_ranks
-    for minibatch in split_minibatches(batch, num_minibatches, seed=seed):
-        per_rank = plan_microbatches(
-            minibatch, num_ranks=train.num_ranks, max_tokens=train.max_tokens_per_microbatch, share_prefix=train.share_prefix)
-        for rank, microbatches in enumerate(per_rank):
-            order = np.concatenate([np.zeros(0, np.int64), *microbatches])
-            ends = np.cumsum([len(m) for m in microbatches])
-            plans[rank].append(tuple(np.arange(end - len(m), end) + starts[rank] for m, end in zip(microbatches, ends, strict=True)))
-            parts[rank].append(minibatch.select(order))
-            starts[rank] += len(order)
-    return [Shard(TokenBatch.concatenate(part), tuple(plan)) for part, plan in zip(parts, plans, strict=True)]
+        return await ask_all(self._workers, method, [request] * len(self._workers), reply, timeout_s=timeout_s)

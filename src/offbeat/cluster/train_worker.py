@@ -23,7 +23,9 @@ from offbeat.cluster.messages import (
 )
 from offbeat.config.model import TinyConfig
 from offbeat.config.root import Config
-from offbeat.dist.mesh import connect_store, host_store, join
+from offbeat.dist.mesh import ProcessGroups, connect_store, host_store, join
+from offbeat.dist.platform import current_platform
+from offbeat.errors import StorageError, SyncError
 from offbeat.model.tiny import build_tiny
 from offbeat.trainer.engine import TrainEngine
 
@@ -36,7 +38,19 @@ class TrainWorker(Service):
     def __init__(self) -> None:
         self._store = None
         self._config: Config | None = None
+        self._groups: ProcessGroups | None = None
         self._engine: TrainEngine | None = None
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        """Answer one call; the other ranks hear of a failure of this one at their next sync point, or where they wait."""
+        try:
+            return super().handle(method, payload)
+        except (SyncError, StorageError):  # raised by every rank alike; after a failed load or save the ranks are in step
+            raise
+        except Exception as exc:
+            if self._groups is not None:
+                self._groups.sync.fail(f"{type(exc).__name__} in {method}: {exc}")
+            raise
 
     def host_store(self, address: StoreAddress) -> StoreAddress:
         """Rank 0: serve the store on a free port of the given host."""
@@ -54,7 +68,7 @@ class TrainWorker(Service):
         """Meet the other ranks and load the model."""
         self._config = config = Config.model_validate_json(request.config)
         store = self._store or connect_store(request.store.host, request.store.port, timeout_s=config.dist.init_timeout_s)
-        groups = join(rank=request.rank, world=request.world, store=store, config=config.dist)
+        self._groups = groups = join(rank=request.rank, world=request.world, store=store, config=config.dist)
         self._engine = TrainEngine.build(
             Path(request.model), config=config.train, algorithm=config.algorithm, optimizer=config.train.optimizer,
             total_steps=config.run.total_steps, groups=groups, temperature=config.rollout.temperature or 1.0)
@@ -70,9 +84,9 @@ class TrainWorker(Service):
 
     def train_step(self, shard: Shard) -> Trained:
         """One training step on this rank's share."""
-        start_s = time.time()
+        start_s, busy_before_s = time.time(), current_platform.busy_clock()
         stats = self._trainer.train_step(shard.batch, shard.minibatches)
-        return Trained(stats.metrics, start_s, time.time())
+        return Trained(stats.metrics, start_s, time.time(), current_platform.busy_clock() - busy_before_s)
 
     def publish(self, request: PublishRequest) -> Published:
         """Rank 0 writes the weights; all score the canary."""
