@@ -15,3 +15,10 @@ def test_everything_is_shown_and_recorded_by_default_and_can_be_turned_off():
 def test_a_negative_interval_is_refused():
     with pytest.raises(ValidationError):
         TelemetryConfig(rollouts_every_steps=-1)
+
+
+def test_known_sinks_are_allowed_and_others_refused():
+    assert TelemetryConfig().sinks == ()
+    assert TelemetryConfig(sinks=["wandb", "tensorboard"]).sinks == ("wandb", "tensorboard")
+    with pytest.raises(ValidationError, match="'tensorboard', 'wandb' or 'trackio'"):
+        TelemetryConfig(sinks=["abacus"])

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.errors import ConfigError, StorageError
+from offbeat.errors import ConfigError, MissingExtraError, StorageError
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord, lock_run
 from offbeat.telemetry.trace import read_trace
 
 
-def record(folder: Path, *, trace: bool = True) -> RunRecord:
-    return RunRecord(folder, trace=trace, console=Console("quiet", stream=io.StringIO()))
+def record(folder: Path, *, trace: bool = True, sinks: tuple[str, ...] = ()) -> RunRecord:
+    return RunRecord(folder, trace=trace, console=Console("quiet", stream=io.StringIO()), sinks=sinks)
 
 
 def test_everything_that_is_recorded_is_in_the_folder(tmp_path: Path) -> None:
@@ -34,6 +34,31 @@ def test_without_a_time_line_no_file_is_made(tmp_path: Path) -> None:
     with record(tmp_path / "a", trace=False) as run:
         run.on_span("train_step", "rank 0", 1.0, 2.0)
     assert not (tmp_path / "a" / "trace.json").exists()
+
+
+def test_metrics_go_to_the_sinks_that_were_asked_for(tmp_path: Path) -> None:
+    with record(tmp_path / "a", sinks=("tensorboard", "tensorboard")) as run:
+        run.stats.commit(0, 1, 1, {"reward/mean": 0.5})
+    (written,) = (tmp_path / "a" / "tensorboard").iterdir()
+    assert b"reward/mean" in written.read_bytes()
+    assert (tmp_path / "a" / "events.jsonl").read_text() == ""
+
+
+def test_a_sink_that_fails_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "tensorboard").touch()  # where the sink wants a folder
+    with record(tmp_path / "a", sinks=("tensorboard",)) as run:
+        for step in (1, 2):
+            run.stats.commit(0, step, step, {"reward/mean": 0.5})
+    (event,) = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
+    assert (event["kind"], event["sink"]) == ("sink_dropped", "tensorboard") and "FileExistsError" in event["reason"]
+    assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_sink_that_is_not_installed_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(MissingExtraError, match="offbeat.abacus"):
+        record(tmp_path / "a", sinks=("abacus",))
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-"""The metrics file."""
+"""The metrics file, and which other sinks there are."""
 
 import json
 
-from offbeat.telemetry.sinks import JsonLines
+import pytest
+
+from offbeat.errors import MissingExtraError
+from offbeat.telemetry.sinks import JsonLines, check_installed, metrics_of
 
 
 def rows(path):
@@ -28,3 +31,13 @@ def test_resuming_at_the_first_step_empties_the_file(tmp_path):
     sink.resume_at(0)
     sink.close()
     assert rows(tmp_path / "metrics.jsonl") == []
+
+
+def test_the_place_in_the_run_is_no_metric():
+    assert metrics_of({"epoch": 1, "step": 2, "global_step": 2, "time_s": 3.0, "train/loss": 0.5}) == {"epoch": 1, "train/loss": 0.5}
+
+
+def test_a_missing_package_is_told_with_its_extra():
+    check_installed(["tensorboard", "wandb", "trackio"])
+    with pytest.raises(MissingExtraError, match=r"has 'abacus', which is not installed; run pip install 'offbeat\[abacus\]'"):
+        check_installed(["tensorboard", "abacus"])

@@ -6,11 +6,16 @@ import sys
 
 import pytest
 
+from offbeat.telemetry.tracker import StatsPart
 from offbeat.trainer.stats import Update, merge
 
 
 def update(loss=0.5, tokens=10.0, entropy=20.0, gap=0.1, grad_norm=1.0):
-    return Update({"train/loss": loss, "train/tokens": tokens, "train/entropy": entropy}, {"policy/logprob_gap_max": gap}, grad_norm)
+    return Update(
+        StatsPart(
+            sums={"train/loss": loss, "train/tokens": tokens}, means={"train/entropy": (entropy, tokens)},
+            maxima={"policy/logprob_gap_max": gap}),
+        grad_norm)
 
 
 def test_losses_add_up_and_means_weigh_every_token_alike():
@@ -27,8 +32,9 @@ def test_what_must_not_update_the_weights_is_counted(bad):
     assert merge([update(), update(**bad)], lr=0.01).metrics["train/skipped_steps"] == 1.0
 
 
-def test_no_tokens_give_means_of_zero():
-    assert merge([update(tokens=0.0, entropy=0.0)], lr=0.01).metrics["train/entropy"] == 0.0
+def test_no_tokens_give_means_and_maxima_of_zero():
+    metrics = merge([update(tokens=0.0, entropy=0.0, gap=-math.inf)], lr=0.01).metrics
+    assert metrics["train/entropy"] == metrics["policy/logprob_gap_max"] == 0.0
 
 
 def test_the_report_can_be_read_without_torch():

@@ -1,5 +1,7 @@
 """[telemetry]: what a run shows and records."""
 
+from typing import Literal
+
 from offbeat.config.base import Section, field
 
 
@@ -9,3 +11,5 @@ class TelemetryConfig(Section):
     console: bool = field(True, "Live table of progress on the terminal.")
     rollouts_every_steps: int = field(10, "Steps between samples of rollouts written to `rollouts/`; 0 writes none.", ge=0)
     trace: bool = field(True, "Record a time line, `trace.json`, that Perfetto opens.")
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = field(
+        (), "Where metrics go besides `metrics.jsonl`, which is always written; each needs the extra of its name, `offbeat[tensorboard]`.")

@@ -8,15 +8,17 @@ from offbeat.telemetry.jsonl import JsonLinesFile
 
 
 class EventLog:
-    """An append-only file; nothing is ever taken back, not even by a resumed run."""
+    """An append-only file; nothing is ever taken back, not even by a resumed run. Without a path it keeps nothing."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = JsonLinesFile(path)
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else JsonLinesFile(path)
 
     def record(self, kind: str, **fields: Any) -> None:
         """Append one event with the wall-clock time, in seconds since 1970, as `time_s`; values that JSON does not know become text."""
-        self._file.write({"time_s": round(time.time(), 3), "kind": kind, **fields})
+        if self._file is not None:
+            self._file.write({"time_s": round(time.time(), 3), "kind": kind, **fields})
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -1,15 +1,17 @@
 """All records of one run, opened and closed together: statistics, events, time line, sampled rollouts and the console."""
 
 import fcntl
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from offbeat.errors import ConfigError, StorageError
+from offbeat.telemetry.background import BackgroundSink
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.rollout_log import write_rollouts
-from offbeat.telemetry.sinks import JsonLines
+from offbeat.telemetry.sinks import JsonLines, check_installed, open_sink
 from offbeat.telemetry.stats import StatsLogger
 from offbeat.telemetry.trace import Tracer
 
@@ -17,28 +19,45 @@ from offbeat.telemetry.trace import Tracer
 class RunRecord:
     """The files of a run directory that grow while it runs. One process at a time holds them."""
 
-    def __init__(self, run_dir: Path, *, trace: bool, console: Console) -> None:
+    def __init__(
+        self, run_dir: Path, *, trace: bool, console: Console, sinks: Sequence[str] = (), settings: Mapping[str, Any] | None = None,
+    ) -> None:
         """Open everything below `run_dir`, making it.
+
+        Args:
+            run_dir: the run's folder.
+            trace: whether to record a time line.
+            console: shows progress; closed with the rest.
+            sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "trackio".
+            settings: of the run, shown by the sinks that can.
 
         Raises:
             ConfigError: another process is running this run.
+            MissingExtraError: a sink's package is not installed.
             StorageError: the folder cannot be written.
         """
+        check_installed(sinks)
         self.run_dir = run_dir
         self.log_dir = run_dir / "logs"
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise StorageError(f"cannot write the run folder {run_dir}: {exc.strerror}; free space or set run.dir") from exc
-        self._lock = lock_run(run_dir)
+        self._lock: IO[str] | None = lock_run(run_dir)
         self.events = EventLog(run_dir / "events.jsonl")
         self.tracer = Tracer(run_dir / "trace.json" if trace else None)
-        self.stats = StatsLogger([JsonLines(run_dir / "metrics.jsonl")])
+        self.stats = StatsLogger([
+            JsonLines(run_dir / "metrics.jsonl"),
+            *(BackgroundSink(name, partial(open_sink, name, run_dir, settings or {}), on_drop=self._sink_dropped)
+              for name in dict.fromkeys(sinks))])
         self.console = console
 
     def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Keep a sample of rollouts, already encoded as JSON lines."""
         write_rollouts(self.run_dir / "rollouts", step=step, lines=lines)
+
+    def _sink_dropped(self, name: str, reason: str) -> None:
+        self.events.record("sink_dropped", sink=name, reason=reason)
 
     @property
     def on_span(self) -> Callable[[str, str, float, float], None]:
@@ -53,7 +72,24 @@ class RunRecord:
         self.tracer.close()
         self.stats.close()
         self.events.close()
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+class SilentRecord(RunRecord):
+    """The record of a rank that does not lead in SPMD mode: it takes everything and keeps nothing. The rank's log lies in `log_dir`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.log_dir = run_dir / "logs"
+        self._lock = None
+        self.events = EventLog(None)
+        self.tracer = Tracer(None)
+        self.stats = StatsLogger([])
+        self.console = Console("quiet")
+
+    def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
+        """Keep nothing."""
 
 
 def lock_run(run_dir: Path) -> IO[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import StorageError
+from offbeat.phase import phase
 from offbeat.telemetry.jsonl import cut_torn_line
 
 
@@ -53,10 +54,11 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, track: str, **args: Any) -> Iterator[None]:
-        """Record the body as a span, also when it raises."""
+        """Record the body as a span, also when it raises; it is a phase of this process, too."""
         start_s = time.time()
         try:
-            yield
+            with phase(name):
+                yield
         finally:
             self.add(name, track, start_s, time.time(), args)
 

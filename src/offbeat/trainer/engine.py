@@ -28,11 +28,11 @@ from offbeat.dist.mesh import ProcessGroups
 from offbeat.dist.platform import current_platform
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import dummy_row, token_logprobs
+from offbeat.telemetry.tracker import StatsTracker, reduce
 from offbeat.trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from offbeat.trainer.state import Dtype, full_state, parameter_bytes
 from offbeat.trainer.stats import StepStats, Update, merge
 from offbeat.trainer.strategies import Strategy, choose, whole
-from offbeat.trainer.tally import Tally
 from offbeat.weights.fingerprint import fingerprint
 
 Minibatch = Sequence[np.ndarray]
@@ -106,7 +106,8 @@ class TrainEngine:
         lr = learning_rate(self.step, config=self._optimizer_config, total_steps=self._total_steps)
         set_learning_rate(self._optimizer, lr)
         plan = [[self._row(batch, indices) for indices in minibatch] for minibatch in minibatches]
-        updates = [self._update(batch, rows, prox, scale=len(plan)) for rows, prox in zip(plan, self._prox(plan), strict=True)]
+        with self.groups.sync.region("train_step"):
+            updates = [self._update(batch, rows, prox, scale=len(plan)) for rows, prox in zip(plan, self._prox(plan), strict=True)]
         self.step += 1
         return merge(updates, lr=lr)
 
@@ -125,7 +126,7 @@ class TrainEngine:
         batch = TokenBatch(
             tokens=np.asarray(tokens, np.int32), loss_mask=np.arange(length) > 0, rollout_logprobs=zeros, advantages=zeros,
             loss_weights=zeros, offsets=np.array([0, length]), group_ids=np.zeros(1), prefix_lens=np.zeros(1))
-        with self._strategy.scoring():
+        with self.groups.sync.region("canary"), self._strategy.scoring():
             return token_logprobs(self._strategy.forward, pack_row(batch, share_prefix=False)).mean().item()
 
     def full_state(self, dtype: Dtype = "float32") -> dict[str, Tensor]:
@@ -142,14 +143,16 @@ class TrainEngine:
         Raises:
             StorageError: on rank 0, after the last collective: the folder could not be written.
         """
-        state = self.full_state(dtype)
+        with self.groups.sync.region("publish"):
+            state = self.full_state(dtype)
         if self._leads:
             export_folder(state, folder, model_folder=self._model_folder, dtype=dtype)
         return self._fingerprint(state)
 
     def export(self, folder: Path, *, tokenizer_folder: Path, dtype: Dtype) -> None:
         """Write a Hugging Face folder for others from rank 0, tokenizer included; collective. Raises as `publish`."""
-        state = self.full_state(dtype)
+        with self.groups.sync.region("save_hf"):
+            state = self.full_state(dtype)
         if self._leads:
             export_folder(state, folder, model_folder=self._model_folder, tokenizer_folder=tokenizer_folder, dtype=dtype)
 
@@ -192,17 +195,16 @@ class TrainEngine:
             return token_logprobs(self._strategy.forward, row, temperature=self._loss_temperature)
 
     def _update(self, batch: TokenBatch, rows: list[PackedRow], prox: list[Tensor | None], *, scale: int) -> Update:
-        tally = Tally()
+        tracker = StatsTracker()
         for i, (row, row_prox) in enumerate(zip(rows, prox, strict=True)):
             # The last micro-batch reduces gradients over ranks; earlier ones only accumulate.
             with self._strategy.accumulate(last=i == len(rows) - 1):
-                loss = self._loss(batch, row, row_prox, tally)
+                loss = self._loss(batch, row, row_prox, tracker)
                 # DDP and FSDP average over ranks; the loss weights want a sum.
                 (loss * (scale * self.groups.world)).backward()
         parameters = list(self._strategy.model.parameters())
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        sums, maxima = tally.reduce(self.groups.cpu_group)
-        update = Update(sums, maxima, grad_norm=whole(norm).item())
+        update = Update(reduce(tracker.take(), self.groups.sync, point="train_stats"), grad_norm=whole(norm).item())
         # Every rank has the same numbers here, so all take the same branch.
         if update.is_sound:
             if self._optimizer_config.clip_norm:
@@ -212,7 +214,7 @@ class TrainEngine:
         self._optimizer.zero_grad(set_to_none=True)
         return update
 
-    def _loss(self, batch: TokenBatch, row: PackedRow, prox: Tensor | None, tally: Tally) -> Tensor:
+    def _loss(self, batch: TokenBatch, row: PackedRow, prox: Tensor | None, tracker: StatsTracker) -> Tensor:
         with self._autocast():
             logprobs, entropy = token_logprobs(self._strategy.forward, row, temperature=self._loss_temperature, with_entropy=True)
 
@@ -223,8 +225,12 @@ class TrainEngine:
             logprobs=logprobs, prox_logprobs=logprobs.detach() if prox is None else prox,
             rollout_logprobs=pick(batch.rollout_logprobs), advantages=pick(batch.advantages)))
         losses = result.losses * pick(batch.loss_weights)
-        tally.add({"train/loss": losses, "train/tokens": torch.ones_like(losses), "train/entropy": entropy, **result.means})
-        tally.raise_to(result.maxima)
+        with tracker.scope("train"):
+            tracker.denominator(tokens=torch.ones_like(losses))
+            tracker.stat(reduce="sum", loss=losses)
+            tracker.stat(denominator="tokens", entropy=entropy)
+        tracker.stat(result.means, denominator="train/tokens")
+        tracker.stat(result.maxima, reduce="max")
         return losses.sum()
 
     def _autocast(self) -> torch.autocast:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.telemetry.tracker import StatsPart, combine
+
 
 @dataclass(frozen=True)
 class StepStats:
@@ -23,6 +25,7 @@ class StepStats:
             policy/logprob_gap_mean, policy/logprob_gap_max: |trainer's log-probability before the update - rollout_logprobs|.
             policy/kl_mean: estimated KL divergence of rollout to current policy, in nats.
             policy/behave_masked_fraction: share dropped for too large a ratio of proximal to behaviour policy.
+            What has no token to be computed from is 0.
     """
 
     metrics: dict[str, float]
@@ -33,31 +36,27 @@ class Update:
     """What all ranks together saw in one minibatch.
 
     Attributes:
-        sums: `train/loss`, `train/tokens`, and the sums over tokens of what is reported as a mean, by metric name.
-        maxima: by metric name.
+        seen: statistics of the tokens, of all ranks.
         grad_norm: global norm before clipping.
     """
 
-    sums: dict[str, float]
-    maxima: dict[str, float]
+    seen: StatsPart
     grad_norm: float
 
     @property
     def is_sound(self) -> bool:
         """Whether the weights may be updated. Without tokens the gradient is zero and momentum alone would move them."""
-        return self.sums["train/tokens"] > 0 and math.isfinite(self.sums["train/loss"]) and math.isfinite(self.grad_norm)
+        sums = self.seen.sums
+        return sums["train/tokens"] > 0 and math.isfinite(sums["train/loss"]) and math.isfinite(self.grad_norm)
 
 
 def merge(updates: Sequence[Update], *, lr: float) -> StepStats:
     """The report of a step from those of its minibatches."""
-    sums = {name: sum(update.sums[name] for update in updates) for name in updates[0].sums}
-    loss, num_tokens = sums.pop("train/loss"), sums.pop("train/tokens")
+    seen = combine([update.seen for update in updates])
     return StepStats({
-        "train/loss": loss,
-        "train/tokens": num_tokens,
+        **dict.fromkeys(seen.names, 0.0),
+        **seen.values(),
         "train/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "train/lr": lr,
         "train/skipped_steps": float(sum(not update.is_sound for update in updates)),
-        **{name: total / max(num_tokens, 1.0) for name, total in sums.items()},
-        **{name: max(update.maxima[name] for update in updates) for name in updates[0].maxima},
     })

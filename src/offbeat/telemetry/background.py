@@ -1,0 +1,88 @@
+"""A sink that can neither end nor hold up a run: the record puts the sinks of other projects behind one of these.
+
+The run's thread produces rows; the sink's own thread consumes them: it opens the destination, waits for the next row and writes it. A
+destination that raises, or falls far behind, is reported once, by the run's thread, and gets nothing more.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from offbeat.telemetry.sinks import Sink
+
+_LOG = logging.getLogger(__name__)
+_MAX_WAITING = 1000  # rows; at a row per step this is a destination that has been stuck for long
+_CLOSE_S = 15.0  # for what is held back; the files of a run are closed already by a destination that works
+
+Task = Callable[[Sink], None]
+
+
+class BackgroundSink:
+    """A `Sink` that hands every call to a thread of its own and never raises."""
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink], *, on_drop: Callable[[str, str], None], close_s: float = _CLOSE_S) -> None:
+        """Begin to open the destination.
+
+        Args:
+            name: of the sink, in reports.
+            open_sink: called in the thread.
+            on_drop: told the name and a reason, at most once, in the thread that calls this object.
+            close_s: seconds that `close` waits for what is held back.
+        """
+        self._name = name
+        self._open_sink = open_sink
+        self._on_drop = on_drop
+        self._close_s = close_s
+        self._tasks: queue.Queue[Task | None] = queue.Queue(_MAX_WAITING)
+        self._failure = ""
+        self._is_dropped = False
+        self._thread = threading.Thread(target=self._work, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Hand over one row."""
+        self._put(lambda sink: sink.write(row))
+
+    def resume_at(self, global_step: int) -> None:
+        """Hand over the step from which the run goes on."""
+        self._put(lambda sink: sink.resume_at(global_step))
+
+    def close(self) -> None:
+        """Wait, for a limited time, until everything is written."""
+        self._put(None)
+        if not self._is_dropped:
+            self._thread.join(self._close_s)
+            if self._thread.is_alive():
+                self._drop(f"it was still writing {self._close_s:g} s after the end of the run")
+        self._report()
+
+    def _put(self, task: Task | None) -> None:
+        self._report()
+        if self._is_dropped:
+            return
+        try:
+            self._tasks.put_nowait(task)
+        except queue.Full:
+            self._drop(f"it fell {_MAX_WAITING} rows behind")
+
+    def _report(self) -> None:
+        if self._failure:
+            self._drop(self._failure)
+
+    def _drop(self, reason: str) -> None:
+        if not self._is_dropped:
+            self._is_dropped = True
+            _LOG.warning("sink %s gets no more metrics: %s; metrics.jsonl has them all", self._name, reason)
+            self._on_drop(self._name, reason)
+
+    def _work(self) -> None:
+        try:
+            sink = self._open_sink()
+            while (task := self._tasks.get()) is not None:
+                task(sink)
+            sink.close()
+        except BaseException as exc:  # Whatever it is, an exit included, the run goes on.
+            _LOG.debug("sink %s raised", self._name, exc_info=True)
+            self._failure = f"{type(exc).__name__}: {exc}"

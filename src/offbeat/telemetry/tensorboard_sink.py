@@ -1,0 +1,51 @@
+"""Metrics for TensorBoard, in `tensorboard/` of the run: `tensorboard --logdir runs` compares runs.
+
+Written with TensorBoard's own record writer, without TensorFlow or torch. Every process of a run adds a file.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]: made at import
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from offbeat.telemetry.sinks import metrics_of
+
+
+class TensorBoardSink:
+    """A `Sink` whose rows are on disk when `write` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names, so the time comes first.
+        self._file = (folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}").open("wb")
+        self._writer = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one event at the row's global step."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics_of(row).items()]
+        self._write(Event(wall_time=row["time_s"], step=row["global_step"], summary=Summary(value=values)))
+
+    def resume_at(self, global_step: int) -> None:
+        """Have TensorBoard purge what older files say about this step and later ones."""
+        self._write(Event(wall_time=time.time(), step=global_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: Event) -> None:
+        self._writer.write(event.SerializeToString())
+        self._file.flush()
+
+
+def open_sink(run_dir: Path, settings: Mapping[str, Any]) -> TensorBoardSink:
+    """Begin a file; the settings are not shown."""
+    del settings
+    return TensorBoardSink(run_dir / "tensorboard")

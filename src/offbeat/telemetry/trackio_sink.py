@@ -1,0 +1,43 @@
+"""Metrics for trackio, on this machine: the project `offbeat` of trackio's own folder (`TRACKIO_DIR`), which `trackio show` displays.
+
+Every process of a run is a trackio run of its own, under the run's name and in the group of that name.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import trackio
+import trackio.run
+
+from offbeat.telemetry.sinks import metrics_of
+
+_LOG = logging.getLogger(__name__)
+
+
+class TrackioSink:
+    """A `Sink` that writes to trackio's database through trackio's thread, within a second."""
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        # The terminal belongs to the console; trackio says what it does with print.
+        trackio.run.__dict__["print"] = _LOG.debug
+        # Not `trackio.init`, which prints too, and may log to a Space or a server that the environment names.
+        self._run = trackio.Run(
+            url=None, client=None, project="offbeat", name=run_dir.name, group=run_dir.name, config=dict(settings))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Log at the row's global step."""
+        self._run.log(metrics_of(row), step=row["global_step"])
+
+    def resume_at(self, global_step: int) -> None:
+        """Nothing to forget: the rows of earlier processes are other trackio runs."""
+
+    def close(self) -> None:
+        """Write what trackio holds back."""
+        self._run.finish()
+
+
+def open_sink(run_dir: Path, settings: Mapping[str, Any]) -> TrackioSink:
+    """Begin a trackio run."""
+    return TrackioSink(run_dir, settings)
