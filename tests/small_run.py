@@ -94,7 +94,26 @@ def offbeat(*arguments: str, timeout_s: float = 90) -> subprocess.CompletedProce
 
 
 def start_offbeat(*arguments: str) -> subprocess.Popen[str]:
-    """Run the command beside the test."""
+    """Run the command beside the test, in a process group of its own, as a terminal does."""
     return subprocess.Popen(
         [sys.executable, "-m", "offbeat", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | ENVIRONMENT)
+        env=os.environ | ENVIRONMENT, process_group=0)
+
+
+def start_torchrun(*arguments: str, world: int, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Run the command in SPMD mode beside the test, on a free port."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "offbeat", *arguments,
+         "--run.mode", "spmd"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT | (env or {}))
+
+
+def torchrun(*arguments: str, world: int, env: dict[str, str] | None = None, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+    """Run the command in SPMD mode to its end."""
+    with start_torchrun(*arguments, world=world, env=env) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.algorithms.experience import batch_metrics, make_batch, sft_batch, split_minibatches
+from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, sft_batch, split_minibatches
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import DataError
@@ -149,7 +149,7 @@ def test_metrics_by_hand():
         group(trajectory(2, 0.0, version=5, reason="reward failed: ZeroDivisionError")),
         Group("0:5", 3, rejected="timed out"),
     ]
-    assert batch_metrics(groups, version=5) == pytest.approx({
+    assert batch_metrics([batch_stats(groups, version=5)]) == pytest.approx({
         "rollout/generated_tokens": 10,
         "rollout/response_mean_tokens": 2,
         "rollout/truncated_share": 0.2,
@@ -163,7 +163,13 @@ def test_metrics_by_hand():
     })
 
 
+def test_metrics_of_parts_are_those_of_the_whole():
+    groups = [*MIXED, group(trajectory(5, -2.0, version=3), trajectory(1, 0.5, reason="length", version=1))]
+    parts = [batch_stats(part, version=4) for part in (groups[:1], [], groups[1:])]
+    assert batch_metrics(parts) == pytest.approx(batch_metrics([batch_stats(groups, version=4)]))
+
+
 def test_metrics_of_nothing_leave_means_out():
-    assert batch_metrics([], version=5) == {"rollout/generated_tokens": 0.0}
+    assert batch_metrics([batch_stats([], version=5)]) == {"rollout/generated_tokens": 0.0}
     silent = replace(trajectory(1, 0.0, reason="reward failed: x"), loss_mask=np.zeros(3, bool))
-    assert {"reward/mean", "rollout/staleness_max_versions"}.isdisjoint(batch_metrics([group(silent)], version=1))
+    assert {"reward/mean", "rollout/staleness_max_versions"}.isdisjoint(batch_metrics([batch_stats([group(silent)], version=1)]))

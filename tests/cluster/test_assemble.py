@@ -1,95 +1,11 @@
-"""Choices made from the configuration before any process starts. Whole sessions run in the tests of the controller."""
+"""Choices of modes and launchers. Whole sessions run in the tests of the controller and of SPMD mode."""
 
-import io
 from pathlib import Path
 
-import pytest
-
-from offbeat.cluster.assemble import choose_canary, choose_reward, make_launcher, make_quarantine, read_material
+from offbeat.cluster.assemble import make_launcher
 from offbeat.cluster.local import LocalLauncher
-from offbeat.config.load import load_config
-from offbeat.errors import DataError, ModelError
-from offbeat.inference.pool import EnginePool
-from offbeat.rollout.functions import resolve
-from offbeat.telemetry.console import Console
-from offbeat.telemetry.jsonl import read_json_lines
-from offbeat.telemetry.record import RunRecord
 from small_run import small_config
-
-
-def test_a_model_that_is_there_is_used_with_its_tokenizer_and_context(tmp_path: Path, model_dir: str) -> None:
-    material = read_material(small_config(tmp_path, model_dir))
-    assert (material.model, material.tokenizer_folder, material.build, material.context) == (model_dir, model_dir, None, 64)
-    assert material.heldout.num_rows == 4 and material.train.num_rows is None
-    assert read_material(small_config(tmp_path, model_dir, inference__max_context="32")).context == 32
-
-
-def test_without_a_model_a_tiny_one_is_to_be_built_beside_a_tokenizer(tmp_path: Path) -> None:
-    config = small_config(tmp_path, model__tiny__max_positions="48", run__seed="5")
-    material = read_material(config)
-    assert material.build is not None
-    assert (material.build.folder, material.build.seed, material.build.vocab_size) == (material.model, 5, material.tokenizer.vocab_size)
-    assert material.context == 48
-    assert material.tokenizer_folder == material.model
-    assert not config.run_dir.exists(), "reading must leave no trace of a run that may be refused"
-
-
-def test_what_cannot_be_used_is_told_before_anything_starts(tmp_path: Path, model_dir: str) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match="empty"):
-        read_material(small_config(tmp_path, str(tmp_path / "empty")))
-    with pytest.raises(ModelError, match="no-such-folder"):
-        read_material(small_config(tmp_path, str(tmp_path / "no-such-folder")))
-    with pytest.raises(ModelError, match="no-tokenizer"):
-        read_material(small_config(tmp_path, model_dir, model__tokenizer=str(tmp_path / "no-tokenizer")))
-    with pytest.raises(DataError, match="prompt of row 0 has 4 tokens, allowed are 3"):
-        read_material(small_config(tmp_path, model_dir, rollout__max_new_tokens="61"))
-    with pytest.raises(DataError, match="prompt of row 0 has 4 tokens, allowed are 2"):
-        read_material(small_config(tmp_path, model_dir, inference__max_context="7"))
-    with pytest.raises(DataError, match="both empty"):
-        read_material(small_config(tmp_path, model_dir, data__task=""))
-
-
-@pytest.mark.parametrize(("settings", "name"), [
-    ({"data.task": "countdown"}, "countdown"), ({"data.task": "addition"}, "exact_match"), ({"data.path": "a.jsonl"}, "exact_match"),
-    ({"data.path": "a.jsonl", "data.format": "gsm8k"}, "math_reward"),
-])
-def test_the_reward_suits_the_data_unless_one_is_given(settings: dict[str, str], name: str) -> None:
-    assert choose_reward(load_config(None, list(settings.items()))).endswith(f":{name}")
-    assert callable(resolve(choose_reward(load_config(None, list(settings.items()))), kind="reward"))
-    assert choose_reward(load_config(None, [*settings.items(), ("rollout.reward", "mine:score")])) == "mine:score"
-
-
-def test_the_canary_is_a_prompt_with_its_answer(tmp_path: Path, model_dir: str) -> None:
-    config = small_config(tmp_path, model_dir)
-    material = read_material(config)
-    row = material.train.row(0)
-    assert material.tokenizer.decode(choose_canary(material, config)) == f"{row.prompt}{row.answer}"
-    assert choose_canary(material, config)[-1] == material.tokenizer.eos_token_id
-
-
-def test_a_long_canary_is_cut(tmp_path: Path, model_dir: str) -> None:
-    path = tmp_path / "long.jsonl"
-    path.write_text('{"prompt": "1>", "answer": "' + "2" * 100 + '"}\n' * 1)
-    config = small_config(tmp_path, model_dir, data__task="", data__path=str(path), data__heldout_size="0")
-    assert len(choose_canary(read_material(config), config)) == 64
 
 
 def test_the_launcher_is_the_configured_one(tmp_path: Path) -> None:
     assert isinstance(make_launcher(small_config(tmp_path)), LocalLauncher)
-
-
-def test_a_quarantine_is_recorded_shown_and_obeyed(tmp_path: Path) -> None:
-    class Client:
-        name = "engine 0"
-
-    shown = io.StringIO()
-    pool = EnginePool([Client()], request_timeout_s=1)
-    with RunRecord(tmp_path, trace=False, console=Console("plain", stream=shown)) as record:
-        quarantine = make_quarantine(pool, record)
-        quarantine("engine 0", "its process died")
-        quarantine("engine 0", "cannot be reached")  # the first reason stands
-    assert not pool.healthy
-    (event,) = read_json_lines(tmp_path / "events.jsonl")
-    assert (event["kind"], event["engine"], event["reason"]) == ("quarantine", "engine 0", "its process died")
-    assert "engine 0 is quarantined: its process died" in shown.getvalue()

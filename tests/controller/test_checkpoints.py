@@ -1,15 +1,16 @@
 """When to save, and that a checkpoint is complete or does not exist. Real ranks save and resume in `test_run.py`."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from offbeat.cluster.session import Solo
 from offbeat.controller.checkpoints import Checkpoints
-from offbeat.controller.state import SavedState
+from offbeat.controller.state import HeadState, SavedState
 from offbeat.data.dataset import StreamState
-from offbeat.errors import StorageError
+from offbeat.errors import ConfigError, StorageError
 from small_run import small_config
 
 
@@ -37,15 +38,22 @@ class Ranks:
 
 
 def saved(step: int) -> SavedState:
-    return SavedState(step, step + 1, StreamState(0, 2 * step), (f"0:{step}",))
+    return SavedState(step, step + 1, (HeadState(StreamState(0, 2 * step), (f"0:{step}",)),))
+
+
+def checkpoints_of(ranks: Ranks, root: Path, *, num_heads: int = 1, **changes: str) -> Checkpoints:
+    session = SimpleNamespace(
+        trainers=ranks, config=small_config(root, **changes), peers=Solo(), num_heads=num_heads,
+        material=SimpleNamespace(tokenizer_folder="tokenizer"))
+    return Checkpoints(session)
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
     ranks = Ranks()
-    checkpoints = Checkpoints(ranks, small_config(tmp_path, checkpoint__keep="2"))
+    checkpoints = checkpoints_of(ranks, tmp_path, checkpoint__keep="2")
     assert asyncio.run(checkpoints.restore()) is None
     for step in (2, 4, 6):
-        asyncio.run(checkpoints.save(partial(saved, step)))
+        asyncio.run(checkpoints.save(saved(step)))
     assert asyncio.run(checkpoints.restore()) == saved(6)
     folder = tmp_path / "small" / "checkpoints"
     assert ranks.loaded == [folder / "step-00000006" / "ranks"]
@@ -54,22 +62,28 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_as_many_as_it_is_tol
 
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     ranks = Ranks()
-    checkpoints = Checkpoints(ranks, small_config(tmp_path))
-    asyncio.run(checkpoints.save(lambda: saved(2)))
+    checkpoints = checkpoints_of(ranks, tmp_path)
+    asyncio.run(checkpoints.save(saved(2)))
     ranks.full = True
     with pytest.raises(StorageError, match="no space"):
-        asyncio.run(checkpoints.save(lambda: saved(4)))
+        asyncio.run(checkpoints.save(saved(4)))
     assert asyncio.run(checkpoints.restore()) == saved(2)
+
+
+def test_another_number_of_processes_that_draw_data_is_refused(tmp_path: Path) -> None:
+    asyncio.run(checkpoints_of(Ranks(), tmp_path).save(saved(2)))
+    with pytest.raises(ConfigError, match="written by 1 processes that draw data, and now there are 2; resume with the same"):
+        asyncio.run(checkpoints_of(Ranks(), tmp_path, num_heads=2).restore())
 
 
 @pytest.mark.parametrize(("every", "due"), [("0", [6]), ("2", [2, 4, 6]), ("4", [4, 6])])
 def test_saves_are_due_every_few_steps_and_at_the_end(tmp_path: Path, every: str, due: list[int]) -> None:
-    checkpoints = Checkpoints(Ranks(), small_config(tmp_path, checkpoint__every_steps=every))
+    checkpoints = checkpoints_of(Ranks(), tmp_path, checkpoint__every_steps=every)
     assert [step for step in range(1, 7) if checkpoints.due(step, last=step == 6)] == due
 
 
 def test_the_export_can_be_turned_off(tmp_path: Path) -> None:
     for export, expected in (("true", [(tmp_path / "small" / "export", "tokenizer")]), ("false", [])):
         ranks = Ranks()
-        asyncio.run(Checkpoints(ranks, small_config(tmp_path, checkpoint__export=export)).export(tokenizer="tokenizer"))
+        asyncio.run(checkpoints_of(ranks, tmp_path, checkpoint__export=export).export())
         assert ranks.exported == expected

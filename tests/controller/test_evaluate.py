@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat.cluster.session import Solo
 from offbeat.config.controller import EvaluateConfig
 from offbeat.controller.evaluate import Evaluation, Evaluator, evaluate_model
 from offbeat.data.dataset import ListDataset
@@ -42,7 +43,7 @@ class Rollouts:
 
 
 def evaluator(rollouts: Rollouts, **changes: object) -> Evaluator:
-    return Evaluator(rollouts, ROWS, EvaluateConfig(**changes))
+    return Evaluator(rollouts, ROWS, EvaluateConfig(**changes), Solo())
 
 
 def test_accuracy_is_the_share_of_full_rewards_and_failures_count_as_wrong() -> None:
@@ -72,7 +73,7 @@ def test_evaluations_are_due_every_few_steps_and_at_the_end() -> None:
     assert [step for step in range(1, 6) if every.due(step, last=step == 5)] == [2, 4, 5]
     ends = evaluator(Rollouts([]), every_steps=0)
     assert [step for step in range(1, 6) if ends.due(step, last=step == 5)] == [5]
-    assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig()).due(0, last=True)
+    assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig(), Solo()).due(0, last=True)
 
 
 def test_what_cannot_be_evaluated_is_told_at_once(tmp_path: Path, model_dir: str) -> None:

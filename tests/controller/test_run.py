@@ -68,7 +68,7 @@ def test_a_run_that_is_started_again_goes_on_and_loses_no_prompt(stopped_run: Sm
     run = SmallRun(tmp_path, model_dir)
     shutil.copytree(stopped_run.folder, run.folder)
     done = stopped_run.metrics()[-1]["global_step"]
-    saved = saved_state(run, done)
+    (saved,) = saved_state(run, done)["heads"]
     assert saved["in_flight"], "nothing was in flight at the checkpoint, so this test shows nothing"
     result = run_training(small_config(tmp_path, model_dir, run__total_steps=str(done + 2)), quiet())
     assert (result.steps, result.stopped_early) == (done + 2, False)
@@ -78,7 +78,7 @@ def test_a_run_that_is_started_again_goes_on_and_loses_no_prompt(stopped_run: Sm
     assert run.events("publish")[-1]["version"] == done + 2
     # Every prompt that was ever drawn was trained on once: those in flight at the checkpoint come first.
     trained = [group["prompt_id"] for step in range(1, done + 3) for group in run.groups(step)]
-    drawn = saved_state(run, done + 2)["stream"]["position"]
+    drawn = saved_state(run, done + 2)["heads"][0]["stream"]["position"]
     assert sorted(trained) == sorted(f"0:{index}" for index in range(drawn))
     assert run.events("rejected") == []
     assert set(saved["in_flight"][:2]) <= set(trained[2 * done :])

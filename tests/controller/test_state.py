@@ -1,6 +1,9 @@
 """Counting steps and versions."""
 
-from offbeat.controller.state import Highlights, RunState, SavedState, Step
+import asyncio
+
+from offbeat.cluster.session import Solo
+from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data import wire
 from offbeat.data.dataset import StreamState
 
@@ -29,7 +32,8 @@ def test_a_stop_ends_after_the_step_that_is_being_done() -> None:
     for step in state.steps():
         done.append(step.global_step)
         if step.global_step == 2:
-            state.request_stop()
+            state.asked_to_stop = True
+            asyncio.run(state.agree(Solo()))
     assert done == [1, 2]
     assert (state.global_step, state.version, state.stopping, state.stopped_early) == (2, 2, True, True)
 
@@ -37,7 +41,8 @@ def test_a_stop_ends_after_the_step_that_is_being_done() -> None:
 def test_a_stop_in_the_last_step_is_no_early_stop() -> None:
     state = RunState(total_steps=1)
     for _ in state.steps():
-        state.request_stop()
+        state.asked_to_stop = True
+        asyncio.run(state.agree(Solo()))
     assert not state.stopped_early
 
 
@@ -46,5 +51,5 @@ def test_a_resumed_run_that_has_enough_steps_does_none() -> None:
 
 
 def test_what_a_checkpoint_remembers_survives_as_json() -> None:
-    saved = SavedState(3, 4, StreamState(1, 7, ("0:5",)), ("1:2", "1:6"), Highlights(heldout_before=0.25, max_staleness=2))
+    saved = SavedState(3, 4, (HeadState(StreamState(1, 7, ("0:5",)), ("1:2", "1:6")),), Highlights(heldout_before=0.25, max_staleness=2))
     assert wire.decode_json(SavedState, wire.encode_json(saved)) == saved

@@ -14,6 +14,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.batch import TokenBatch
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import DataError
+from offbeat.telemetry.tracker import StatsPart, StatsTracker, combine
 from offbeat.types import PROMPT_VERSION, Version
 
 
@@ -42,7 +43,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     group_ids = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])
     num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.int64)
     advantages = _advantages(trajectories, group_ids, scale_by_std=config.scale_by_std)
-    weights = _token_weights(num_generated, config.loss_aggregation, max_new_tokens)
+    weights, denominator = _token_weights(num_generated, config.loss_aggregation, max_new_tokens)
     prefix_lens = np.repeat([_shared_prompt_len(g) for g in groups], [len(g.trajectories) for g in groups])
     keep = num_generated > 0
     if config.drop_zero_advantage:
@@ -56,7 +57,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
         rollout_logprobs=_concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32) * loss_mask,
         advantages=np.repeat(advantages[kept], lengths) * loss_mask,
         loss_weights=np.repeat(weights[kept], lengths) * loss_mask,
-        offsets=_offsets(lengths), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept],
+        offsets=_offsets(lengths), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator,
     )
 
 
@@ -78,6 +79,7 @@ def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> TokenBatch:
         advantages=loss_mask,
         loss_weights=loss_mask / max(loss_mask.sum(), 1),
         offsets=_offsets(lengths), group_ids=np.arange(len(lengths)), prefix_lens=np.zeros(len(lengths)),
+        denominator=float(loss_mask.sum()),
     )
 
 
@@ -95,32 +97,40 @@ def split_minibatches(batch: TokenBatch, num_minibatches: int, *, seed: int) -> 
     return [batch.select(np.flatnonzero(np.isin(batch.group_ids, order[i::count]))) for i in range(count)]
 
 
-def batch_metrics(groups: Sequence[Group], *, version: Version) -> dict[str, float]:
-    """What a batch of groups was like.
+def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
+    """What a batch of groups was like, in a form that adds up over the processes that drew one; `batch_metrics` finishes it.
 
     Args:
         version: that of the step that trains on it; staleness counts from there to the oldest token of each trajectory.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = np.array([t.reward for t in trajectories if _has_reward(t)], dtype=np.float64)
+    num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.float64)
+    staleness = np.array([version - t.head_version for t in trajectories if t.head_version != PROMPT_VERSION], dtype=np.float64)
+    tracker = StatsTracker()
+    with tracker.scope("rollout"):
+        tracker.stat(reduce="sum", generated_tokens=num_generated)
+        tracker.stat(
+            response_mean_tokens=num_generated, truncated_share=np.array([t.reason == "length" for t in trajectories]),
+            staleness_mean_versions=staleness)
+        tracker.stat(reduce="max", staleness_max_versions=staleness)
+    with tracker.scope("reward"):
+        tracker.stat(
+            mean=rewards, mean_square=rewards**2, positive_share=rewards > 0,
+            failed_share=np.array([not _has_reward(t) for t in trajectories]),
+            zero_advantage_group_share=np.array([_is_flat(g) for g in groups if g.trajectories]))
+    return tracker.take()
+
+
+def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
+    """The metrics of a batch from `batch_stats` of all who drew a part of it.
 
     Returns:
         Means and shares are over trajectories, except `zero_advantage_group_share`; those of nothing are left out.
     """
-    trajectories = [t for group in groups for t in group.trajectories]
-    metrics = {"rollout/generated_tokens": float(sum(t.loss_mask.sum() for t in trajectories))}
-    if not trajectories:
-        return metrics
-    rewards = np.array([t.reward for t in trajectories if _has_reward(t)], dtype=np.float64)
-    metrics |= {
-        "rollout/response_mean_tokens": metrics["rollout/generated_tokens"] / len(trajectories),
-        "rollout/truncated_share": float(np.mean([t.reason == "length" for t in trajectories])),
-        "reward/failed_share": 1.0 - len(rewards) / len(trajectories),
-        "reward/zero_advantage_group_share": float(np.mean([_is_flat(g) for g in groups if g.trajectories])),
-    }
-    if len(rewards):
-        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        metrics |= {"reward/positive_share": float(np.mean(rewards > 0))}
-    staleness = [version - t.head_version for t in trajectories if t.head_version != PROMPT_VERSION]
-    if staleness:
-        metrics |= {"rollout/staleness_mean_versions": float(np.mean(staleness)), "rollout/staleness_max_versions": float(max(staleness))}
+    metrics = combine(parts).values()
+    if (mean_square := metrics.pop("reward/mean_square", None)) is not None:
+        metrics["reward/std"] = max(mean_square - metrics["reward/mean"] ** 2, 0.0) ** 0.5
     return metrics
 
 
@@ -140,18 +150,19 @@ def _advantages(trajectories: Sequence[Trajectory], group_ids: np.ndarray, *, sc
     return advantages
 
 
-def _token_weights(num_generated: np.ndarray, aggregation: str, max_new_tokens: int) -> np.ndarray:
-    """[N] float64, the weight of each generated token of each trajectory."""
+def _token_weights(num_generated: np.ndarray, aggregation: str, max_new_tokens: int) -> tuple[np.ndarray, float]:
+    """[N] float64, the weight of each generated token of each trajectory, and the denominator over all trajectories in it."""
+    num_sequences = len(num_generated)
     match aggregation:
         case "token_mean":
-            per_sequence = np.full(len(num_generated), num_generated.sum())
+            denominator, per_unit = float(num_generated.sum()), np.ones(num_sequences)
         case "sequence_mean":
-            per_sequence = len(num_generated) * num_generated
+            denominator, per_unit = float(num_sequences), num_generated
         case "fixed_length":
-            per_sequence = np.full(len(num_generated), len(num_generated) * max_new_tokens)
+            denominator, per_unit = float(num_sequences * max_new_tokens), np.ones(num_sequences)
         case _:
             raise AssertionError(f"unknown loss aggregation {aggregation!r}")
-    return 1.0 / np.maximum(per_sequence, 1)
+    return 1.0 / np.maximum(denominator * per_unit, 1), denominator
 
 
 def _shared_prompt_len(group: Group) -> int:

@@ -41,6 +41,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if (config.run_dir / "config.toml").exists():
         move_aside(config)
     result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug)
+    if result is None:  # a rank in SPMD mode, and the leader speaks for all
+        return 0
     report_line(config, args)
     if result.stopped_early:
         return 130

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from offbeat.cli.common import add_config_argument, make_console, report_line
-from offbeat.cluster.assemble import Session
+from offbeat.cluster.session import Session
 from offbeat.config.load import load_config
 from offbeat.controller.run import execute
 from offbeat.controller.state import RunState
@@ -37,6 +37,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         return await fine_tune(session, state, standalone=True)
 
     result = execute(config, console, body, debug=args.debug, resumable=False)
+    if result is None:  # a rank in SPMD mode, and the leader speaks for all
+        return 0
     console.finish(asdict(result))
     report_line(config, args)
     return 130 if result.stopped_early else 0

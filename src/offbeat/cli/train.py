@@ -12,6 +12,7 @@ _EXAMPLES = """\
 examples:
   offbeat train examples/sort_digits.toml
   offbeat train examples/sort_digits.toml --train.num_ranks 2 --inference.num_engines 2 --cluster.launcher ray
+  torchrun --nproc-per-node 2 -m offbeat train examples/sort_digits.toml --run.mode spmd
   offbeat train run.toml --run.name second --rollout.max_head_offpolicyness 4
 
 A run that was interrupted goes on from its newest checkpoint when it is started again. Ctrl-C once finishes the step and saves.
@@ -31,5 +32,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Train, and print where the report is; 130 when stopped before the end, like any interrupted command."""
     config = load_config(args.config, overrides)
     result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug)
+    if result is None:  # a rank in SPMD mode, and the leader speaks for all
+        return 0
     report_line(config, args)
     return 130 if result.stopped_early else 0

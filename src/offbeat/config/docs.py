@@ -46,12 +46,16 @@ def _tables(section: Section, path: tuple[str, ...]) -> Iterator[str]:
 
 def _allowed(info: FieldInfo) -> str:
     annotation: Any = info.annotation
+    if get_origin(annotation) is tuple:
+        return f"list of {_kind(get_args(annotation)[0])}"
+    bounds = [f"{sign} {getattr(rule, name):g}" for rule in info.metadata for name, sign in _SIGNS.items() if hasattr(rule, name)]
+    return " ".join([_kind(annotation), ", ".join(bounds)]).strip()
+
+
+def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(_code(toml_value(choice)) for choice in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return f"list of {_TYPES[get_args(annotation)[0]]}"
-    bounds = [f"{sign} {getattr(rule, name):g}" for rule in info.metadata for name, sign in _SIGNS.items() if hasattr(rule, name)]
-    return " ".join([_TYPES[annotation], ", ".join(bounds)]).strip()
+    return _TYPES[annotation]
 
 
 def _code(text: str) -> str:

@@ -12,6 +12,12 @@ class RolloutConfig(Section):
     consumer_batch_size: int = field(64, "Groups per training step, B.", ge=1)
     max_concurrent_rollouts: int = field(128, "Groups in flight at once, M.", ge=1)
     max_head_offpolicyness: int = field(1, "Versions that a trained token may be behind the trainer, eta; 0 is synchronous.", ge=0)
+    single_rank_load: bool = field(
+        True, "SPMD mode: rank 0 alone draws data and rolls out, with the limits above, and hands each rank its share; false lets every "
+        "data-parallel head roll out its own share, with the limits divided by the number of heads. A controller always does the former.")
+    balance_batch: bool = field(
+        True, "Spread a step's sequences over the ranks by their predicted cost, so that none waits long for another; false deals whole "
+        "groups in their order, as many to each rank. Loss and gradient are the same.")
     on_stale: Literal["wait", "requeue", "keep"] = field(
         "wait", "A group that would become too old: wait for it (the bound always holds), draw its prompt again, or train on it anyway.")
     workflow: str = field(

@@ -59,6 +59,19 @@ class Config(Section):
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
         if 0 < self.algorithm.dual_clip <= 1:
             raise ValueError(f"algorithm.dual_clip must be 0 (off) or > 1, got {self.algorithm.dual_clip:g}")
+        self._check_who_loads()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         return self
+
+    def _check_who_loads(self) -> None:
+        if self.rollout.single_rank_load:
+            return
+        if self.run.mode == "controller":
+            raise ValueError(
+                "rollout.single_rank_load must be true with run.mode = 'controller', got false; the controller is the one process that"
+                " draws data, so leave it out, or run in SPMD mode")
+        if self.rollout.balance_batch:
+            raise ValueError(
+                "rollout.balance_batch must be false with rollout.single_rank_load = false, got true; no rank has the whole batch then,"
+                " so set rollout.balance_batch to false, or let one rank load")

@@ -1,5 +1,7 @@
 """[run]: what this run is called, how long it lasts and where its files go."""
 
+from typing import Literal
+
 from offbeat.config.base import Section, field
 
 
@@ -8,6 +10,8 @@ class RunConfig(Section):
 
     name: str = field("run", "Folder name of the run below `dir`.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     dir: str = field("runs", "Folder that holds all runs.")
+    mode: Literal["controller", "spmd"] = field(
+        "controller", "Who runs the loop: one controller that starts the ranks and touches no device, or every rank that torchrun started.")
     seed: int = field(0, "Seed of weights, data order and sampling.", ge=0)
     total_steps: int = field(100, "Optimizer steps to train; the learning-rate schedule spans them.", ge=1)
     warm_up: bool = field(

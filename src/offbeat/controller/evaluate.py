@@ -7,11 +7,11 @@ import numpy as np
 
 from offbeat.aio import deadline, run_beside
 from offbeat.cluster.assemble import open_arena
+from offbeat.cluster.session import Peers, Rollouts, Solo
 from offbeat.config.controller import EvaluateConfig
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, PromptStream
 from offbeat.errors import ConfigError, RolloutError
-from offbeat.rollout.executor import RolloutExecutor
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
 
@@ -39,9 +39,10 @@ class Evaluation:
 class Evaluator:
     """Evaluates the weights that the engines serve."""
 
-    def __init__(self, rollouts: RolloutExecutor, heldout: PromptDataset, config: EvaluateConfig) -> None:
+    def __init__(self, rollouts: Rollouts, heldout: PromptDataset, config: EvaluateConfig, peers: Peers) -> None:
         self._rollouts = rollouts
         self._config = config
+        self._peers = peers
         count = min(config.num_prompts, heldout.num_rows or 0)
         self._rows = [heldout.row(index) for index in range(count)]
         self._sampling = replace(rollouts.sampling, temperature=config.temperature)
@@ -52,12 +53,17 @@ class Evaluator:
         return bool(self._rows) and (last or (every > 0 and global_step % every == 0))
 
     async def run(self) -> Evaluation:
-        """Complete and score every held-out prompt.
+        """Complete and score every held-out prompt; the leader does, and all peers get the result.
 
         Raises:
             DeadlineError: it took longer than `evaluate.timeout_s`.
             RolloutError: not a single prompt could be scored; shows the first reason.
         """
+        evaluation = await self._peers.lead("evaluate_fn", self._play, Evaluation)
+        await self._peers.meet("evaluate")
+        return evaluation
+
+    async def _play(self) -> Evaluation:
         async with deadline("evaluation", self._config.timeout_s):
             groups = await self._rollouts.rollout_batch(self._rows, group_size=1, sampling=self._sampling)
         failed = [group.rejected for group in groups if group.rejected is not None]
@@ -83,5 +89,5 @@ def evaluate_model(config: Config, console: Console) -> Evaluation:
 async def _evaluate_model(config: Config, record: RunRecord) -> Evaluation:
     async with open_arena(config, record) as arena:
         rollouts = arena.rollouts(PromptStream(arena.material.train, seed=0), version=0, last_version=0)
-        evaluator = Evaluator(rollouts, arena.material.heldout, config.evaluate)
+        evaluator = Evaluator(rollouts, arena.material.heldout, config.evaluate, Solo())
         return await run_beside(evaluator.run(), arena.watch())

@@ -4,7 +4,8 @@
     the executor   (rollout/executor.py) generates all the while, as far ahead as the staleness bound allows
     watch          ends the run when too few engines are alive
 
-The controller holds numpy arrays and sockets, never a tensor: torch is not even imported here.
+The controller holds numpy arrays and sockets, never a tensor: torch is not even imported here. In SPMD mode every rank runs this loop
+with objects of its own mode behind the same names; what only the leader does, it does under `peers.lead`.
 """
 
 import time
@@ -12,16 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.aio import run_beside
-from offbeat.algorithms.experience import batch_metrics, make_batch
-from offbeat.cluster.assemble import Session
+from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
 from offbeat.cluster.messages import Objective
+from offbeat.cluster.session import Rollouts, Session
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator
-from offbeat.controller.state import Highlights, RunState, SavedState, Step
+from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data import wire
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
-from offbeat.rollout.executor import RolloutExecutor
 from offbeat.weights.publish import PublishReport
 
 
@@ -53,7 +53,7 @@ class _Training:
         self._state = state
         self._config = session.config
         self._record = session.record
-        self._checkpoints = Checkpoints(session.trainers, session.config)
+        self._checkpoints = Checkpoints(session)
         self._stream = PromptStream(session.material.train, seed=session.config.run.seed, shuffle=session.config.data.shuffle)
         self._highlights = Highlights()
 
@@ -64,27 +64,30 @@ class _Training:
         if saved is not None:
             self._resume(saved)
         await self._publish(state.version)
-        rollouts = session.rollouts(self._stream, version=state.version, last_version=state.last_version)
-        evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate)
+        rollouts = session.stage.rollouts(self._stream, version=state.version, last_version=state.last_version)
+        evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate, session.peers)
         self._record.console.start(f"{config.run.name} · GRPO", config.run.total_steps)
         if saved is None and evaluator.due(0, last=True):
             before = await self._evaluate(evaluator, 0)
             self._record.stats.commit(0, 0, 0, {"eval/accuracy": before})
             self._highlights = replace(self._highlights, heldout_before=before)
+        await state.agree(session.peers)
         async with rollouts:
             for step in state.steps():
                 start = time.monotonic()
                 groups, stats = await self._step(step, rollouts)
+                await state.agree(session.peers)
                 last = step.global_step == state.total_steps
                 if evaluator.due(step.global_step, last=last) and not state.stopping:
                     stats["eval/accuracy"] = await self._evaluate(evaluator, step.global_step)
                 self._commit(step, groups, stats, time.monotonic() - start)
+                await session.peers.meet("commit_stats")
                 if self._checkpoints.due(step.global_step, last=last or state.stopping):
                     await self._save(step, rollouts)
-        await self._checkpoints.export(tokenizer=session.material.tokenizer_folder)
+        await self._checkpoints.export()
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
-    async def _step(self, step: Step, rollouts: RolloutExecutor) -> tuple[list[Group], dict[str, float]]:
+    async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], dict[str, float]]:
         """Rollouts to weights: the design's loop."""
         config, span = self._config, self._record.tracer.span
         clock = _Clock()
@@ -101,7 +104,8 @@ class _Training:
         rollouts.publish(step.next_version)
         times = {"step/rollout_wait_s": waited_s, "step/train_s": trained_s, "step/publish_s": report.total_s}
         proof = {"publish/switch_s": report.switch_s, "policy/canary_gap": report.canary_gap}
-        return groups, stats | batch_metrics(groups, version=step.version) | times | proof
+        parts = await self._session.peers.gather("export_stats", batch_stats(groups, version=step.version))
+        return groups, stats | batch_metrics(parts) | times | proof
 
     async def _publish(self, version: int) -> PublishReport:
         report = await self._session.publisher.publish(version)
@@ -120,22 +124,23 @@ class _Training:
         self._highlights = replace(self._highlights, heldout_after=evaluation.accuracy)
         return evaluation.accuracy
 
-    async def _save(self, step: Step, rollouts: RolloutExecutor) -> None:
-        def saved() -> SavedState:
-            return SavedState(step.global_step, step.next_version, self._stream.state(), rollouts.in_flight, self._highlights)
-
+    async def _save(self, step: Step, rollouts: Rollouts) -> None:
         with self._record.tracer.span("checkpoint", "controller"):
-            await self._checkpoints.save(saved)
+            heads = await self._session.peers.gather("save_heads", HeadState(self._stream.state(), rollouts.in_flight))
+            heads = tuple(heads[: self._session.num_heads])
+            await self._checkpoints.save(SavedState(step.global_step, step.next_version, heads, self._highlights))
         self._record.events.record("checkpoint", global_step=step.global_step)
 
     def _resume(self, saved: SavedState) -> None:
         self._state.global_step, self._state.version = saved.global_step, saved.version
         self._highlights = saved.highlights
-        self._stream.restore(saved.stream)
-        for prompt_id in saved.in_flight:
+        head = saved.heads[self._session.head]
+        self._stream.restore(head.stream)
+        for prompt_id in head.in_flight:
             self._stream.give_back(prompt_id)
         self._record.stats.resume_at(saved.global_step + 1)
-        self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=len(saved.in_flight))
+        in_flight = sum(len(each.in_flight) for each in saved.heads)
+        self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)
         self._record.console.note(f"resumed after step {saved.global_step}")
 
     def _commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float], total_s: float) -> None:

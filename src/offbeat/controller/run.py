@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from offbeat.checkpoint.recover import CheckpointIndex
-from offbeat.cluster.assemble import Material, Session, open_session, read_material
+from offbeat.cluster.assemble import open_session
+from offbeat.cluster.material import Material, read_material
+from offbeat.cluster.place import Place, read_place
+from offbeat.cluster.session import Session
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
 from offbeat.controller.loop import TrainResult, train
@@ -24,7 +27,8 @@ from offbeat.data import wire
 from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.log import set_up_logging
-from offbeat.telemetry.record import RunRecord, lock_run
+from offbeat.telemetry.record import RunRecord, SilentRecord, lock_run
+from offbeat.telemetry.sinks import check_installed
 
 T = TypeVar("T")
 Body = Callable[[Session, RunState], Awaitable[T]]
@@ -43,8 +47,8 @@ class RunResult:
         startup_wall_s: seconds before that, for processes to start and libraries to load.
         max_staleness_seen: versions between a trained token's policy and the trainer, at most.
         max_logprob_gap: largest difference of trainer's and engines' canary log-probability under the same weights.
-        torch_in_controller: whether torch was imported by the controller; always false.
-        controller_memory_bytes: the controller's largest resident memory.
+        torch_in_controller: whether torch was imported by the process that wrote this; false for a controller, true in SPMD mode.
+        controller_memory_bytes: that process's largest resident memory.
         stopped_early: the user asked to stop; the run resumes from its checkpoint.
     """
 
@@ -62,8 +66,8 @@ class RunResult:
     stopped_early: bool
 
 
-def run_training(config: Config, console: Console, *, debug: bool = False) -> RunResult:
-    """`offbeat train`: warm-up if configured, then reinforcement learning; writes `result.json`."""
+def run_training(config: Config, console: Console, *, debug: bool = False) -> RunResult | None:
+    """`offbeat train`: warm-up if configured, then reinforcement learning; writes `result.json`. None on a rank that does not lead."""
     start = time.monotonic()
 
     async def body(session: Session, state: RunState) -> RunResult:
@@ -83,23 +87,24 @@ def run_training(config: Config, console: Console, *, debug: bool = False) -> Ru
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
 
     result = execute(config, console, body, debug=debug)
+    if result is None:
+        return None
     (config.run_dir / "result.json").write_bytes(wire.encode_json(result) + b"\n")
     console.finish(asdict(result))
     return result
 
 
-def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, resumable: bool = True) -> T:
+def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, resumable: bool = True) -> T | None:
     """Open the run's folder and its processes, and run `body(session, state)`; one that is not `resumable` begins in an empty folder.
 
-    Ctrl-C once asks the body to end after its step and save; twice ends at once.
+    Ctrl-C once asks the body to end after its step and save; twice ends at once. None on a rank that does not lead.
     """
+    place = read_place(config)
     material = read_material(config)
-    prepare_run_dir(config, resumable=resumable)
-    with RunRecord(config.run_dir, trace=config.telemetry.trace, console=console) as record:
-        set_up_logging(record.log_dir / "controller.log", debug=debug)
-        (config.run_dir / "config.toml").write_text(dump_toml(config))
+    with _open_record(config, place, console, resumable=resumable, debug=debug) as record:
         try:
-            return asyncio.run(_with_session(config, material, record, body))
+            result = asyncio.run(_with_session(config, place, material, record, body))
+            return result if place.leads else None
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except Exception as exc:
@@ -108,21 +113,35 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
             raise
 
 
-async def _with_session(config: Config, material: Material, record: RunRecord, body: Body[T]) -> T:
+def _open_record(config: Config, place: Place, console: Console, *, resumable: bool, debug: bool) -> RunRecord:
+    if not place.leads:
+        # Its log is opened when it has met the leader, who may first move an older run of this name out of the way.
+        return SilentRecord(config.run_dir)
+    check_installed(config.telemetry.sinks)  # before an older run is moved out of the way
+    prepare_run_dir(config, resumable=resumable)
+    record = RunRecord(
+        config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
+        settings=config.model_dump(mode="json"))
+    set_up_logging(record.log_dir / ("controller.log" if place.world == 1 else "rank-0.log"), debug=debug)
+    (config.run_dir / "config.toml").write_text(dump_toml(config))
+    return record
+
+
+async def _with_session(config: Config, place: Place, material: Material, record: RunRecord, body: Body[T]) -> T:
     state = RunState(total_steps=config.run.total_steps)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "runs inside a task"
 
     def interrupted() -> None:
-        if state.stopping:
+        if state.asked_to_stop:
             task.cancel()
             return
-        state.request_stop()
+        state.asked_to_stop = True
         record.console.note("stopping after this step; press Ctrl-C again to stop at once")
 
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, interrupted)
-    async with open_session(config, material, record) as session:
+    async with open_session(config, place, material, record) as session:
         return await body(session, state)
 
 

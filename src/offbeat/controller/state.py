@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from offbeat.cluster.session import Peers
 from offbeat.data.dataset import StreamState
 from offbeat.types import Version
 
@@ -39,32 +40,49 @@ class Highlights:
 
 
 @dataclass(frozen=True)
+class HeadState:
+    """Where a process that draws data stood.
+
+    Attributes:
+        stream: its prompt stream.
+        in_flight: prompts drawn and neither trained on nor rejected; drawn again first.
+    """
+
+    stream: StreamState
+    in_flight: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SavedState:
-    """The controller's part of a checkpoint. With it and the ranks' parts, no prompt that was drawn is lost.
+    """The loop's part of a checkpoint. With it and the ranks' parts, no prompt that was drawn is lost.
 
     Attributes:
         global_step: steps done.
         version: weights published.
-        stream: where the prompt stream stood.
-        in_flight: prompts drawn and neither trained on nor rejected; drawn again first.
+        heads: one per process that draws data; a controller is one.
         highlights: of the steps done.
     """
 
     global_step: int
     version: Version
-    stream: StreamState
-    in_flight: tuple[str, ...]
+    heads: tuple[HeadState, ...]
     highlights: Highlights = Highlights()
 
 
 class RunState:
-    """Counts steps, and knows when to stop."""
+    """Counts steps, and knows when to stop.
+
+    Attributes:
+        asked_to_stop: what the user wants of this process.
+        stopping: whether the step that is being done is the last because the user said so; the same on all peers.
+    """
 
     def __init__(self, *, total_steps: int, global_step: int = 0, version: Version = 0) -> None:
         self.total_steps = total_steps
         self.global_step = global_step
         self.version = version
-        self._stopping = False
+        self.asked_to_stop = False
+        self.stopping = False
 
     @property
     def last_version(self) -> Version:
@@ -72,21 +90,20 @@ class RunState:
         return self.version + self.total_steps - self.global_step
 
     @property
-    def stopping(self) -> bool:
-        """Whether the step that is being done is the last because the user said so."""
-        return self._stopping
-
-    @property
     def stopped_early(self) -> bool:
-        return self._stopping and self.global_step < self.total_steps
+        return self.stopping and self.global_step < self.total_steps
 
-    def request_stop(self) -> None:
-        """End after the step that is being done."""
-        self._stopping = True
+    async def agree(self, peers: Peers) -> None:
+        """Let the leader's user decide for all peers whether this step is the last."""
+
+        async def asked() -> bool:
+            return self.asked_to_stop
+
+        self.stopping = await peers.lead("stop", asked, bool)
 
     def steps(self) -> Iterator[Step]:
         """The steps still to do. Each counts as done when the next is asked for."""
-        while self.global_step < self.total_steps and not self._stopping:
+        while self.global_step < self.total_steps and not self.stopping:
             yield Step(self.global_step + 1, self.version, self.version + 1)
             self.global_step += 1
             self.version += 1

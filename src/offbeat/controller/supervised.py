@@ -4,13 +4,12 @@ import time
 from dataclasses import dataclass
 
 from offbeat.aio import run_beside
-from offbeat.algorithms.experience import sft_batch
-from offbeat.cluster.assemble import Session
 from offbeat.cluster.messages import Objective
+from offbeat.cluster.session import Session
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluation, Evaluator
 from offbeat.controller.state import RunState
-from offbeat.data.dataset import PromptStream, sft_sequence
+from offbeat.data.dataset import PromptStream
 
 _RECORDED = ("train/loss", "train/grad_norm", "step/total_s")
 
@@ -42,17 +41,18 @@ async def fine_tune(session: Session, state: RunState, *, standalone: bool) -> S
 async def _fine_tune(session: Session, state: RunState, *, standalone: bool) -> SftResult:
     config, sft, material = session.config, session.config.sft, session.material
     stream = PromptStream(material.train, seed=config.run.seed + 1, shuffle=config.data.shuffle)
-    rollouts = session.rollouts(stream, version=state.version, last_version=state.version)
-    evaluator = Evaluator(rollouts, material.heldout, config.evaluate)
+    rollouts = session.stage.rollouts(stream, version=state.version, last_version=state.version)
+    evaluator = Evaluator(rollouts, material.heldout, config.evaluate, session.peers)
     await session.trainers.set_objective(Objective("sft", sft.total_steps))
     session.record.console.start(f"{config.run.name} · supervised", sft.total_steps)
     accuracy, step, reached = None, 0, False
+    await state.agree(session.peers)
     while step < sft.total_steps and not state.stopping:
         step += 1
         start = time.monotonic()
         with session.record.tracer.span("train", "controller", step=step):
-            batch = sft_batch([sft_sequence(stream.next()[1], material.tokenizer, config.data) for _ in range(sft.batch_size)])
-            stats = await session.trainers.train_step(batch)
+            stats = await session.trainers.train_step(session.stage.sft_batch(stream, sft.batch_size))
+        await state.agree(session.peers)
         last = step == sft.total_steps or state.stopping
         if last or (sft.evaluate_every_steps and step % sft.evaluate_every_steps == 0):
             evaluation = await _evaluate(session, state, evaluator)
@@ -65,10 +65,11 @@ async def _fine_tune(session: Session, state: RunState, *, standalone: bool) -> 
         if standalone:
             session.record.stats.commit(stream.state().epoch, step, step, stats)
         session.record.events.record("sft_step", step=step, **{name: stats[name] for name in _RECORDED})
+        await session.peers.meet("commit_stats")
         if reached := accuracy is not None and accuracy >= sft.stop_at_accuracy:
             break
     if standalone:
-        await Checkpoints(session.trainers, config).export(tokenizer=material.tokenizer_folder)
+        await Checkpoints(session).export()
     return SftResult(step, accuracy, stopped_early=state.stopping and not reached and step < sft.total_steps)
 
 

@@ -26,6 +26,7 @@ class TokenBatch:
         offsets: [N + 1] int64, sequence i is tokens[offsets[i]:offsets[i + 1]].
         group_ids: [N] int32, sequences with equal ids share their first prefix_lens tokens.
         prefix_lens: [N] int32, length of that shared prompt; 0 where nothing is shared.
+        denominator: tokens or sequences that the loss weights average over, so that batches drawn apart can be weighed against each other.
     """
 
     tokens: np.ndarray
@@ -36,6 +37,7 @@ class TokenBatch:
     offsets: np.ndarray
     group_ids: np.ndarray
     prefix_lens: np.ndarray
+    denominator: float = 1.0
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -68,12 +70,12 @@ class TokenBatch:
         where = np.repeat(self.offsets[indices] - offsets[:-1], lengths) + np.arange(offsets[-1])
         return TokenBatch(
             **{name: getattr(self, name)[where] for name in _DTYPES},
-            offsets=offsets, group_ids=self.group_ids[indices], prefix_lens=self.prefix_lens[indices],
+            offsets=offsets, group_ids=self.group_ids[indices], prefix_lens=self.prefix_lens[indices], denominator=self.denominator,
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence["TokenBatch"]) -> "TokenBatch":
-        """The sequences of all parts, of which there is at least one. Group ids are made distinct between parts."""
+        """The sequences of all parts of one batch, at least one part. Group ids are made distinct between parts."""
         lengths = np.concatenate([part.lengths for part in parts])
         firsts = np.cumsum([0, *(int(part.group_ids.max(initial=-1)) + 1 for part in parts)])
         return cls(
@@ -81,4 +83,5 @@ class TokenBatch:
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
             group_ids=np.concatenate([part.group_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]),
             prefix_lens=np.concatenate([part.prefix_lens for part in parts]),
+            denominator=parts[0].denominator,
         )

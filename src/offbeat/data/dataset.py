@@ -67,6 +67,23 @@ class ListDataset:
 
 
 @dataclass(frozen=True, eq=False)
+class EveryNth:
+    """Rows `first`, `first` + n, `first` + 2 n, ... of a dataset: the share of one of n processes that draw from it."""
+
+    dataset: PromptDataset
+    first: int
+    n: int
+
+    @property
+    def num_rows(self) -> int | None:
+        total = self.dataset.num_rows
+        return None if total is None else len(range(self.first, total, self.n))
+
+    def row(self, index: int) -> Row:
+        return self.dataset.row(self.first + index * self.n)
+
+
+@dataclass(frozen=True, eq=False)
 class TaskDataset:
     """A task's endless rows, less those that are held out."""
 

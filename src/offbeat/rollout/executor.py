@@ -20,6 +20,7 @@ from offbeat.data.row import Row
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import CodeError, DeadlineError, RolloutError, RunError
 from offbeat.inference.dialects import Sampling
+from offbeat.phase import phase
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.staleness import Gate
 from offbeat.types import Version
@@ -90,6 +91,14 @@ class RolloutExecutor:
             CodeError: likewise, where the reason is the user's reward or workflow.
             DeadlineError: no group finished for `batch_timeout_s`.
         """
+        with phase("waiting for rollouts", describe=self._progress):
+            return await self._take_batch()
+
+    def _progress(self) -> str:
+        gate = self._gate
+        return f"{len(gate.ready)} of {gate.batch_size} groups are ready and {len(gate.running)} run"
+
+    async def _take_batch(self) -> list[Group]:
         ready, idle_since = len(self._gate.ready), time.monotonic()
         while True:
             self._raise_if_hopeless()

@@ -1,0 +1,75 @@
+"""What a run works on: model folder, tokenizer and data, read before any process is started so that mistakes show at once. Torch-free."""
+
+from dataclasses import dataclass
+
+from offbeat.cluster.messages import BuildRequest
+from offbeat.config.root import Config
+from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
+from offbeat.data.model_folder import check_model_folder, read_context_length
+from offbeat.data.tasks import find_task
+from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+
+_MAX_CANARY_TOKENS = 64
+_MATH_REWARD = "offbeat.rollout.rewards.math:math_reward"
+_EXACT_MATCH = "offbeat.rollout.rewards.exact_match:exact_match"
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run works on, read before any process is started so that mistakes show at once.
+
+    Attributes:
+        model: folder of the initial model.
+        build: how rank 0 has to make that folder's weights first; None where they are there.
+        context: the model's longest sequence, in tokens.
+    """
+
+    model: str
+    build: BuildRequest | None
+    tokenizer_folder: str
+    tokenizer: Tokenizer
+    context: int
+    train: PromptDataset
+    heldout: PromptDataset
+
+
+def read_material(config: Config) -> Material:
+    """Read model configuration, tokenizer and data; writes nothing.
+
+    Raises:
+        ModelError: the folder holds no model or tokenizer.
+        DataError: the data cannot be used, or a prompt is too long for the model.
+    """
+    build = None
+    if config.model.path:
+        model = str(check_model_folder(config.model.path))
+        tokenizer_folder = config.model.tokenizer or model
+        tokenizer = load_tokenizer(tokenizer_folder)
+        context = read_context_length(model)
+    else:
+        model = tokenizer_folder = str(config.run_dir / "model")
+        tokenizer = load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer()
+        context = config.model.tiny.max_positions
+        build = BuildRequest(
+            model, config.model.tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id,
+            config.run.seed)
+    context = min(context, config.inference.max_context or context)
+    train, heldout = open_datasets(config.data, seed=config.run.seed)
+    for rows in (train, heldout):
+        check_lengths(rows, tokenizer, config.data, context=context, max_new_tokens=config.rollout.max_new_tokens)
+    return Material(model, build, tokenizer_folder, tokenizer, context, train, heldout)
+
+
+def choose_reward(config: Config) -> str:
+    """The configured reward, or the one that suits the data."""
+    if config.rollout.reward:
+        return config.rollout.reward
+    if config.data.task:
+        return find_task(config.data.task, size=config.data.task_size).reward
+    return _MATH_REWARD if config.data.format == "gsm8k" else _EXACT_MATCH
+
+
+def choose_canary(material: Material, config: Config) -> tuple[int, ...]:
+    """Tokens whose log-probability every publish compares: a prompt with its answer, as the model will see them."""
+    tokens, _ = sft_sequence(material.train.row(0), material.tokenizer, config.data)
+    return tuple(int(token) for token in tokens[:_MAX_CANARY_TOKENS])

@@ -1,0 +1,81 @@
+"""Where this process stands among those that run the loop: alone in single-controller mode, a rank under torchrun in SPMD mode.
+
+Read from the environment before anything is started, so that a command given the wrong way ends at once. Torch-free.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_COMMAND = "torchrun --nproc-per-node 2 -m offbeat train CONFIG --run.mode spmd"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process that runs the loop.
+
+    Attributes:
+        rank, world: this process and how many there are; 0 of 1 for a controller.
+        local_rank, local_world: the same among those on this machine.
+        store_host, store_port: where torchrun wants the store; empty for a controller.
+        store_is_served: whether torchrun itself serves that store, so that it outlives every rank.
+        attempt: restarts of the ranks by torchrun so far.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    store_host: str = ""
+    store_port: int = 0
+    store_is_served: bool = False
+    attempt: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes the run's files and talks to the user."""
+        return self.rank == 0
+
+
+def read_place(config: Config, environ: Mapping[str, str] = os.environ) -> Place:
+    """This process's place in the run's mode.
+
+    Raises:
+        ConfigError: SPMD mode without torchrun's variables, with a number of ranks that is not `train.num_ranks`, or the other way round:
+            a controller for every rank of torchrun.
+    """
+    if config.run.mode == "spmd":
+        return _read_torchrun(config, environ)
+    if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"torchrun started {environ['WORLD_SIZE']} processes, but run.mode = 'controller' wants one, which starts its ranks itself;"
+            " add --run.mode spmd, or start it as offbeat train CONFIG --train.num_ranks N")
+    return Place()
+
+
+def _read_torchrun(config: Config, environ: Mapping[str, str]) -> Place:
+    if missing := [name for name in _VARIABLES if not environ.get(name)]:
+        raise ConfigError(
+            f"run.mode = 'spmd' needs the variables that torchrun sets, and {', '.join(missing)} are missing; start it as {_COMMAND}")
+    rank, world, local_rank, local_world, port = (
+        _integer(environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"))
+    if not 0 <= rank < world:
+        raise ConfigError(f"RANK must be 0 to WORLD_SIZE - 1 = {world - 1}, got {rank}; start it as {_COMMAND}")
+    if config.train.num_ranks not in (1, world):
+        raise ConfigError(
+            f"train.num_ranks = {config.train.num_ranks} and torchrun's WORLD_SIZE = {world} differ; leave train.num_ranks out, or start"
+            f" as many with --nproc-per-node")
+    return Place(
+        rank, world, local_rank, local_world, environ["MASTER_ADDR"], port,
+        store_is_served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(f"{name} must be a whole number, got {environ[name]!r}; start it as {_COMMAND}") from None
