@@ -22,6 +22,9 @@ def test_folders_follow_from_names():
         ({"model": {"tiny": {"num_heads": 6, "num_kv_heads": 4}}}, "model.tiny.num_kv_heads must divide num_heads = 6, got 4"),
         ({"algorithm": {"dual_clip": 0.5}}, r"algorithm.dual_clip must be 0 \(off\) or > 1, got 0.5"),
         ({"data": {"task": "addition", "path": "a.jsonl"}}, "data.task and data.path exclude each other, got 'addition' and 'a.jsonl'"),
+        ({"rollout": {"single_rank_load": False}}, "rollout.single_rank_load must be true with run.mode = 'controller', got false"),
+        ({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False}},
+         "rollout.balance_batch must be false with rollout.single_rank_load = false, got true; no rank has the whole batch"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(values, sentence):
@@ -31,3 +34,5 @@ def test_settings_that_contradict_each_other_are_refused(values, sentence):
 
 def test_settings_at_the_edge_of_these_rules_are_allowed():
     Config.model_validate({"inference": {"num_engines": 2, "min_engines": 2}, "algorithm": {"dual_clip": 3.0}})
+    Config.model_validate({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}})
+    Config.model_validate({"rollout": {"balance_batch": False}})

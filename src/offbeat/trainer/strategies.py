@@ -3,6 +3,7 @@
 The engine talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
@@ -57,7 +58,9 @@ class Replicated:
     def __init__(self, model: nn.Module, groups: ProcessGroups) -> None:
         self.model = model.to(current_platform.device)
         # Buffers are constants of the architecture, equal on all ranks; broadcasting them would make every forward a collective.
-        self._ddp = DistributedDataParallel(self.model, process_group=groups.mesh.get_group("dp"), broadcast_buffers=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch want another name of the argument, older ones this
+            self._ddp = DistributedDataParallel(self.model, process_group=groups.mesh.get_group("dp"), broadcast_buffers=False)
         self.forward: nn.Module = self._ddp
 
     def accumulate(self, *, last: bool) -> AbstractContextManager:
