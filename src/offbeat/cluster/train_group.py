@@ -70,8 +70,7 @@ class TrainGroup:
         """One training step; the metrics are over all ranks. A batch without sequences is a step that changes nothing."""
         shards = self._sharder.shards(batch, num_minibatches=num_minibatches, seed=self._config.run.seed + self._step)
         self._step += 1
-        timeout_s = self._config.train.step_timeout_s
-        answers = await ask_all(self._workers, "train_step", shards, Trained, timeout_s=timeout_s)
+        answers = await self._each("train_step", shards, Trained, timeout_s=self._config.train.step_timeout_s)
         for worker, answer in zip(self._workers, answers, strict=True):
             self._on_span("train_step", worker.name, answer.start_s, answer.end_s)
         return answers[0].metrics | self._sharder.observe([answer.busy_s for answer in answers])
@@ -96,4 +95,9 @@ class TrainGroup:
         await self._all("export", ExportRequest(str(folder), tokenizer), Nothing, timeout_s=self._config.checkpoint.timeout_s)
 
     async def _all(self, method: str, request: Any, reply: type[T], *, timeout_s: float) -> list[T]:
-        return await ask_all(self._workers, method, [request] * len(self._workers), reply, timeout_s=timeout_s)
+        return await self._each(method, [request] * len(self._workers), reply, timeout_s=timeout_s)
+
+    async def _each(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:
+        # Ranks that miss one of them at a sync point say so themselves, with more to say than the controller's own deadline has.
+        patience_s = timeout_s + self._config.dist.sync_timeout_s
+        return await ask_all(self._workers, method, requests, reply, timeout_s=patience_s)
