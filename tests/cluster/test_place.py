@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cluster.place import Place, read_place
+from offbeat.cluster.place import Place, read_place, resolve_ranks
 from offbeat.errors import ConfigError
 from small_run import small_config
 
@@ -24,6 +24,13 @@ def test_a_rank_is_what_torchrun_says(tmp_path: Path) -> None:
     assert place == Place(1, 2, 1, 2, "127.0.0.1", 29500, store_is_served=True, attempt=0)
     assert not place.leads
     assert read_place(small_config(tmp_path, run__mode="spmd", train__num_ranks="2"), TORCHRUN).world == 2
+
+
+def test_the_resolved_configuration_has_the_ranks_that_were_started(tmp_path: Path) -> None:
+    spmd = small_config(tmp_path, run__mode="spmd")
+    assert resolve_ranks(spmd, read_place(spmd, TORCHRUN)).train.num_ranks == 2
+    controller = small_config(tmp_path, train__num_ranks="3")
+    assert resolve_ranks(controller, Place()) == controller
 
 
 @pytest.mark.parametrize(("changes", "environ", "text"), [

@@ -57,6 +57,13 @@ def read_place(config: Config, environ: Mapping[str, str] = os.environ) -> Place
     return Place()
 
 
+def resolve_ranks(config: Config, place: Place) -> Config:
+    """The configuration with as many train ranks as torchrun has started; a controller's own as it is."""
+    if config.run.mode == "controller":
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"num_ranks": place.world})})
+
+
 def _read_torchrun(config: Config, environ: Mapping[str, str]) -> Place:
     if missing := [name for name in _VARIABLES if not environ.get(name)]:
         raise ConfigError(

@@ -16,7 +16,7 @@ from typing import TypeVar
 from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.cluster.assemble import open_session
 from offbeat.cluster.material import Material, read_material
-from offbeat.cluster.place import Place, read_place
+from offbeat.cluster.place import Place, read_place, resolve_ranks
 from offbeat.cluster.session import Session
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
@@ -100,6 +100,7 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
     Ctrl-C once asks the body to end after its step and save; twice ends at once. None on a rank that does not lead.
     """
     place = read_place(config)
+    config = resolve_ranks(config, place)
     material = read_material(config)
     with _open_record(config, place, console, resumable=resumable, debug=debug) as record:
         try:
