@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -41,13 +41,22 @@ class SideThread:
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._working = False
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    async def run(self, name: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """Give what `function()` gives.
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return not self._working and self._jobs.empty()
+
+    async def run(self, name: str, function: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """Give what `function()` gives. One that is given up or cancelled goes on, and its outcome is dropped.
+
+        Args:
+            timeout_s: None for a function whose waits have deadlines of their own.
 
         Raises:
-            DeadlineError: it has not returned within `timeout_s` seconds; it goes on.
+            DeadlineError: it has not returned within `timeout_s` seconds.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -65,7 +74,7 @@ class SideThread:
                 loop.call_soon_threadsafe(settle, *outcome)
 
         self._jobs.put(job)
-        async with deadline(name, timeout_s):
+        async with deadline(name, timeout_s) if timeout_s is not None else nullcontext():
             return await future
 
     def close(self) -> None:
@@ -74,7 +83,9 @@ class SideThread:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            self._working = True
             job()
+            self._working = False
 
 
 async def gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
@@ -95,19 +106,20 @@ async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
     return one, two
 
 
+@asynccontextmanager
+async def beside(*watchers: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """Run watchers beside the body; one that raises ends the body, and its error is raised as itself unless the body has one of its own."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(watcher) for watcher in watchers]
+            yield
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[-1] from None  # the body's comes last
+
+
 async def run_beside(main: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, Any]) -> T:
     """Run `main` to its end while the watchers run; a watcher that raises ends `main`, and its error is raised as itself."""
-    main_task = asyncio.create_task(main)
-    tasks = [main_task, *(asyncio.create_task(watcher) for watcher in watchers)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        while not main_task.done():
-            for task in tasks[1:]:
-                if task.done():
-                    task.result()
-            await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
-        return main_task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async with beside(*watchers):
+        return await main

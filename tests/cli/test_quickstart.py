@@ -21,7 +21,8 @@ def judge(monkeypatch, tmp_path):
     ran: list[Config] = []
 
     def run(outcome: RunResult, *words: str) -> int:
-        def run_training(config: Config, *_: object, **__: object) -> RunResult:
+        def run_training(config: Config, *_: object, fresh: bool, **__: object) -> RunResult:
+            assert fresh, "each quick start begins anew"
             ran.append(config)
             config.run_dir.mkdir(parents=True, exist_ok=True)
             (config.run_dir / "config.toml").touch()
@@ -50,9 +51,3 @@ def test_a_run_that_did_not_learn_enough_is_exit_code_1(judge, capsys, before, a
 def test_a_stopped_run_is_not_judged(judge, capsys) -> None:
     assert judge(result(0.3, 0.3, stopped_early=True)) == 130
     assert capsys.readouterr().err == ""
-
-
-def test_each_quickstart_begins_anew(judge, tmp_path) -> None:
-    for _ in range(3):
-        assert judge(result(0.33, 0.91)) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["quickstart", "quickstart.1", "quickstart.2"]

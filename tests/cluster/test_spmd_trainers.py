@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat.aio import SideThread
 from offbeat.algorithms.experience import make_batch
 from offbeat.cluster.assemble import make_launcher
 from offbeat.cluster.messages import Objective
-from offbeat.cluster.rank_thread import RankThread
+from offbeat.cluster.rank_engine import RankEngine
 from offbeat.cluster.shards import Sharder
 from offbeat.cluster.spmd_trainers import HeadsLoad, OneRankLoads, RankTrainers, _pad
 from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.trainer.engine import TrainEngine
 from ranks import run_alone, run_ranks
 from small_run import small_config
 
@@ -60,13 +60,11 @@ def on_a_rank(groups, argument):
     rank, world = groups.rank, groups.world
 
     async def steps(kind: type) -> list[dict[str, float]]:
-        engine = TrainEngine.build(
-            config.model.path, config=config.train, algorithm=config.algorithm, optimizer=config.train.optimizer, total_steps=10,
-            groups=groups)
+        engine = RankEngine.build(config.model.path, config, groups)
         one_loads = kind is OneRankLoads
         sharder = Sharder.of(config, model=config.model.path, num_ranks=world if one_loads else 1)
-        thread = RankThread()
-        trainers = RankTrainers(engine, kind(groups.sync, sharder), config, thread)
+        thread = SideThread("rank")
+        trainers = RankTrainers(engine, kind(groups.sync, sharder), config, thread, on_span=lambda *_: None)
         await trainers.set_objective(Objective("ppo", 10))
         stats = []
         for seed in range(2):

@@ -100,6 +100,15 @@ def test_a_run_that_got_somewhere_but_has_no_checkpoint_is_moved_aside(tmp_path:
         assert not (aside / "weights").exists()
 
 
+def test_a_fresh_run_moves_an_older_one_aside_whatever_it_came_to(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    for _ in range(2):
+        config.run_dir.mkdir()
+        (config.run_dir / "config.toml").touch()
+        prepare_run_dir(config, fresh=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.1", "small.2"]
+
+
 def test_a_run_that_another_process_runs_keeps_its_folder(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.run_dir.mkdir()

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as exc:
         if debug:
             raise
-        print(f"offbeat: unexpected {type(exc).__name__}: {exc}; --debug shows where", file=sys.stderr)
+        sys.stderr.write(f"offbeat: unexpected {type(exc).__name__}: {exc}; --debug shows where\n")
         return 1
 
 
@@ -60,10 +60,6 @@ def build_parser() -> argparse.ArgumentParser:
 def print_error(exc: OffbeatError) -> None:
     """One sentence on stderr; for a failed run, first what its processes had to say, so that the last lines tell what went wrong."""
     notes = getattr(exc, "__notes__", []) if exc.exit_code == 1 else []
-    for note in notes:
-        if "\n" in note:
-            print(note, file=sys.stderr)
-    print(f"offbeat: {exc}", file=sys.stderr)
-    for note in notes:
-        if "\n" not in note:
-            print(f"  {note}", file=sys.stderr)
+    lines = [*(note for note in notes if "\n" in note), f"offbeat: {exc}", *(f"  {note}" for note in notes if "\n" not in note)]
+    # In one piece: in SPMD mode every rank writes to the same terminal.
+    sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offbeat.cli.common import add_json_argument, make_console, report_line
 from offbeat.config.load import load_config
-from offbeat.controller.run import move_aside, run_training
+from offbeat.controller.run import run_training
 from offbeat.errors import NotLearnedError
 
 _CONFIG = Path(__file__).with_name("quickstart.toml")
@@ -38,9 +38,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         NotLearnedError: held-out accuracy is below 0.85, or less than 0.30 above where it began.
     """
     config = load_config(str(_CONFIG), [("run.name", "quickstart"), ("run.seed", str(args.seed)), *overrides])
-    if (config.run_dir / "config.toml").exists():
-        move_aside(config)
-    result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug)
+    result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug, fresh=True)
     if result is None:  # a rank in SPMD mode, and the leader speaks for all
         return 0
     report_line(config, args)

@@ -84,7 +84,7 @@ def make_publisher(pool: EnginePool, material: Material, config: Config, record:
         on_quarantine=make_quarantine(pool, record))
 
 
-def make_launcher(config: Config) -> Launcher:
-    """The launcher that [cluster] names."""
+def make_launcher(config: Config, *, devices_taken: int = 0) -> Launcher:
+    """The launcher that [cluster] names; the first accelerators of this machine may be taken by processes that it does not start."""
     module, name = _LAUNCHERS[config.cluster.launcher]
-    return getattr(importlib.import_module(module), name).from_config(config)
+    return getattr(importlib.import_module(module), name).from_config(config, devices_taken=devices_taken)

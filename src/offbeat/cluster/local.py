@@ -13,15 +13,15 @@ from offbeat.process import Child, ChildSpec
 class LocalLauncher:
     """Starts processes on this machine. Accelerators are dealt out by number, in the order of starting."""
 
-    def __init__(self, *, stop_timeout_s: float, visible_devices_variable: str = "CUDA_VISIBLE_DEVICES") -> None:
+    def __init__(self, *, stop_timeout_s: float, devices_taken: int = 0, visible_devices_variable: str = "CUDA_VISIBLE_DEVICES") -> None:
         self._stop_timeout_s = stop_timeout_s
         self._visible_devices_variable = visible_devices_variable
         self._children: list[Child] = []
-        self._next_device = 0
+        self._next_device = devices_taken
 
     @classmethod
-    def from_config(cls, config: Config) -> Self:
-        return cls(stop_timeout_s=config.cluster.stop_timeout_s)
+    def from_config(cls, config: Config, *, devices_taken: int = 0) -> Self:
+        return cls(stop_timeout_s=config.cluster.stop_timeout_s, devices_taken=devices_taken)
 
     async def __aenter__(self) -> Self:
         return self

@@ -158,7 +158,7 @@ class RayLauncher:
         self._own: set[psutil.Process] = set()
 
     @classmethod
-    def from_config(cls, config: Config) -> Self:
+    def from_config(cls, config: Config, *, devices_taken: int = 0) -> Self:  # noqa: ARG003 (Ray deals devices out itself)
         num_cpus = config.train.num_ranks * config.train.threads + config.inference.num_engines * config.inference.threads
         return cls(
             address=config.cluster.ray_address, num_cpus=num_cpus, start_timeout_s=config.cluster.start_timeout_s,

@@ -130,7 +130,7 @@ class Session:
 
     Attributes:
         config: limits in [rollout] and [sft] are this process's share.
-        watch: runs beside the loop until cancelled; raises when the run cannot go on, because of engines or of peers.
+        watch: runs beside the loop until cancelled; raises when the run cannot go on, because of engines.
         num_heads: processes that draw data and roll out.
         head: which of them's data this process goes on with; 0 where it draws none.
     """

@@ -6,127 +6,75 @@ at named points, for as long as it shows life; what it does meanwhile has deadli
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
-from offbeat.aio import both
+import torch
+
+from offbeat.aio import SideThread, beside, both
 from offbeat.cluster.arena import UNPUBLISHED, Arena, open_pool, open_rewards
 from offbeat.cluster.assemble import make_launcher, make_publisher
 from offbeat.cluster.engine_group import EngineGroup
-from offbeat.cluster.material import Material, choose_canary
+from offbeat.cluster.material import Material
 from offbeat.cluster.place import Place
-from offbeat.cluster.rank_thread import RankThread
+from offbeat.cluster.rank_engine import RankEngine, build_model
 from offbeat.cluster.session import Session
 from offbeat.cluster.shards import Sharder
+from offbeat.cluster.spmd_peers import RankPeers, RankPublisher, follow
 from offbeat.cluster.spmd_stage import Bystander, share_limits, share_rows
 from offbeat.cluster.spmd_trainers import HeadsLoad, OneRankLoads, RankTrainers
-from offbeat.config.model import TinyConfig
 from offbeat.config.root import Config
-from offbeat.data import wire
-from offbeat.dist.mesh import ProcessGroups, connect_store, host_store, join, leave
+from offbeat.dist.mesh import ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
 from offbeat.dist.sync import Sync
-from offbeat.errors import SyncError
-from offbeat.inference.pool import EnginePool
-from offbeat.model.tiny import build_tiny
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.rollout.reward_pool import RewardPool
+from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.log import set_up_logging
 from offbeat.telemetry.record import RunRecord
-from offbeat.trainer.engine import TrainEngine
-from offbeat.types import Version
-from offbeat.weights.publish import PublishReport
 
-T = TypeVar("T")
 _BEAT_INTERVAL_S = 0.25
+_HEARSAY_LOOKS = 3
+"""Torchrun looks at its ranks every 0.1 s, and may know of a failure before the others do."""
+
 log = logging.getLogger(__name__)
-
-
-class RankPeers:
-    """The ranks, as the loop's peers: named waits over the gloo group."""
-
-    def __init__(self, sync: Sync, thread: RankThread) -> None:
-        self._sync = sync
-        self._thread = thread
-
-    async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any, *, timeout_s: float | None = None) -> T:
-        """See `Peers.lead`; a leader that fails tells the others when its run ends.
-
-        `timeout_s` is for work of which a part runs in the leader's thread, where it shows no life.
-        """
-        result = await work() if self._sync.rank == 0 else None
-        data = wire.encode(result) if self._sync.rank == 0 else None
-        return wire.decode(kind, await self._thread.call(self._sync.broadcast, name, data, timeout_s=timeout_s))
-
-    async def gather(self, name: str, value: T) -> list[T]:
-        """See `Peers.gather`."""
-        return await self._thread.call(self._sync.gather, name, value)
-
-    async def meet(self, name: str) -> None:
-        """See `Peers.meet`."""
-        await self._thread.call(self._sync.barrier, name)
-
-
-@dataclass(frozen=True)
-class RankPublisher:
-    """Publishing on every rank: all give their weights, rank 0 brings them to the engines, and all learn how that went.
-
-    Attributes:
-        work: this rank's part; on rank 0 it gives the report.
-        timeout_s: seconds that the others wait for rank 0 to write the weights, on top of what it shows life in.
-        on_report: hears how it went.
-    """
-
-    work: Callable[[Version], Awaitable[PublishReport | None]]
-    peers: RankPeers
-    timeout_s: float
-    on_report: Callable[[PublishReport], None] = lambda _report: None
-
-    async def publish(self, version: Version) -> PublishReport:
-        """See `Publishing.publish`.
-
-        Raises:
-            PublishError: on rank 0, too few engines serve the version; the others hear that rank 0 failed.
-        """
-        own = await self.work(version)
-
-        async def report() -> PublishReport | None:
-            return own
-
-        result = await self.peers.lead("published", report, PublishReport, timeout_s=self.timeout_s)
-        assert result is not None, "rank 0 publishes"
-        self.on_report(result)
-        return result
 
 
 @asynccontextmanager
 async def open_rank(config: Config, place: Place, material: Material, record: RunRecord) -> AsyncIterator[Session]:
     """This rank's part of a run; see `offbeat.cluster.assemble.open_session`."""
-    thread = RankThread()
-    groups = await thread.call(_join, config, place)
-    if not place.leads:
-        set_up_logging(record.log_dir / f"rank-{place.rank}.log")
-    peers = RankPeers(groups.sync, thread)
-    beating = asyncio.create_task(_beat(groups.sync, thread), name="beat")
+    thread = SideThread("rank")
     try:
-        async with AsyncExitStack() as stack:
-            yield await _open(stack, config, place, material, record, groups, thread, peers)
-            await peers.meet("leave")
-        await thread.call(leave)
+        async with beside(_listen()):
+            groups = await thread.run("join", partial(_join, config, place))
+            if not place.leads:
+                set_up_logging(record.log_dir / f"rank-{place.rank}.log")
+                if not config.rollout.single_rank_load:  # what this rank rejects is nobody else's to record
+                    record.events = EventLog(record.run_dir / f"events-rank-{place.rank}.jsonl")
+            peers = RankPeers(groups.sync, thread)
+            async with beside(_beat(groups.sync, thread)), AsyncExitStack() as stack:
+                yield await _open(stack, config, place, material, record, groups, thread, peers)
+                await peers.meet("leave")
+            await thread.run("leave", leave)
     except BaseException as exc:
-        log.exception("rank %d failed", place.rank)
-        groups.sync.fail(str(exc) if isinstance(exc, SyncError) else f"{type(exc).__name__}: {exc}")
-        raise
+        error = await _reason(exc)
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        log.error("rank %d failed", place.rank, exc_info=error)
+        give_up(error)
+        _tell_torchrun(error)
+        raise error from None
     finally:
-        beating.cancel()
         thread.close()
 
 
 async def _open(
-    stack: AsyncExitStack, config: Config, place: Place, material: Material, record: RunRecord, groups: ProcessGroups, thread: RankThread,
+    stack: AsyncExitStack, config: Config, place: Place, material: Material, record: RunRecord, groups: ProcessGroups, thread: SideThread,
     peers: RankPeers,
 ) -> Session:
     one_loads = config.rollout.single_rank_load
@@ -143,66 +91,40 @@ async def _open(
     urls = await peers.lead("engines", serve, dict[str, str])
     sharder = Sharder.of(config, model=material.model, num_ranks=place.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
-    trainers = RankTrainers(engine, loading, config, thread)
+    trainers = RankTrainers(engine, loading, config, thread, on_span=record.on_span)
     session = partial(
         Session, own, record, rows, trainers, peers=peers, num_heads=1 if one_loads else place.world, head=0 if one_loads else place.rank)
-    listen = partial(_listen, groups.sync)
     if rewards is None:
-        return session(_follow(trainers, material, config, peers), Bystander(config), watch=listen)
+        return session(follow(trainers, material, config, peers), Bystander(config), watch=_watch_nothing)
     pool = await open_pool(stack, urls, config, record)
     arena = Arena(own, record, rows, engines or EngineGroup([], config), pool, rewards)
     if engines is None:
-        return session(_follow(trainers, material, config, peers, pool=pool), arena, watch=listen)
-
-    async def watch() -> None:
-        await both(arena.watch(), listen())
-
+        return session(follow(trainers, material, config, peers, pool=pool), arena, watch=_watch_nothing)
     publish = make_publisher(pool, material, config, record, write=trainers.publish).publish
     publisher = RankPublisher(publish, peers, config.weights.stage_timeout_s)
-    return session(publisher, arena, watch=watch)
+    return session(publisher, arena, watch=arena.watch)
 
 
-def _follow(
-    trainers: RankTrainers, material: Material, config: Config, peers: RankPeers, *, pool: EnginePool | None = None,
-) -> RankPublisher:
-    """The publisher of a rank that does not lead: it gives its weights, and then lets its pool serve what rank 0 proved."""
-    canary = choose_canary(material, config)
-
-    async def give_weights(version: Version) -> None:
-        await trainers.publish(version, Path(), canary=canary)
-
-    def admit(report: PublishReport) -> None:
-        assert pool is not None, "called only where there is a pool"
-        for name in list(pool.healthy):
-            if reason := report.quarantined.get(name):
-                pool.quarantine(name, reason)
-            else:
-                pool.admit(name, report.version)
-
-    publisher = partial(RankPublisher, give_weights, peers, config.weights.stage_timeout_s)
-    return publisher(admit) if pool is not None else publisher()
+async def _watch_nothing() -> None:
+    """Rank 0 watches the engines."""
 
 
 async def _build_engine(
-    config: Config, material: Material, groups: ProcessGroups, thread: RankThread, peers: RankPeers,
-) -> TrainEngine:
-    async def build_model() -> None:
-        if (build := material.build) is not None:
+    config: Config, material: Material, groups: ProcessGroups, thread: SideThread, peers: RankPeers,
+) -> RankEngine:
+    async def build() -> None:
+        if material.build is not None:
             material.tokenizer.save(material.model)
-            await asyncio.to_thread(
-                build_tiny, Path(build.folder), tiny=TinyConfig.model_validate_json(build.tiny), vocab_size=build.vocab_size,
-                eos_token_id=build.eos_token_id, pad_token_id=build.pad_token_id, seed=build.seed)
+            await asyncio.to_thread(build_model, material.build)
 
-    await peers.lead("build_model", build_model, None)
-    return await thread.call(
-        TrainEngine.build, material.model, config=config.train, algorithm=config.algorithm, optimizer=config.train.optimizer,
-        total_steps=config.run.total_steps, groups=groups, temperature=config.rollout.temperature or 1.0)
+    await peers.lead("build_model", build, None)
+    return await thread.run("load the model", partial(RankEngine.build, material.model, config, groups))
 
 
 async def _start_engines(stack: AsyncExitStack, config: Config, place: Place, record: RunRecord) -> EngineGroup | None:
     if not place.leads:
         return None
-    launcher = await stack.enter_async_context(make_launcher(config))
+    launcher = await stack.enter_async_context(make_launcher(config, devices_taken=place.local_world))
     return await EngineGroup.start(launcher, config, log_dir=record.log_dir)
 
 
@@ -215,6 +137,7 @@ async def _start_rewards(
 
 
 def _join(config: Config, place: Place) -> ProcessGroups:
+    torch.set_num_threads(config.train.threads)  # torchrun has set one for every process
     timeout_s = config.dist.init_timeout_s
     if place.leads and not place.store_is_served:
         store = host_store(timeout_s, host=place.store_host, port=place.store_port)
@@ -225,18 +148,34 @@ def _join(config: Config, place: Place) -> ProcessGroups:
         prefix=f"attempt-{place.attempt}/")
 
 
-async def _listen(sync: Sync) -> None:
-    """Until cancelled, hear of peers that failed while this rank waits for none of them.
+async def _listen() -> None:
+    """Until cancelled, hear of peers that failed while this rank waits for none of them, or is late itself.
 
     Raises:
         PeerError: one has.
     """
     while True:
-        sync.check()
+        try:
+            check_peers()
+        except PeerError:
+            await asyncio.sleep(_BEAT_INTERVAL_S)  # If the rank's thread waits at a point it hears of it too, and says more.
+            raise
         await asyncio.sleep(_BEAT_INTERVAL_S)
 
 
-async def _beat(sync: Sync, thread: RankThread) -> None:
+async def _reason(error: BaseException) -> BaseException:
+    """Why this rank ends. One that is told to end ends because of a peer that failed, if there is one: torchrun ends the others then."""
+    if isinstance(error, asyncio.CancelledError):
+        for _ in range(_HEARSAY_LOOKS):
+            try:
+                check_peers()
+            except PeerError as exc:
+                return exc
+            await asyncio.sleep(_BEAT_INTERVAL_S)
+    return error
+
+
+async def _beat(sync: Sync, thread: SideThread) -> None:
     """Say that this rank's loop is alive while it waits for rollouts and engines, under their own deadlines.
 
     Not while the rank's thread works: a loop that lives says nothing of a thread that hangs.
@@ -245,3 +184,12 @@ async def _beat(sync: Sync, thread: RankThread) -> None:
         if thread.idle:
             sync.beat()
         await asyncio.sleep(_BEAT_INTERVAL_S)
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Torchrun's last words are a table of the ranks that failed; what a rank writes to this file stands in it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"
+        details = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+        with suppress(OSError):  # the error itself matters more than torchrun's table
+            Path(path).write_text(json.dumps({"message": details}))

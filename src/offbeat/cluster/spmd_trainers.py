@@ -4,31 +4,35 @@
 on what it drew itself. The loss is the same either way, because all denominators are global.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from offbeat.cluster.messages import Objective, Shard
-from offbeat.cluster.rank_thread import RankThread
+from offbeat.aio import SideThread
+from offbeat.cluster.messages import ExportRequest, Objective, PublishRequest, Shard
+from offbeat.cluster.rank_engine import RankEngine
 from offbeat.cluster.shards import Sharder
 from offbeat.config.root import Config
 from offbeat.data import wire
 from offbeat.data.batch import TokenBatch
-from offbeat.dist.platform import current_platform
 from offbeat.dist.sync import Sync
-from offbeat.trainer.engine import TrainEngine
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest
 
+OnSpan = Callable[[str, str, float, float], None]
+
 
 @dataclass(frozen=True)
-class Busy:
-    """Seconds that a rank computed in one step, without waiting for others."""
+class Times:
+    """When a rank began and ended a step, in wall-clock seconds, and how many of them it computed without waiting for others."""
 
-    seconds: float
+    start_s: float
+    end_s: float
+    busy_s: float
 
 
 @dataclass(frozen=True)
@@ -97,55 +101,52 @@ class HeadsLoad:
 class RankTrainers:
     """This rank's engine as the loop's trainers; calls run in the rank's thread."""
 
-    def __init__(self, engine: TrainEngine, loading: Loading, config: Config, thread: RankThread) -> None:
+    def __init__(self, engine: RankEngine, loading: Loading, config: Config, thread: SideThread, *, on_span: OnSpan) -> None:
+        """`on_span(name, track, start_s, end_s)` hears what each rank did."""
         self._engine = engine
         self._loading = loading
         self._config = config
         self._thread = thread
+        self._on_span = on_span
 
     async def set_objective(self, objective: Objective) -> None:
         """See `Trainers.set_objective`."""
-        config = self._config
-        optimizer = config.sft.optimizer if objective.name == "sft" else config.train.optimizer
-        await self._thread.call(
-            self._engine.set_objective, objective.name, algorithm=config.algorithm, optimizer=optimizer, total_steps=objective.total_steps)
+        await self._thread.run("set_objective", partial(self._engine.set_objective, objective))
 
     async def train_step(self, batch: TokenBatch, *, num_minibatches: int = 1) -> dict[str, float]:
         """See `Trainers.train_step`."""
-        return await self._thread.call(self._train_step, batch, num_minibatches)
+        metrics, times = await self._thread.run("train_step", partial(self._train_step, batch, num_minibatches))
+        for rank, one in enumerate(times):
+            self._on_span("train_step", f"rank {rank}", one.start_s, one.end_s)
+        return metrics
 
     async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
         """See `Trainers.publish`; only rank 0 looks at `folder`, and only its answer has a fingerprint."""
-        return await self._thread.call(self._publish, version, folder, canary)
+        request = PublishRequest(version, str(folder), self._config.model.dtype, canary)
+        published = await self._thread.run("publish", partial(self._engine.publish, request))
+        return Manifest(version, str(folder), published.fingerprint, canary, published.canary_logprob)
 
     async def save(self, folder: Path) -> None:
         """See `Trainers.save`."""
-        await self._thread.call(self._engine.save, folder)
+        await self._thread.run("save", partial(self._engine.save, folder))
 
     async def load(self, folder: Path) -> None:
         """See `Trainers.load`."""
-        await self._thread.call(self._engine.load, folder)
+        await self._thread.run("load", partial(self._engine.load, folder))
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
         """See `Trainers.export`."""
-        await self._thread.call(self._export, folder, Path(tokenizer))
+        await self._thread.run("export", partial(self._export, ExportRequest(str(folder), tokenizer)))
 
-    def _train_step(self, batch: TokenBatch, num_minibatches: int) -> dict[str, float]:
-        seed = self._config.run.seed + self._engine.step
-        shard = self._loading.shard(batch, num_minibatches=num_minibatches, seed=seed)
-        start_s = current_platform.busy_clock()
-        stats = self._engine.train_step(shard.batch, shard.minibatches)
-        busy = self._engine.groups.sync.gather("step_times", Busy(current_platform.busy_clock() - start_s))
-        return stats.metrics | self._loading.observe([one.seconds for one in busy])
+    def _train_step(self, batch: TokenBatch, num_minibatches: int) -> tuple[dict[str, float], list[Times]]:
+        shard = self._loading.shard(batch, num_minibatches=num_minibatches, seed=self._config.run.seed + self._engine.step)
+        trained = self._engine.train_step(shard)
+        times = self._engine.groups.sync.gather("step_times", Times(trained.start_s, trained.end_s, trained.busy_s))
+        return trained.metrics | self._loading.observe([one.busy_s for one in times]), times
 
-    def _export(self, folder: Path, tokenizer: Path) -> None:
-        self._engine.export(folder, tokenizer_folder=tokenizer, dtype=self._config.model.dtype)
+    def _export(self, request: ExportRequest) -> None:
+        self._engine.export(request)
         self._engine.groups.sync.barrier("save_hf_done", timeout_s=self._config.checkpoint.timeout_s)  # rank 0 writes meanwhile
-
-    def _publish(self, version: Version, folder: Path, canary: tuple[int, ...]) -> Manifest:
-        canary_logprob = self._engine.canary(canary)
-        fingerprint = self._engine.publish(folder, dtype=self._config.model.dtype)
-        return Manifest(version, str(folder), fingerprint, canary, canary_logprob)
 
 
 def _pad(minibatches: tuple[tuple[np.ndarray, ...], ...], counts: Sequence[int]) -> tuple[tuple[np.ndarray, ...], ...]:

@@ -200,7 +200,7 @@ def _explain(error: Any) -> str:
         sign, name = _BOUNDS[kind]
         return f"{key} must be {sign} {error['ctx'][name]:g}, got {got!r}{hint}"
     if kind == "literal_error":
-        return _not_a_choice(key, got)
+        return _not_a_choice(".".join(part for part in error["loc"] if isinstance(part, str)), got)
     if kind == "string_pattern_mismatch":
         return f"{key} is not allowed to be {got!r}{hint}"
     if kind == "finite_number":
@@ -230,7 +230,10 @@ def _not_a_table(key: str, got: Any) -> str:
 
 
 def _not_a_choice(key: str, got: Any) -> str:
-    allowed = [str(choice) for choice in get_args(dict(settings())[key].annotation)]
+    annotation = dict(settings())[key].annotation
+    if get_origin(annotation) is tuple:
+        key, annotation = f"each of {key}", get_args(annotation)[0]
+    allowed = [str(choice) for choice in get_args(annotation)]
     listed = " or ".join(repr(choice) for choice in allowed) if len(allowed) < 3 else "one of " + ", ".join(map(repr, allowed))
     near = get_close_matches(str(got), [choice for choice in allowed if choice], n=1)
     return f"{key} must be {listed}, got {got!r}" + (f"; did you mean {near[0]!r}?" if near else "")

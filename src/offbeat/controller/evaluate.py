@@ -79,6 +79,8 @@ def evaluate_model(config: Config, console: Console) -> Evaluation:
     Raises:
         ConfigError: there is no model, or nothing is held out.
     """
+    if config.run.mode != "controller":
+        raise ConfigError(f"run.mode must be 'controller' for an evaluation, which is one process, got {config.run.mode!r}; leave it out")
     if not config.data.heldout_size:
         raise ConfigError("data.heldout_size is 0, so there is nothing to evaluate on; set it to the number of held-out prompts")
     run_dir = config.run_dir.with_name(f"{config.run.name}-eval")

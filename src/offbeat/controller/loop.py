@@ -63,6 +63,9 @@ class _Training:
         saved = await self._checkpoints.restore()
         if saved is not None:
             self._resume(saved)
+        await state.agree(session.peers)
+        if state.stopping:
+            return TrainResult(state.global_step, self._highlights, state.stopped_early)
         await self._publish(state.version)
         rollouts = session.stage.rollouts(self._stream, version=state.version, last_version=state.last_version)
         evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate, session.peers)
@@ -71,7 +74,6 @@ class _Training:
             before = await self._evaluate(evaluator, 0)
             self._record.stats.commit(0, 0, 0, {"eval/accuracy": before})
             self._highlights = replace(self._highlights, heldout_before=before)
-        await state.agree(session.peers)
         async with rollouts:
             for step in state.steps():
                 start = time.monotonic()

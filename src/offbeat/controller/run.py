@@ -66,14 +66,21 @@ class RunResult:
     stopped_early: bool
 
 
-def run_training(config: Config, console: Console, *, debug: bool = False) -> RunResult | None:
-    """`offbeat train`: warm-up if configured, then reinforcement learning; writes `result.json`. None on a rank that does not lead."""
+def run_training(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> RunResult | None:
+    """`offbeat train`: warm-up if configured, then reinforcement learning; writes `result.json`. None on a rank that does not lead.
+
+    A `fresh` run never resumes: an older one of its name is moved aside.
+    """
     start = time.monotonic()
 
     async def body(session: Session, state: RunState) -> RunResult:
         ready = time.monotonic()
         warm_up_steps = 0
-        if config.run.warm_up and CheckpointIndex(config.run_dir / "checkpoints").newest() is None:
+
+        async def begins() -> bool:
+            return CheckpointIndex(config.run_dir / "checkpoints").newest() is None
+
+        if config.run.warm_up and await session.peers.lead("warm_up", begins, bool):
             warm_up_steps = (await fine_tune(session, state, standalone=False)).steps
             state.version += 1
         # A warm-up is not saved: it takes seconds, and the same command does it again.
@@ -86,7 +93,7 @@ def run_training(config: Config, console: Console, *, debug: bool = False) -> Ru
             max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
 
-    result = execute(config, console, body, debug=debug)
+    result = execute(config, console, body, debug=debug, fresh=fresh)
     if result is None:
         return None
     (config.run_dir / "result.json").write_bytes(wire.encode_json(result) + b"\n")
@@ -94,15 +101,18 @@ def run_training(config: Config, console: Console, *, debug: bool = False) -> Ru
     return result
 
 
-def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, resumable: bool = True) -> T | None:
+def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, resumable: bool = True,
+    fresh: bool = False,
+) -> T | None:
     """Open the run's folder and its processes, and run `body(session, state)`; one that is not `resumable` begins in an empty folder.
 
-    Ctrl-C once asks the body to end after its step and save; twice ends at once. None on a rank that does not lead.
+    Ctrl-C once asks the body to end after its step and save; twice, or before the body has begun, ends at once. None on a rank that does
+    not lead.
     """
     place = read_place(config)
     config = resolve_ranks(config, place)
     material = read_material(config)
-    with _open_record(config, place, console, resumable=resumable, debug=debug) as record:
+    with _open_record(config, place, console, resumable=resumable, fresh=fresh, debug=debug) as record:
         try:
             result = asyncio.run(_with_session(config, place, material, record, body))
             return result if place.leads else None
@@ -114,12 +124,12 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
             raise
 
 
-def _open_record(config: Config, place: Place, console: Console, *, resumable: bool, debug: bool) -> RunRecord:
+def _open_record(config: Config, place: Place, console: Console, *, resumable: bool, fresh: bool, debug: bool) -> RunRecord:
     if not place.leads:
         # Its log is opened when it has met the leader, who may first move an older run of this name out of the way.
         return SilentRecord(config.run_dir)
     check_installed(config.telemetry.sinks)  # before an older run is moved out of the way
-    prepare_run_dir(config, resumable=resumable)
+    prepare_run_dir(config, resumable=resumable, fresh=fresh)
     record = RunRecord(
         config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
         settings=config.model_dump(mode="json"))
@@ -133,27 +143,34 @@ async def _with_session(config: Config, place: Place, material: Material, record
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "runs inside a task"
 
-    def interrupted() -> None:
-        if state.asked_to_stop:
+    begun = False
+
+    def interrupted(how: str) -> None:
+        if state.asked_to_stop or not begun:
             task.cancel()
             return
         state.asked_to_stop = True
-        record.console.note("stopping after this step; press Ctrl-C again to stop at once")
+        record.console.note(how)
 
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, interrupted)
+    loop.add_signal_handler(signal.SIGINT, interrupted, "stopping after this step; press Ctrl-C again to stop at once")
+    loop.add_signal_handler(signal.SIGTERM, interrupted, "asked to end, so this step is the last")
     async with open_session(config, place, material, record) as session:
+        begun = True
         return await body(session, state)
 
 
-def prepare_run_dir(config: Config, *, resumable: bool = True) -> None:
+def prepare_run_dir(config: Config, *, resumable: bool = True, fresh: bool = False) -> None:
     """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
+    A `fresh` run always does the latter.
 
     Raises:
         ConfigError: `run.resume` is off and the run exists, it has done all its steps, or another process is running it.
     """
     run_dir = config.run_dir
     if not (run_dir / "config.toml").exists():
+        return
+    if fresh:
+        move_aside(config)
         return
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")

@@ -109,6 +109,7 @@ class PublishReport:
     Attributes:
         total_s, write_s, stage_s, switch_s: all of it; writing; staging; from the first switch to the last proof.
         canary_gap: largest difference of the canary's mean log-probability between the trainer and an engine that serves.
+        serving: engines that serve the version.
         quarantined: engines that were lost, with reasons.
     """
 
@@ -118,6 +119,7 @@ class PublishReport:
     stage_s: float
     switch_s: float
     canary_gap: float
+    serving: tuple[str, ...]
     quarantined: Mapping[str, str]
 
 
@@ -172,7 +174,7 @@ class Publisher:
         self._channel.prune()
         return PublishReport(
             version, total_s=end - start, write_s=written - start, stage_s=switch_start - written, switch_s=end - switch_start,
-            canary_gap=publication.largest_gap, quarantined=dict(publication.reasons))
+            canary_gap=publication.largest_gap, serving=tuple(publication.serving), quarantined=dict(publication.reasons))
 
     async def _do(self, action: Action, engine: EngineControl, publication: Publication) -> list[Action]:
         manifest, config = publication.manifest, self._config

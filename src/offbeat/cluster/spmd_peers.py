@@ -1,0 +1,98 @@
+"""What ranks of SPMD mode do together besides training: the loop's peers, and publishing on every rank."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from offbeat.aio import SideThread
+from offbeat.cluster.material import Material, choose_canary
+from offbeat.cluster.spmd_trainers import RankTrainers
+from offbeat.config.root import Config
+from offbeat.data import wire
+from offbeat.dist.sync import Sync
+from offbeat.inference.pool import EnginePool
+from offbeat.types import Version
+from offbeat.weights.publish import PublishReport
+
+T = TypeVar("T")
+
+
+class RankPeers:
+    """The ranks, as the loop's peers: named waits over the gloo group."""
+
+    def __init__(self, sync: Sync, thread: SideThread) -> None:
+        self._sync = sync
+        self._thread = thread
+
+    async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any, *, timeout_s: float | None = None) -> T:
+        """See `Peers.lead`; a leader that fails tells the others when its run ends.
+
+        `timeout_s` is for work of which a part runs in the leader's thread, where it shows no life.
+        """
+        result = await work() if self._sync.rank == 0 else None
+        data = wire.encode(result) if self._sync.rank == 0 else None
+        return wire.decode(kind, await self._thread.run(name, partial(self._sync.broadcast, name, data, timeout_s=timeout_s)))
+
+    async def gather(self, name: str, value: T) -> list[T]:
+        """See `Peers.gather`."""
+        return await self._thread.run(name, partial(self._sync.gather, name, value))
+
+    async def meet(self, name: str) -> None:
+        """See `Peers.meet`."""
+        await self._thread.run(name, partial(self._sync.barrier, name))
+
+
+@dataclass(frozen=True)
+class RankPublisher:
+    """Publishing on every rank: all give their weights, rank 0 brings them to the engines, and all learn how that went.
+
+    Attributes:
+        work: this rank's part; on rank 0 it gives the report.
+        timeout_s: seconds that the others wait for rank 0 to write the weights, on top of what it shows life in.
+        on_report: hears how it went.
+    """
+
+    work: Callable[[Version], Awaitable[PublishReport | None]]
+    peers: RankPeers
+    timeout_s: float
+    on_report: Callable[[PublishReport], None] = lambda _report: None
+
+    async def publish(self, version: Version) -> PublishReport:
+        """See `Publishing.publish`.
+
+        Raises:
+            PublishError: on rank 0, too few engines serve the version; the others hear that rank 0 failed.
+        """
+        own = await self.work(version)
+
+        async def report() -> PublishReport | None:
+            return own
+
+        result = await self.peers.lead("published", report, PublishReport, timeout_s=self.timeout_s)
+        assert result is not None, "rank 0 publishes"
+        self.on_report(result)
+        return result
+
+
+def follow(
+    trainers: RankTrainers, material: Material, config: Config, peers: RankPeers, *, pool: EnginePool | None = None,
+) -> RankPublisher:
+    """The publisher of a rank that does not lead: it gives its weights, and then lets its pool serve what rank 0 proved."""
+    canary = choose_canary(material, config)
+
+    async def give_weights(version: Version) -> None:
+        await trainers.publish(version, Path(), canary=canary)
+
+    publisher = partial(RankPublisher, give_weights, peers, config.weights.stage_timeout_s)
+    return publisher(partial(admit_into, pool)) if pool is not None else publisher()
+
+
+def admit_into(pool: EnginePool, report: PublishReport) -> None:
+    """Let a pool route to those engines that serve a version, and to no other."""
+    for name in list(pool.healthy):
+        if name in report.serving:
+            pool.admit(name, report.version)
+        else:
+            pool.quarantine(name, report.quarantined.get(name, "rank 0 has taken it out of service"))
