@@ -7,7 +7,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test check bench clean
+.PHONY: help quickstart test check bench faults clean
 help:  ## show this help
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -33,6 +33,9 @@ bench: $(STAMP)  ## run the benchmarks; each prints one JSON line per figure
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/engine.py
+
+faults: $(STAMP)  ## let ranks misbehave at every sync point and write docs/faults.md; takes an hour, and goes on where it stopped
+	$(BIN)/python tests/faults/table.py
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -24,6 +24,11 @@ def test_a_phase_may_say_how_far_it_is():
     assert current().text == ""
 
 
+def test_a_phase_that_cannot_say_how_far_it_is_keeps_its_name():
+    with phase("load", describe=lambda: {}["gone"]):
+        assert current().text == "load: unknown how far (KeyError: 'gone')"
+
+
 def test_a_phase_of_another_thread_ends_without_harm_to_ours():
     entered, leave = threading.Event(), threading.Event()
 

@@ -36,7 +36,12 @@ class Mark:
     @property
     def text(self) -> str:
         """The name, and how far it is: "waiting for rollouts: 3 of 8 groups are ready"."""
-        return f"{self.name}: {self.describe()}" if self.describe else self.name
+        if self.describe is None:
+            return self.name
+        try:
+            return f"{self.name}: {self.describe()}"
+        except Exception as exc:  # Asked from another thread, it may look at what is just changing; the name still helps.
+            return f"{self.name}: unknown how far ({type(exc).__name__}: {exc})"
 
 
 _outside = Mark("", time.monotonic(), threading.main_thread().ident or 0)

@@ -4,8 +4,8 @@ import threading
 import time
 
 from offbeat.dist.board import Board, Wait
-from offbeat.phase import phase
 from offbeat.dist.verdict import Verdict
+from offbeat.phase import phase
 
 
 def test_the_first_failure_stays_and_reaches_who_waits():

@@ -42,7 +42,7 @@ def test_the_nth_arrival_is_struck_once():
 
 
 def test_an_exception_is_raised():
-    with pytest.raises(RuntimeError, match="^injected$"):
+    with pytest.raises(RuntimeError, match="^injected at 'save'$"):
         _saboteur("rank=1,point=save,kind=exception").strike("save")
 
 

@@ -6,7 +6,8 @@ import time
 import pytest
 
 from meeting import meeting, together
-from offbeat.errors import PeerError, SyncTimeout
+from offbeat.errors import PeerError, SyncMismatch, SyncTimeout
+from waiting import wait_until
 
 
 def test_ranks_whose_deadlines_pass_at_once_raise_one_verdict():
@@ -55,7 +56,7 @@ def test_failures_at_the_same_time_have_one_winner():
         syncs[0].check()
         errors = together(syncs, fail_and_come)
         for sync in syncs:
-            with pytest.raises(PeerError, match=r"^the run cannot go on: rank \d failed: reason \d$"):
+            with pytest.raises(PeerError, match=r"^the run cannot go on: rank \d failed: reason \d; this rank had come as far as"):
                 sync.check()
         assert {type(error) for error in errors} == {PeerError}
         assert len({str(error) for error in errors}) == 1
@@ -97,6 +98,112 @@ def test_a_rank_that_stays_in_a_broken_collective_is_named():
 
     with meeting(3) as (syncs, _):
         first, _, third = together(syncs, step)
-        assert isinstance(first, SyncTimeout)
+        assert isinstance(first, PeerError)
         assert str(first) == str(third)
-        assert str(first).startswith("a collective after sync point 'step' broke (gloo: timed out): rank 1 is slow, for ")
+        with pytest.raises(PeerError, match="'save' cannot be passed: a collective after sync point 'step' broke"):
+            syncs[1].arrive("save", timeout_s=5)
+        assert str(first).startswith(
+            "sync point 'step' cannot be passed: a collective after sync point 'step' broke (gloo: timed out): rank 1 is slow, for ")
+
+
+def test_an_error_of_the_blocks_own_is_not_taken_for_a_broken_collective():
+    def step(sync):
+        with sync.region("step", timeout_s=5):
+            if sync.rank == 1:
+                raise TimeoutError("the upload timed out: connection reset")
+            time.sleep(0.3)
+        sync.arrive("save", timeout_s=30)
+
+    with meeting(3) as (syncs, _):
+        errors = together(syncs, step)
+        assert isinstance(errors[1], TimeoutError)
+        assert {str(error) for error in (errors[0], errors[2])} == {
+            "sync point 'save' cannot be passed: rank 1 failed: TimeoutError: the upload timed out: connection reset"}
+
+
+def test_an_interrupted_wait_is_given_up_for_all():
+    def come(sync):
+        if sync.rank == 1:
+            sync._await = _interrupt
+        else:
+            time.sleep(0.3)
+        try:
+            sync.arrive("save", timeout_s=20)
+        finally:
+            sync.__dict__.pop("_await", None)
+
+    def _interrupt(wait):
+        syncs[1]._arrivals.waits.put(wait)
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    with meeting(3) as (syncs, _):
+        started = time.monotonic()
+        errors = together(syncs, come)
+        assert isinstance(errors[1], KeyboardInterrupt)
+        assert [type(errors[0]), str(errors[0])] == [type(errors[2]), str(errors[2])]
+        assert isinstance(errors[0], SyncTimeout)
+        assert "rank 1 was interrupted while it waited (KeyboardInterrupt)" in str(errors[0])
+        assert time.monotonic() - started < 5
+        assert together(syncs, lambda sync: sync.arrive("save", timeout_s=5)) == [None] * 3
+
+
+def test_a_judge_that_breaks_tells_all():
+    def break_down(case):
+        raise KeyError("unforeseen")
+
+    with meeting(2) as (syncs, _):
+        syncs[1]._judge._on_missed = break_down
+        error, = together(syncs[1:], lambda sync: sync.arrive("save", timeout_s=0.2))
+        assert str(error) == "sync point 'save' cannot be passed: rank 1 failed: its sync broke: KeyError: 'unforeseen'"
+        wait_until(lambda: syncs[0]._board.failure is not None, timeout_s=5)
+        errors = together(syncs, lambda sync: sync.arrive("save", timeout_s=5))
+        assert {str(each) for each in errors} == {str(error)}
+
+
+def test_a_verdict_that_its_owner_does_not_write_is_written_by_the_next():
+    with meeting(3, answer_timeout_s=0.3) as (syncs, _):
+        collect = syncs[0]._judge._collect
+
+        def collect_late(*arguments, **options):
+            time.sleep(2.2)
+            return collect(*arguments, **options)
+
+        syncs[0]._judge._collect = collect_late
+        errors = together(syncs[:2], lambda sync: sync.arrive("save", timeout_s=0.2 + 0.4 * sync.rank))
+        late, = together(syncs[2:], lambda sync: sync.arrive("save", timeout_s=5))
+        assert str(errors[0]) == str(errors[1]) == str(late)
+        assert "2 of 3 ranks there: rank 2 is slow" in str(late)
+
+
+def test_values_under_different_keys_are_a_mismatch_at_once():
+    with meeting(3) as (syncs, _):
+        own = [{"kl": 1.0, "loss": 2.0}, {"loss": 1.0}, {"loss": 1.0}]
+        errors = together(syncs, lambda sync: sync.sum_scalars("sums", own[sync.rank], timeout_s=30))
+        assert {type(error) for error in errors} == {SyncMismatch}
+        assert str(errors[0]).startswith("ranks came to different sync points at once: ")
+        assert "came to 'sums' with loss" in str(errors[0])
+        assert "rank 0 came to 'sums' with kl, loss" in str(errors[0])
+
+
+def test_patience_does_not_delay_a_mismatch():
+    def come(sync):
+        for _ in range(10):
+            syncs[0].beat()
+            time.sleep(0.05)
+        return sync.arrive("other", timeout_s=5) if sync.rank == 2 else sync.arrive("prompts", timeout_s=5, source=0)
+
+    with meeting(3) as (syncs, _):
+        started = time.monotonic()
+        errors = together(syncs[1:], come)
+        assert {type(error) for error in errors} == {SyncMismatch}
+        assert time.monotonic() - started < 4
+        late, = together(syncs[:1], lambda sync: sync.arrive("prompts", timeout_s=5, source=0))
+        assert str(late) == str(errors[0])
+
+
+def test_a_rank_that_has_left_cannot_come():
+    with meeting(2) as (syncs, _):
+        syncs[1].close()
+        with pytest.raises(PeerError, match="'save' cannot be passed: this rank has left"):
+            syncs[1].arrive("save")

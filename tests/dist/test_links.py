@@ -26,9 +26,11 @@ def test_a_store_of_the_launcher_is_named_by_its_address():
     lost = _peers().store_lost()
     assert lost.kind == "failed"
     assert lost.text == "the store at 127.0.0.1:5000 is gone; look at the log of its host (the launcher, or rank 0 where it does not)"
-    silent = _peers().store_silent(point="save", timeout_s=2.0)
+    silent = _peers().store_silent(point="save", timeout_s=2.0, heard=False)
     assert silent.kind == "missed"
     assert silent.text.startswith("sync point 'save' timed out after 2 s: the store at 127.0.0.1:5000, hosted by the launcher")
+    heard = _peers().store_silent(point="save", timeout_s=2.0, heard=True)
+    assert heard.text == "sync point 'save' timed out after 2 s: no verdict on it arrived"
 
 
 def test_a_host_on_another_machine_is_named():
@@ -44,5 +46,5 @@ def test_a_dead_host_takes_the_store_with_it():
     peers = _peers(host)
     assert peers.store_lost().text == "rank 0 is gone, and with it the store that it hosts"
     assert peers.store_gone
-    assert peers.store_silent(point="save", timeout_s=2.0).kind == "failed"
+    assert peers.store_silent(point="save", timeout_s=2.0, heard=False).kind == "failed"
     assert not peers.host_is_stopped()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.dist.peers import Deaths, observe, own_card
+from offbeat.dist.peers import Deaths, end_if_stopped, observe, own_card
 from waiting import wait_until
 
 
@@ -55,6 +55,24 @@ def test_an_exit_code_is_told():
         process.stdin.close()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert observe(card).text == "exited with code 3"
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(process):
+    card = _card(process)
+    _end(process, signal.SIGRTMIN + 6)
+    assert observe(card).text == f"was killed by signal {signal.SIGRTMIN + 6}"
+
+
+def test_only_a_process_that_a_signal_has_stopped_is_ended(process):
+    card = _card(process)
+    end_if_stopped(card)
+    assert process.poll() is None
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: observe(card).kind == "stopped", timeout_s=10)
+    end_if_stopped(replace(card, started=1))
+    assert process.poll() is None
+    end_if_stopped(card)
+    assert process.wait(10) == -signal.SIGKILL
 
 
 def test_another_process_with_the_same_id_is_not_taken_for_it(process):

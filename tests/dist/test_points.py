@@ -50,5 +50,5 @@ def test_meetings_with_different_prefixes_share_no_key():
     one, two = Keys("a/"), Keys("b/")
     assert one.count(3) != two.count(3)
     assert one.failed != two.failed
-    keys = [one.card(1), one.count(1), one.result(1), one.broken(1), one.mail(1), one.reply(1, 1), one.left(1), one.failed]
+    keys = [one.card(1), one.count(1), one.result(1), one.mail(1), one.reply(1, 1), one.left(1), one.failed]
     assert len(set(keys)) == len(keys)

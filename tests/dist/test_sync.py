@@ -16,15 +16,17 @@ import torch
 import torch.distributed as dist
 
 from offbeat.config.dist import DistConfig
+from offbeat.dist import exchange
 from offbeat.dist.mesh import connect_store, host_store
 from offbeat.dist.peers import Card
-from offbeat.phase import phase
 from offbeat.dist.sync import Sync
 from offbeat.errors import ConfigError, SyncError
+from offbeat.phase import phase
 from ranks import run_alone, run_ranks
 
 DEADLINE_S = 0.5
 LATEST_S = DEADLINE_S + 2.0
+_tensor = exchange._tensor
 
 
 def _outcome(act, *arguments, **options):
@@ -107,7 +109,25 @@ def _exchanged(groups):
             sync.broadcast("some", b"abc" if rank == 2 else None, source=2).hex(),
             len(sync.broadcast("none", b"" if rank == 0 else None))],
         "scattered": [sync.scatter("parts", parts if rank == source else None, source=source) == parts[rank] for source in range(3)],
+        "nothing": sync.scatter("nothing", [b""] * 3 if rank == 0 else None).hex(),
     }
+
+
+def _scattered_late(groups):
+    """The source, then a receiver, needs longer than a slice of the others' waits for its part of the exchange."""
+    results = []
+    for late in (0, 1):
+        if groups.rank == late:
+            exchange._tensor = _tensor_late
+        parts = [b"a", b"b" * 1000, b"c"] if groups.rank == 0 else None
+        results.append(len(groups.sync.scatter("parts", parts)))
+        exchange._tensor = _tensor
+    return results
+
+
+def _tensor_late(data):
+    time.sleep(0.4)
+    return _tensor(data)
 
 
 def _card(rank):
@@ -150,6 +170,7 @@ def _play(groups, _argument):
         "mismatch": _outcome(groups.sync.barrier, "evaluate" if groups.rank == 1 else "save"),
         "patience": _patience(groups),
         "exchanged": _exchanged(groups),
+        "scattered late": _scattered_late(groups),
         "failure": _failure(groups),
     }
     everybody = groups.sync.gather("scenes", json.dumps(scenes))
@@ -280,6 +301,11 @@ def test_values_and_bytes_come_to_every_rank(scenes):
     assert first["gathered"] == [[1, ""], [2, "2"], [3, "33"]]
     assert first["broadcast"] == [b"abc".hex(), 0]
     assert first["scattered"] == [True, True, True]
+    assert first["nothing"] == ""
+
+
+def test_parts_that_come_late_come(scenes):
+    assert scenes["scattered late"] == [[1, 1], [1000, 1000], [1, 1]]
 
 
 def test_a_failure_ends_all_waits_and_every_later_point(scenes):

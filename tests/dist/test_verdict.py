@@ -13,8 +13,8 @@ from offbeat.errors import PeerError, SyncMismatch, SyncTimeout
 def _status(rank, **fields):
     """A rank that waits at the 5th point, "save"."""
     base = Status(
-        rank=rank, phase="", phase_s=9.0, point="save", n=5, waited_s=2.0, last="step", last_s=3.0, inside=0, stack=(), beat_age_s=9.0,
-        states=())
+        rank=rank, phase="", phase_s=9.0, point="save", keys=(), n=5, waited_s=2.0, last="step", last_s=3.0, inside=0, stack=(),
+        beat_age_s=9.0, states=())
     return replace(base, **fields)
 
 
@@ -25,7 +25,7 @@ def _busy(rank, **fields):
 
 def _evidence(*statuses, world=3, arrived=2, **fields):
     return Evidence(**{
-        "name": "save", "n": 5, "world": world, "timeout_s": 2.0, "arrived": arrived, "answers": {s.rank: s for s in statuses},
+        "name": "save", "keys": (), "n": 5, "world": world, "timeout_s": 2.0, "arrived": arrived, "answers": {s.rank: s for s in statuses},
         "started": frozenset(range(world)), "states": {}, **fields})
 
 

@@ -1,5 +1,6 @@
 """A watcher answers for its rank, and goes when it is told to or the store is gone."""
 
+import queue
 import threading
 
 from offbeat.data.wire import decode_json, encode_json
@@ -13,11 +14,11 @@ from offbeat.dist.watcher import Mail, Watcher
 
 
 def _start(store, rank=1):
-    board = Board(rank)
+    board, posted = Board(rank), queue.SimpleQueue()
     peers = Peers(own_card(rank, hosts_store=False), world=2, address="")
-    watcher = Watcher(connect(store, timeout_s=5), board=board, peers=peers, keys=Keys())
+    watcher = Watcher(connect(store, timeout_s=5), board=board, peers=peers, keys=Keys(), post=posted.put)
     watcher.thread.start()
-    return board, peers, watcher
+    return board, peers, watcher, posted
 
 
 def _send(store, mail, rank=1):
@@ -31,7 +32,7 @@ def test_mail_crosses_the_store_as_it_is():
 
 def test_a_question_is_answered_and_a_failure_is_told():
     store = host_store(5)
-    board, peers, watcher = _start(store)
+    board, peers, watcher, _ = _start(store)
     peers.cards[0] = own_card(0, hosts_store=True)
     board.wait = Wait(3, "save", 5.0, None, threading.get_ident())
     _send(store, Mail("status", reply="here"))
@@ -46,3 +47,15 @@ def test_a_question_is_answered_and_a_failure_is_told():
     watcher.thread.join(5)
     assert not watcher.thread.is_alive()
     assert peers.store_gone
+
+
+def test_an_answer_that_breaks_is_announced_and_the_next_one_is_given():
+    store = host_store(5)
+    _, _, watcher, posted = _start(store)
+    store.queue_push(Keys().mail(1), "no mail")
+    assert "its sync broke: " in posted.get(timeout=5).text
+    _send(store, Mail("status", reply="here"))
+    assert decode_json(Status, store.queue_pop("here")).rank == 1
+    _send(store, Mail("close"))
+    watcher.thread.join(5)
+    assert not watcher.thread.is_alive()

@@ -63,12 +63,13 @@ async def open_rank(config: Config, place: Place, material: Material, record: Ru
             await thread.run("leave", leave)
     except BaseException as exc:
         error = await _reason(exc)
-        if isinstance(error, asyncio.CancelledError):
-            raise
-        log.error("rank %d failed", place.rank, exc_info=error)
-        give_up(error)
-        _tell_torchrun(error)
-        raise error from None
+        if not isinstance(error, asyncio.CancelledError):
+            log.error("rank %d failed", place.rank, exc_info=error)
+            give_up(error)
+            _tell_torchrun(error)
+        if error is not exc:
+            raise error from None
+        raise
     finally:
         thread.close()
 

@@ -6,6 +6,7 @@
 Each rank does two store operations per point: it adds its ticket, and either sets the result (the last to come) or gets it.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -14,10 +15,16 @@ import torch.distributed as dist
 
 from offbeat.data.wire import decode_json
 from offbeat.dist import points
-from offbeat.dist.board import PASSED, Board, Message, Wait
+from offbeat.dist.board import PASSED, Announcement, Board, Message, Wait, breakage
 from offbeat.dist.links import Peers
 from offbeat.dist.points import GO, Keys
 from offbeat.dist.verdict import Verdict
+
+_IDLE_S = 0.05
+"""A caller that has not come for so long is elsewhere, and this thread free to tidy up."""
+
+_BACKLOG = 1000
+"""Points in the store from which on it does so between any two."""
 
 
 class Arrivals:
@@ -28,41 +35,54 @@ class Arrivals:
     """
 
     def __init__(
-        self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, doubt: Callable[[Wait], None],
+        self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, post: Callable[[Wait | Announcement], None],
     ) -> None:
-        """`doubt` asks the judge to look at a point that cannot be passed as it is."""
+        """`post` asks the judge to look at a point that cannot be passed as it is, or tells it that this thread broke."""
         self.waits: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._client = client
         self._board = board
         self._peers = peers
         self._keys = keys
-        self._doubt = doubt
+        self._post = post
+        self._passed = 0
         self._pruned = 0
         self.thread = threading.Thread(target=self._run, name="sync arrivals", daemon=True)
 
     def _run(self) -> None:
-        while (wait := self.waits.get()) is not None:
+        while True:
             try:
+                if (wait := self._next()) is None:
+                    return
                 message = self._arrive(wait)
+                if message is PASSED and wait.n == 1:
+                    self._peers.read_cards(self._client, self._keys)  # All are there; the next moment the store may not answer.
                 wait.messages.put(message)
                 if message is PASSED and self._board.rank == 0:
-                    self._prune(wait.n)
+                    self._passed = wait.n
             except dist.DistError:
                 self._board.fail(self._peers.store_lost())
+            except Exception as exc:
+                self._post(breakage(exc))
 
     def _arrive(self, wait: Wait) -> Message:
-        count = points.read(self._client.add(self._keys.count(wait.n), points.ticket(wait.name)), wait.name)
+        count = points.read(self._client.add(self._keys.count(wait.n), points.ticket(wait.signature)), wait.signature)
+        key = self._keys.result(wait.n)
         if count.poisons == 0 and count.agreed and count.arrived == self._peers.world:
-            self._client.set(self._keys.result(wait.n), GO)
-            return PASSED
+            return self._read(self._client.compare_set(key, "", GO))
         if count.poisons == 0 and (not count.agreed or self._peers.departed):
-            self._doubt(wait)
-        result = self._client.get(self._keys.result(wait.n)).decode()
-        return PASSED if result == GO else decode_json(Verdict, result)
+            self._post(wait)
+        return self._read(self._client.get(key))
 
-    def _prune(self, n: int) -> None:
-        """Forget the points before the n-th: who has come to it has the results of all before."""
-        while self._pruned < n - 1:
-            self._pruned += 1
-            self._client.delete_key(self._keys.count(self._pruned))
-            self._client.delete_key(self._keys.result(self._pruned))
+    def _read(self, result: bytes) -> Message:
+        return PASSED if result.decode() == GO else decode_json(Verdict, result)
+
+    def _next(self) -> Wait | None:
+        """The caller's next wait. While it is elsewhere, forget the points before the one passed last: all have the results of those."""
+        while (backlog := self._passed - 1 - self._pruned) > 0:
+            with contextlib.suppress(queue.Empty):
+                return self.waits.get(timeout=_IDLE_S if backlog < _BACKLOG else 0)
+            while self._pruned < self._passed - 1 and self.waits.empty():
+                self._pruned += 1
+                self._client.delete_key(self._keys.count(self._pruned))
+                self._client.delete_key(self._keys.result(self._pruned))
+        return self.waits.get()

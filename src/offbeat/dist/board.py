@@ -3,12 +3,16 @@
 Fields are single references, written by one thread and read by others, so they need no lock. A wait's first message counts.
 """
 
+import logging
 import queue
+import threading
 import time
 from dataclasses import dataclass, field
 
 from offbeat import phase
 from offbeat.dist.verdict import Status, Verdict
+
+_log = logging.getLogger(__name__)
 
 PASSED = None
 """Message to a waiting caller: all are there."""
@@ -22,15 +26,31 @@ class Renewed:
 Message = Verdict | Renewed | None
 
 
+@dataclass(frozen=True, eq=False)
+class Announcement:
+    """Message to the judge: this rank has failed, and the peers must hear of it."""
+
+    text: str
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def breakage(exc: Exception) -> Announcement:
+    """That a thread of this rank met an exception that it did not expect, which makes its peers' points meaningless too."""
+    _log.error("a thread of sync broke", exc_info=exc)
+    return Announcement(f"its sync broke: {type(exc).__name__}: {exc}")
+
+
 @dataclass(eq=False)
 class Wait:
     """One arrival of this rank.
 
     Attributes:
         n: number of the point, counted alike on every rank, from 1.
+        keys: those of the values that are exchanged behind the point, which must agree as the name does.
         source: rank whose beat this wait is patient with; None for none.
         messages: to the caller.
-        abandoned: what the caller raised when no verdict reached it; the rank that owns the verdict then hands out this one.
+        heard: the store has answered the judge that looks at this wait.
+        abandoned: why the caller goes without a verdict; the rank that owns the verdict then hands out this one.
     """
 
     n: int
@@ -38,9 +58,16 @@ class Wait:
     timeout_s: float
     source: int | None
     thread: int
+    keys: tuple[str, ...] = ()
     since_s: float = field(default_factory=time.monotonic)
     messages: "queue.SimpleQueue[Message]" = field(default_factory=queue.SimpleQueue)
+    heard: bool = False
     abandoned: Verdict | None = None
+
+    @property
+    def signature(self) -> str:
+        """What all ranks must come with."""
+        return "\0".join((self.name, *self.keys))
 
 
 class Board:
@@ -69,7 +96,8 @@ class Board:
         """What this rank does; without `states`, which the watcher adds."""
         now, mark, wait = time.monotonic(), phase.current(), self.wait
         return Status(
-            rank=self.rank, phase=mark.text, phase_s=now - mark.since_s, point=wait.name if wait else "", n=wait.n if wait else 0,
+            rank=self.rank, phase=mark.text, phase_s=now - mark.since_s, point=wait.name if wait else "",
+            keys=wait.keys if wait else (), n=wait.n if wait else 0,
             waited_s=now - wait.since_s if wait else 0.0, last=self.last, last_s=now - self.last_s, inside=self.inside,
             stack=phase.stack(wait.thread if wait else mark.thread), beat_age_s=now - self.beat_s, states=())
 
@@ -77,8 +105,9 @@ class Board:
         """The caller goes on, with an error or without."""
         self.wait, self.last, self.last_s = None, name, time.monotonic()
 
-    def fail(self, verdict: Verdict) -> None:
-        """No point will be passed again; whoever waits is told. The first failure stays."""
+    def fail(self, verdict: Verdict) -> Wait | None:
+        """No point will be passed again. The first failure stays. Returns the wait that was told so, whose result is still open."""
         self.failure = self.failure or verdict
-        if self.wait:
-            self.wait.messages.put(self.failure)
+        if wait := self.wait:
+            wait.messages.put(self.failure)
+        return wait

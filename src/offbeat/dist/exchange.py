@@ -49,22 +49,20 @@ def broadcast_bytes(data: bytes, *, source: int, group: dist.ProcessGroup, finis
 
 def scatter_bytes(parts: Sequence[bytes], *, source: int, group: dist.ProcessGroup, finish: Finish) -> bytes:
     """This rank's part of what the source gives; sizes may differ and be 0, and no rank gets more than its own."""
-    is_source = group.rank() == source
-    sizes = torch.tensor([len(part) for part in parts]) if is_source else torch.zeros(group.size(), dtype=torch.int64)
-    finish(dist.broadcast(sizes, source, group=group, async_op=True))
-    if is_source:
-        for work in [dist.isend(_tensor(part), rank, group=group) for rank, part in enumerate(parts) if part and rank != source]:
-            finish(work)
-        return parts[source]
-    if not (size := int(sizes[group.rank()])):
-        return b""
-    buffer = torch.empty(size, dtype=torch.uint8)
-    finish(dist.irecv(buffer, source, group=group))
-    return _bytes(buffer)
+    ranks, is_source = range(group.size()), group.rank() == source
+    lengths = torch.tensor([len(part) for part in parts]) if is_source else torch.zeros(len(ranks), dtype=torch.int64)
+    finish(dist.broadcast(lengths, source, group=group, async_op=True))
+    sizes = [int(length) for length in lengths]
+    given, got = _tensor(b"".join(parts)), torch.empty(sizes[group.rank()], dtype=torch.uint8)
+    # Not isend and irecv, whose work breaks when a wait for a slice of time ends before it does.
+    finish(dist.all_to_all_single(
+        got, given, output_split_sizes=[got.numel() if rank == source else 0 for rank in ranks],
+        input_split_sizes=sizes if is_source else [0 for _ in ranks], group=group, async_op=True))
+    return _bytes(got)
 
 
 def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> bytes:

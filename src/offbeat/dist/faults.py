@@ -1,8 +1,8 @@
 """Faults on purpose, for drills: OFFBEAT_FAULT="rank=1,point=save_recover,kind=stop" makes one rank misbehave at one sync point.
 
 Read once per rank when it joins, struck at every arrival. Kinds: `exception` raises, `slow` sleeps for an hour, `stop` and `kill` send the
-process SIGSTOP or SIGKILL, `mismatch` comes under another name. `nth=2` strikes at the second arrival at the point only; default 1. A line on
-stderr says when it strikes, in seconds since 1970.
+process SIGSTOP or SIGKILL, `mismatch` comes under another name. `nth=2` strikes at the second arrival at the point only; default 1.
+A line on stderr says when it strikes, in seconds since 1970.
 """
 
 import os
@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offbeat.phase import phase
 from offbeat.errors import ConfigError
+from offbeat.phase import phase
 
 VARIABLE = "OFFBEAT_FAULT"
 _KINDS = ("exception", "slow", "stop", "kill", "mismatch")
@@ -70,7 +70,8 @@ class Saboteur:
         self._seen += 1
         if self._seen != fault.nth:
             return name
-        print(f"injected {fault.kind} at {name!r} in rank {fault.rank} at {time.time():.3f}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"injected {fault.kind} at {name!r} in rank {fault.rank} at {time.time():.3f}\n")
+        sys.stderr.flush()
         match fault.kind:
             case "exception":
                 raise RuntimeError(f"injected at {name!r}")

@@ -4,7 +4,8 @@
              processes on its machine; produces verdicts: a point's result, or a failure in every rank's mail; waits for any of these;
              woken by the caller, by Arrivals, or by the system
 
-Of all judges one gives the verdict: the first to poison a point's count, to write the failure, or to write a broken point's key.
+Of all judges one gives the verdict: the first to poison a point's count, or to write the failure. When it is stopped before it has
+written, the next one does; of several results the first stands.
 """
 
 import queue
@@ -18,34 +19,27 @@ import torch.distributed as dist
 
 from offbeat.data.wire import decode_json, encode_json
 from offbeat.dist import points
-from offbeat.dist.board import Board, Renewed, Wait
+from offbeat.dist.board import Announcement, Board, Renewed, Wait, breakage
 from offbeat.dist.links import Peers
-from offbeat.dist.peers import Card, Deaths, ProcessState, observe
-from offbeat.dist.points import Keys
+from offbeat.dist.peers import Deaths, ProcessState, observe
+from offbeat.dist.points import GO, Keys
 from offbeat.dist.verdict import Evidence, Status, Verdict, judge, judge_broken
 from offbeat.dist.watcher import Mail
 
 _LOOK_S = 0.01
 """Between two looks for answers."""
 
+STORE_S = 0.5
+"""Grace on top of the watchers' for the store's own answers; beyond it the store's host is to blame."""
+
 _LINGER_S = 1.0
 """The store's host stays this long for others to read their last verdict."""
 
+_MEET_S = 0.1
+"""Between two looks whether all ranks have started; from then on their processes are watched."""
+
 _SETTLE_S = 0.2
 """Between a collective's breaking and the question why: peers need it to die, or to notice theirs."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """All ranks are there: their processes can be watched."""
-
-
-@dataclass(frozen=True, eq=False)
-class Announcement:
-    """This rank has failed."""
-
-    text: str
-    done: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +63,7 @@ class Leave:
     in_order: bool
 
 
-Case = Wait | Joined | Announcement | Broken | Leave
+Case = Wait | Announcement | Broken | Leave
 
 
 class Judge:
@@ -92,10 +86,11 @@ class Judge:
         self._deaths.wake()
 
     def _run(self) -> None:
-        leaving = False
+        leaving = watching = False
         while not leaving:
-            died = self._deaths.wait()
+            died = self._deaths.wait(None if watching else _MEET_S)
             try:
+                watching = watching or self._watch()
                 for rank in died:
                     self._on_death(rank)
                 while self._cases and not leaving:
@@ -104,24 +99,38 @@ class Judge:
                     self._take(case)
             except dist.DistError:
                 self._board.fail(self._peers.store_lost())
+            except Exception as exc:
+                announcement = breakage(exc)
+                if not self._board.failure:  # Once: telling the peers may be what breaks.
+                    self._board.fail(self._failed(announcement))
+                    self.post(announcement)
         self._deaths.close()
+
+    def _watch(self) -> bool:
+        """Watch the processes of this machine once all ranks have one; a rank may die before it has come to its first point."""
+        if len(self._peers.cards) < self._peers.world:
+            self._peers.read_cards(self._client, self._keys)
+        if len(self._peers.cards) < self._peers.world:
+            return False
+        self._deaths.add(self._peers.neighbours())
+        return True
 
     def _take(self, case: Case) -> None:
         match case:
             case Wait():
                 self._on_missed(case)
-            case Joined():
-                self._read_cards()
-                self._deaths.add(self._peers.neighbours())
             case Announcement():
                 try:
-                    self._announce(Verdict("failed", f"rank {self._board.rank} failed: {case.text}"))
+                    self._announce(self._failed(case))
                 finally:
                     case.done.set()
             case Broken():
                 case.verdict.put(self._on_broken(case))
             case Leave():
                 self._leave(in_order=case.in_order)
+
+    def _failed(self, case: Announcement) -> Verdict:
+        return Verdict("failed", f"rank {self._board.rank} failed: {case.text}")
 
     def _on_death(self, rank: int) -> None:
         state = observe(self._peers.cards[rank])
@@ -138,6 +147,9 @@ class Judge:
             return
         if in_order:
             self._client.set(self._keys.left(self._board.rank), "")
+        # Lets go of the thread that waits for the last point's result, should none have come.
+        verdict = self._board.failure or Verdict("failed", f"rank {self._board.rank} has left")
+        self._write(self._board.arrivals, verdict)
         others = [rank for rank in range(self._peers.world) if rank != self._board.rank] if self._peers.own.hosts_store else []
         give_up_s = time.monotonic() + _LINGER_S
         while not all(map(self._has_left, others)) and time.monotonic() < give_up_s:
@@ -152,21 +164,46 @@ class Judge:
     def _on_missed(self, wait: Wait) -> None:
         if wait is not self._board.wait and wait.abandoned is None:
             return  # Its result came meanwhile.
-        if wait.source is not None and self._is_busy(wait.source, wait):
+        is_busy = wait.source is not None and self._is_busy(wait.source, wait)
+        if is_busy and wait.abandoned is None:  # In this order: to ask may take longer than the caller waits.
             wait.messages.put(Renewed())
             return
-        count = points.read(self._client.add(self._keys.count(wait.n), points.POISON), wait.name)
-        if count.poisons > 1 or (count.agreed and count.arrived == self._peers.world):
-            return  # The verdict is another's, or all came just now; either way the result comes by itself.
-        verdict = judge(self._collect(wait.name, wait.n, timeout_s=wait.timeout_s, arrived=count.arrived))
-        verdict = wait.abandoned or verdict
+        count = self._count(wait, points.POISON)
+        # The verdict is another's, or all came just now: either way the result comes by itself, unless who owes it is stopped.
+        if (count.poisons > 1 or (count.agreed and count.arrived == self._peers.world)) and self._is_decided(wait):
+            return
+        verdict = wait.abandoned or judge(self._collect(wait, timeout_s=wait.timeout_s, arrived=count.arrived))
+        verdict = wait.abandoned or verdict  # The caller may have gone meanwhile.
         if verdict.kind == "failed":
             verdict = self._announce(verdict)
-        self._client.set(self._keys.result(wait.n), encode_json(verdict).decode())
+        self._write(wait.n, verdict)
+
+    def _is_decided(self, wait: Wait) -> bool:
+        """Whether the point's result comes as soon as its owner can be expected to write it."""
+        key = self._keys.result(wait.n)
+        give_up_s = time.monotonic() + self._answer_timeout_s + STORE_S
+        while not self._client.check([key]):
+            if wait is not self._board.wait and wait.abandoned is None:
+                return True
+            if time.monotonic() > give_up_s:
+                return False
+            time.sleep(_LOOK_S)
+        if wait.abandoned and self._client.get(key).decode() == GO:  # The others go on, into a collective without this rank.
+            self._announce(Verdict("failed", wait.abandoned.text))
+        return True
+
+    def _count(self, wait: Wait, added: int) -> points.Count:
+        total = self._client.add(self._keys.count(wait.n), added)
+        wait.heard = True
+        return points.read(total, wait.signature)
+
+    def _write(self, n: int, verdict: Verdict) -> None:
+        """Decide the n-th point, if nothing else has."""
+        self._client.compare_set(self._keys.result(n), "", encode_json(verdict).decode())
 
     def _is_busy(self, source: int, wait: Wait) -> bool:
         """Whether the rank that this wait is patient with is elsewhere, and has shown life within the wait's timeout."""
-        if source == self._board.rank:
+        if source == self._board.rank or not self._count(wait, 0).agreed:  # Patience mends no mismatch.
             return False
         status = self._ask([source]).get(source)
         return status is not None and status.n != wait.n and status.beat_age_s < wait.timeout_s
@@ -175,11 +212,8 @@ class Judge:
         time.sleep(_SETTLE_S)
         if self._board.failure:
             return self._board.failure
-        verdict = judge_broken(self._collect(case.name, case.n, timeout_s=0.0, arrived=self._peers.world), reason=case.reason)
-        if verdict is None or verdict.kind == "failed":
-            return self._announce(verdict) if verdict else None
-        text = encode_json(verdict).decode()
-        return decode_json(Verdict, self._client.compare_set(self._keys.broken(case.n), "", text))
+        verdict = judge_broken(self._collect(case, timeout_s=0.0, arrived=self._peers.world), reason=case.reason)
+        return self._announce(verdict) if verdict else None
 
     def _announce(self, verdict: Verdict) -> Verdict:
         """Tell every rank that no point will be passed again; returns the first such verdict, which stands."""
@@ -189,23 +223,22 @@ class Judge:
             for rank in range(self._peers.world):
                 if rank != self._board.rank:
                     self._client.queue_push(self._keys.mail(rank), mail)
-        self._board.fail(first)
-        if wait := self._board.wait:
-            self._client.set(self._keys.result(wait.n), encode_json(first).decode())
+        if wait := self._board.fail(first):
+            self._write(wait.n, first)
         return first
 
-    def _collect(self, name: str, n: int, *, timeout_s: float, arrived: int) -> Evidence:
+    def _collect(self, case: Wait | Broken, *, timeout_s: float, arrived: int) -> Evidence:
         own = self._board.status()
         answers = self._ask([rank for rank in range(self._peers.world) if rank != self._board.rank])
-        self._read_cards()
+        self._peers.read_cards(self._client, self._keys)
         states = {state.rank: state for status in answers.values() for state in status.states}
         states |= {state.rank: state for state in self._peers.states()}
         silent = set(range(self._peers.world)) - {own.rank, *answers}
         # In good order, though its process may go on.
         states |= {rank: ProcessState(rank, "dead", "has left") for rank in silent if self._client.check([self._keys.left(rank)])}
         return Evidence(
-            name=name, n=n, world=self._peers.world, timeout_s=timeout_s, arrived=arrived, answers={**answers, own.rank: own},
-            started=frozenset(self._peers.cards), states=states)
+            name=case.name, keys=case.keys if isinstance(case, Wait) else (), n=case.n, world=self._peers.world, timeout_s=timeout_s,
+            arrived=arrived, answers={**answers, own.rank: own}, started=frozenset(self._peers.cards), states=states)
 
     def _ask(self, ranks: Iterable[int]) -> dict[int, Status]:
         """Answers of those watchers that answer in time; does not wait for processes that cannot."""
@@ -228,9 +261,3 @@ class Judge:
 
     def _unable(self, ranks: set[int]) -> set[int]:
         return {state.rank for state in self._peers.states(ranks) if state.kind != "alive"}
-
-    def _read_cards(self) -> None:
-        for rank in range(self._peers.world):
-            key = self._keys.card(rank)
-            if rank not in self._peers.cards and self._client.check([key]):
-                self._peers.cards[rank] = decode_json(Card, self._client.get(key))

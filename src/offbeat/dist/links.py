@@ -10,7 +10,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from offbeat.data.wire import decode_json
 from offbeat.dist.peers import Card, ProcessState, observe
+from offbeat.dist.points import Keys
 from offbeat.dist.verdict import Verdict
 
 _FOREVER = timedelta(days=20)
@@ -44,6 +46,12 @@ class Peers:
         self.store_gone = False
         self._address = address
 
+    def read_cards(self, client: dist.TCPStore, keys: Keys) -> None:
+        """Learn of the processes that have joined since."""
+        for rank in set(range(self.world)) - set(self.cards):
+            if client.check([keys.card(rank)]):
+                self.cards[rank] = decode_json(Card, client.get(keys.card(rank)))
+
     def neighbours(self) -> list[Card]:
         """Other ranks of this machine."""
         return [card for card in list(self.cards.values()) if card.machine == self.own.machine and card.rank != self.own.rank]
@@ -69,14 +77,16 @@ class Peers:
         state = self._host_state()
         return state is not None and state.kind == "stopped"
 
-    def store_silent(self, *, point: str, timeout_s: float) -> Verdict:
-        """The verdict when neither the others nor the store have answered in time."""
+    def store_silent(self, *, point: str, timeout_s: float, heard: bool) -> Verdict:
+        """The verdict when none of the others has arrived in time; `heard` when the store itself has answered meanwhile."""
         state = self._host_state()
         if state and state.kind == "dead":
             return self.store_lost()
         head = f"sync point {point!r} timed out after {timeout_s:g} s: "
         if state and state.kind == "stopped":
             return Verdict("missed", f"{head}rank {state.rank} {state.text}, and with it the store that it hosts")
+        if heard:
+            return Verdict("missed", f"{head}no verdict on it arrived")
         return Verdict("missed", f"{head}the store at {self._address}, hosted by {self._host_name()}, does not answer")
 
     def _host(self) -> Card | None:

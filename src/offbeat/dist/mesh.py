@@ -10,11 +10,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from offbeat.config.dist import DistConfig
 from offbeat.dist.platform import current_platform
 from offbeat.dist.sync import Sync
-from offbeat.errors import ConfigError, DeadlineError, PortBusyError
+from offbeat.errors import ConfigError, DeadlineError, PortBusyError, SyncError
 
 
 @dataclass(frozen=True)
@@ -124,18 +125,37 @@ def join(
     current_platform.set_device(local_rank)
     sync = Sync.start(rank=rank, world=world, store=store, config=config, hosts_store=isinstance(store, HostedStore), prefix=prefix)
     _syncs.append(sync)
-    with sync.region("join", timeout_s=config.init_timeout_s):
-        sync.watch_peers()
-        store.set_timeout(timedelta(seconds=config.init_timeout_s))
-        collective_timeout = timedelta(seconds=config.collective_timeout_s)
-        dist.init_process_group(
-            current_platform.backend, store=dist.PrefixStore(f"{prefix}groups", store), rank=rank, world_size=world,
-            timeout=collective_timeout)
-        mesh = init_device_mesh(current_platform.device_type, (shape.dp, shape.tp), mesh_dim_names=("dp", "tp"))
-        cpu_group = dist.new_group(backend="gloo", timeout=collective_timeout)
-    assert isinstance(cpu_group, dist.ProcessGroup), f"every rank is a member of the new group, got {cpu_group}"
+    try:
+        with sync.region("join", timeout_s=config.init_timeout_s):
+            init_timeout = timedelta(seconds=config.init_timeout_s)
+            store.set_timeout(init_timeout)
+            dist.init_process_group(
+                current_platform.backend, store=dist.PrefixStore(f"{prefix}groups", store), rank=rank, world_size=world,
+                timeout=init_timeout)
+            mesh = init_device_mesh(current_platform.device_type, (shape.dp, shape.tp), mesh_dim_names=("dp", "tp"))
+            cpu_group = dist.new_group(backend="gloo", timeout=init_timeout)
+            assert isinstance(cpu_group, dist.ProcessGroup), f"every rank is a member of the new group, got {cpu_group}"
+            for group in (dist.group.WORLD, *mesh.get_all_groups(), cpu_group):
+                _set_pg_timeout(timedelta(seconds=config.collective_timeout_s), group)
+    except BaseException as exc:
+        give_up(exc)
+        sync.close()  # and not forgotten, so that `check_peers` still says why
+        raise
     sync.cpu_group = cpu_group
     return ProcessGroups(rank=rank, world=world, shape=shape, mesh=mesh["dp"], cpu_group=cpu_group, sync=sync)
+
+
+def check_peers() -> None:
+    """Raise PeerError if a peer has died or failed, also while this process joins; see `Sync.check`."""
+    for sync in _syncs:
+        sync.check()
+
+
+def give_up(error: BaseException) -> None:
+    """This process gives up because of `error`: tell all peers, and end those that can no longer hear it. Never raises."""
+    for sync in _syncs:
+        sync.fail(str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}")
+        sync.end_stopped()
 
 
 def leave() -> None:

@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -98,7 +99,22 @@ def _answers_signals(pid: int) -> bool:
 
 def _ending(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # The real-time signals between the first and the last have no name.
+        return f"signal {number}"
+
+
+def end_if_stopped(card: Card) -> None:
+    """Kill a process of this machine that a signal has stopped; not one that a debugger holds, for somebody looks at it."""
+    stat = _stat(card.pid)
+    if stat and stat[0] == "T" and int(stat[19]) == card.started:
+        with contextlib.suppress(OSError):
+            os.kill(card.pid, signal.SIGKILL)
 
 
 class Deaths:
@@ -109,6 +125,8 @@ class Deaths:
         self._ranks: dict[int, int] = {}
         self._unwaitable: list[Card] = []
         self._woken, self._wake = os.pipe()
+        self._lock = threading.Lock()
+        self._closed = False
         self._poll.register(self._woken, select.POLLIN)
 
     def add(self, cards: Iterable[Card]) -> None:
@@ -124,9 +142,9 @@ class Deaths:
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
         """Ranks that have died since the last call; returns without any when woken, or after `timeout_s` seconds."""
-        died: list[int] = []
+        died = self._take_unwaitable()
         while not died:
-            ready = self._poll.poll(_FALLBACK_POLL_S * 1000 if self._unwaitable else None)
+            ready = self._poll.poll(_FALLBACK_POLL_S * 1000 if self._unwaitable else timeout_s and timeout_s * 1000)
             died = [self._ranks.pop(descriptor) for descriptor, _ in ready if descriptor in self._ranks]
             for descriptor, _ in ready:
                 if descriptor == self._woken:
@@ -135,6 +153,8 @@ class Deaths:
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
             died += self._take_unwaitable()
+            if timeout_s and not ready:
+                break
         return died
 
     def _take_unwaitable(self) -> list[int]:
@@ -144,11 +164,14 @@ class Deaths:
         return [card.rank for card in dead]
 
     def wake(self) -> None:
-        """Let `wait` return."""
-        with contextlib.suppress(OSError):  # Closed: nobody waits.
-            os.write(self._wake, b"\0")
+        """Let `wait` return; does nothing when closed, for nobody waits then."""
+        with self._lock:  # Once closed, the descriptor's number may be that of another file.
+            if not self._closed:
+                os.write(self._wake, b"\0")
 
     def close(self) -> None:
         """Called by the thread that waits, when it no longer does."""
-        for descriptor in (*self._ranks, self._woken, self._wake):
-            os.close(descriptor)
+        with self._lock:
+            self._closed = True
+            for descriptor in (*self._ranks, self._woken, self._wake):
+                os.close(descriptor)

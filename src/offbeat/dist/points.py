@@ -67,10 +67,6 @@ class Keys:
         """Set when the n-th point is decided: `GO`, or its verdict."""
         return f"{self.prefix}sync/result/{n}"
 
-    def broken(self, n: int) -> str:
-        """The verdict on a collective that broke after the n-th point."""
-        return f"{self.prefix}sync/broken/{n}"
-
     def mail(self, rank: int) -> str:
         """Queue that the watcher of a rank reads."""
         return f"{self.prefix}sync/mail/{rank}"

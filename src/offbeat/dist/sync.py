@@ -22,9 +22,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Self, TypeVar
 
 import torch.distributed as dist
@@ -33,11 +34,11 @@ from offbeat.config.dist import DistConfig
 from offbeat.data.wire import decode, encode, encode_json
 from offbeat.dist import exchange
 from offbeat.dist.arrivals import Arrivals
-from offbeat.dist.board import Board, Message, Renewed, Wait
+from offbeat.dist.board import Announcement, Board, Message, Renewed, Wait
 from offbeat.dist.faults import Saboteur
-from offbeat.dist.judge import Announcement, Broken, Joined, Judge, Leave
+from offbeat.dist.judge import STORE_S, Broken, Judge, Leave
 from offbeat.dist.links import Peers, connect
-from offbeat.dist.peers import own_card
+from offbeat.dist.peers import end_if_stopped, own_card
 from offbeat.dist.platform import current_platform
 from offbeat.dist.points import MAX_WORLD, Keys
 from offbeat.dist.verdict import Verdict
@@ -51,8 +52,12 @@ T = TypeVar("T")
 _SLICE_S = 0.1
 """One of the short waits that make up a grace period: a clock runs on while this process is stopped, a count of waits does not."""
 
-_STORE_S = 0.5
-"""Grace on top of the watchers' for the store's own answers; beyond it the store's host is to blame."""
+_EXCHANGE_S = 5.0
+"""Grace on top of a point's deadline for the few bytes that go behind it; the ranks are there, so that only a busy machine needs it."""
+
+_STEPS = 3
+"""Of the judge on its way to a verdict, each of them answered within a grace period: to ask the rank that this one is patient with, to wait
+for the result by the judge that came first, and to ask all ranks."""
 
 _ANNOUNCE_S = 1.0
 """For the peers to be told of a failure; who fails has something better to say than that this did not work."""
@@ -60,7 +65,13 @@ _ANNOUNCE_S = 1.0
 _CLOSE_S = 2.0
 """For the threads to end: they are blocked only when the store's host is, whose own Judge lingers for a second."""
 
-_COLLECTIVE_FAILED = re.compile(r"gloo|nccl|connection (closed|reset)|timed out|broken pipe", re.IGNORECASE)
+_COLLECTIVE_FAILED = re.compile(r"\bgloo\b|\bnccl\b|Operation timed out", re.IGNORECASE)
+"""In the text of a RuntimeError of a collective; an error of another kind, whatever its text, is the block's own."""
+
+
+def _is_of_collective(exc: BaseException) -> bool:
+    return isinstance(exc, dist.DistError) or (
+        isinstance(exc, RuntimeError) and not isinstance(exc, OffbeatError) and bool(_COLLECTIVE_FAILED.search(str(exc))))
 
 
 class Sync:
@@ -112,16 +123,21 @@ class Sync:
         common = {"board": self._board, "peers": self._peers, "keys": keys}
         clients = [connect(store, timeout_s=self._config.init_timeout_s) for _ in range(3)]
         self._judge = Judge(clients[0], answer_timeout_s=self._config.answer_timeout_s, **common)
-        self._arrivals = Arrivals(clients[1], doubt=self._judge.post, **common)
-        self._watcher = Watcher(clients[2], **common)
+        self._arrivals = Arrivals(clients[1], post=self._judge.post, **common)
+        self._watcher = Watcher(clients[2], post=self._judge.post, **common)
         store.set(keys.card(self.rank), encode_json(card).decode())
         for worker in (self._judge, self._arrivals, self._watcher):
             worker.thread.start()
         # A thread that wakes up in native code while the interpreter ends takes the process down with it.
         atexit.register(self._at_exit)
 
-    def arrive(self, name: str, *, timeout_s: float | None = None, source: int | None = None) -> None:
-        """Return when all ranks have come to `name`, without any collective; with `source`, patiently as `broadcast`."""
+    def arrive(
+        self, name: str, *, timeout_s: float | None = None, source: int | None = None, keys: Iterable[str] = (),
+    ) -> None:
+        """Return when all ranks have come to `name`, and with the same `keys`, without any collective.
+
+        With `source`, patiently as `broadcast`.
+        """
         timeout_s = self._config.sync_timeout_s if timeout_s is None else timeout_s
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"the timeout of sync point {name!r} must be a number of seconds > 0, got {timeout_s}")
@@ -130,10 +146,17 @@ class Sync:
         board.arrivals += 1
         if self.world == 1:
             return
-        wait = board.wait = Wait(board.arrivals, name, timeout_s, source, threading.get_ident())
+        if self._closed:
+            raise PeerError(f"sync point {name!r} cannot be passed: this rank has left")
+        wait = board.wait = Wait(board.arrivals, name, timeout_s, source, threading.get_ident(), tuple(keys))
         try:
             # In this order: a failure that comes after this look finds the wait on the board.
             message = board.failure or self._await(wait)
+        except BaseException as exc:  # As a KeyboardInterrupt. The peers must not go on without this rank, which has been counted.
+            text = f"sync point {name!r} was not passed: rank {self.rank} was interrupted while it waited ({type(exc).__name__})"
+            wait.abandoned = Verdict("missed", text)
+            self._judge.post(wait)
+            raise
         finally:
             board.leave_point(name)
         assert not isinstance(message, Renewed), "a renewed wait goes on"
@@ -152,12 +175,13 @@ class Sync:
                 return message
 
     def _await_verdict(self, wait: Wait) -> Message:
-        for _ in range(math.ceil((self._config.answer_timeout_s + _STORE_S) / _SLICE_S)):
+        grace = math.ceil((self._config.answer_timeout_s + STORE_S) / _SLICE_S)
+        for i in range(_STEPS * grace):
             with contextlib.suppress(queue.Empty):
                 return wait.messages.get(timeout=_SLICE_S)
-            if self._peers.host_is_stopped():
+            if self._peers.host_is_stopped() or (i >= grace and not wait.heard):
                 break
-        wait.abandoned = self._peers.store_silent(point=wait.name, timeout_s=wait.timeout_s)
+        wait.abandoned = self._peers.store_silent(point=wait.name, timeout_s=wait.timeout_s, heard=wait.heard)
         return wait.abandoned
 
     def _report(self, verdict: Verdict, name: str) -> SyncError:
@@ -172,26 +196,27 @@ class Sync:
         current_platform.synchronize()
         self.arrive(name, timeout_s=timeout_s)
         with self._inside(name):
-            self._finish(dist.barrier(group=self.cpu_group, async_op=True))
+            self._soon(timeout_s)(dist.barrier(group=self.cpu_group, async_op=True))
 
     def sum_scalars(self, name: str, values: Mapping[str, float], *, timeout_s: float | None = None) -> dict[str, float]:
         """Sum each value over the ranks, in float64; all give the same keys and get the same bits."""
-        self.arrive(name, timeout_s=timeout_s)
+        self.arrive(name, timeout_s=timeout_s, keys=sorted(values))
         with self._inside(name):
-            return exchange.reduce_scalars(values, dist.ReduceOp.SUM, group=self.cpu_group, finish=self._finish)
+            return exchange.reduce_scalars(values, dist.ReduceOp.SUM, group=self.cpu_group, finish=self._soon(timeout_s))
 
     def max_scalars(self, name: str, values: Mapping[str, float], *, timeout_s: float | None = None) -> dict[str, float]:
         """Take each value's maximum over the ranks, as `sum_scalars`."""
-        self.arrive(name, timeout_s=timeout_s)
+        self.arrive(name, timeout_s=timeout_s, keys=sorted(values))
         with self._inside(name):
-            return exchange.reduce_scalars(values, dist.ReduceOp.MAX, group=self.cpu_group, finish=self._finish)
+            return exchange.reduce_scalars(values, dist.ReduceOp.MAX, group=self.cpu_group, finish=self._soon(timeout_s))
 
     def gather(self, name: str, value: T, *, timeout_s: float | None = None) -> list[T]:
         """Every rank's value, by rank, on every rank; frozen dataclasses of one type, or what `offbeat.data.wire` takes."""
         data = encode(value)
         self.arrive(name, timeout_s=timeout_s)
         with self._inside(name):
-            return [decode(type(value), item) for item in exchange.all_gather_bytes(data, group=self.cpu_group, finish=self._finish)]
+            everybody = exchange.all_gather_bytes(data, group=self.cpu_group, finish=self._soon(timeout_s))
+            return [decode(type(value), item) for item in everybody]
 
     def broadcast(self, name: str, value: bytes | None, *, source: int = 0, timeout_s: float | None = None) -> bytes:
         """The source's bytes; the other ranks give None.
@@ -216,7 +241,8 @@ class Sync:
         """Once all have come, the block may use torch's own collectives.
 
         When one of them breaks the error is a verdict as at a point, if some rank stands out. Any other exception of the block goes on
-        as it is, after the peers have been told that this rank failed.
+        as it is, after the peers have been told that this rank failed. Either way no point will be passed again, and the process must
+        end: a peer may sit in a collective that only this lets go of.
         """
         self.arrive(name, timeout_s=timeout_s)
         with self._inside(name):
@@ -240,19 +266,23 @@ class Sync:
             self._board.inside = around
 
     def _why_broken(self, name: str, n: int, exc: BaseException) -> Verdict | None:
-        if self.world == 1 or isinstance(exc, OffbeatError) or not _COLLECTIVE_FAILED.search(str(exc)):
+        if self.world == 1 or not _is_of_collective(exc):
             return None
         case = Broken(name, n, str(exc).splitlines()[0])
         self._judge.post(case)
-        for _ in range(math.ceil((self._config.answer_timeout_s + 2 * _STORE_S) / _SLICE_S)):
+        for _ in range(math.ceil((self._config.answer_timeout_s + 2 * STORE_S) / _SLICE_S)):
             with contextlib.suppress(queue.Empty):
                 return case.verdict.get(timeout=_SLICE_S)
         return self._board.failure
 
-    def _finish(self, work: dist.Work | None) -> None:
+    def _soon(self, timeout_s: float | None) -> exchange.Finish:
+        """`_finish` for the few bytes behind a point with this timeout."""
+        return partial(self._finish, limit_s=(self._config.sync_timeout_s if timeout_s is None else timeout_s) + _EXCHANGE_S)
+
+    def _finish(self, work: dist.Work | None, *, limit_s: float = math.inf) -> None:
         """Wait for a collective in slices, so that a peer's failure is heard."""
         assert work is not None, "an asynchronous collective returns its work"
-        give_up_s = time.monotonic() + self._config.collective_timeout_s
+        give_up_s = time.monotonic() + min(self._config.collective_timeout_s, limit_s)
         while True:
             try:
                 work.wait(timedelta(seconds=_SLICE_S))
@@ -268,7 +298,17 @@ class Sync:
     def check(self) -> None:
         """Raise PeerError if a peer has died or failed; not collective, cheap, from any thread. For a rank that waits for other things."""
         if failure := self._board.failure:
-            raise PeerError(f"the run cannot go on: {failure.text}")
+            raise PeerError(f"the run cannot go on: {failure.text}; this rank had come as far as sync point {self._board.last!r}")
+
+    def end_stopped(self) -> None:
+        """Kill the ranks of this machine that are stopped, for a rank whose run has failed; not collective.
+
+        They can say nothing any more, and do not heed the gentle signal by which a launcher ends the others.
+        """
+        if self.world == 1:
+            return
+        for card in self._peers.neighbours():
+            end_if_stopped(card)
 
     def fail(self, reason: str) -> None:
         """Tell all peers that this rank failed; not collective. They, and this rank, raise PeerError at every point from here on.
@@ -302,8 +342,3 @@ class Sync:
         give_up_s = time.monotonic() + _CLOSE_S
         for worker in (self._judge, self._arrivals, self._watcher):
             worker.thread.join(max(0.0, give_up_s - time.monotonic()))
-
-    def watch_peers(self) -> None:
-        """All ranks have come for the first time, so their processes can be watched; not collective, called once by `join`."""
-        if self.world > 1:
-            self._judge.post(Joined())

@@ -22,6 +22,7 @@ class Status:
     Attributes:
         phase, phase_s: what the rank does, and for how many seconds.
         point, n: the sync point at which it waits and that point's number; "" and 0 when it does not wait.
+        keys: of the values that it brings there; must agree as the point does.
         waited_s: seconds that it has waited there.
         last, last_s: the point that it left last, and how many seconds ago.
         inside: number of the point whose collective it has entered and not left; 0 when none.
@@ -34,6 +35,7 @@ class Status:
     phase: str
     phase_s: float
     point: str
+    keys: tuple[str, ...]
     n: int
     waited_s: float
     last: str
@@ -70,6 +72,7 @@ class Evidence:
     """
 
     name: str
+    keys: tuple[str, ...]
     n: int
     world: int
     timeout_s: float
@@ -84,8 +87,7 @@ def judge(evidence: Evidence) -> Verdict:
     states, answers, name = evidence.states, evidence.answers, evidence.name
     if dead := [f"rank {rank} {state.text}" for rank, state in sorted(states.items()) if state.kind == "dead"]:
         return Verdict("failed", ", ".join(dead))
-    elsewhere = {rank: status.point for rank, status in answers.items() if status.n == evidence.n and status.point != name}
-    if elsewhere:
+    if any((status.point, status.keys) != (name, evidence.keys) for status in answers.values() if status.n == evidence.n):
         return _mismatch(evidence)
     missing = _missing(evidence)
     parts = ", ".join(f"rank {rank} {_condition(rank, evidence)}" for rank in missing)
@@ -97,6 +99,8 @@ def judge(evidence: Evidence) -> Verdict:
 def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
     """The verdict on a collective that broke after its point was passed; None when no rank stands out.
 
+    It is final: the group of a broken collective cannot be used again.
+
     Silent ranks are named; without any, those that still sit inside while the collective of others has ended.
     """
     if dead := [f"rank {rank} {state.text}" for rank, state in sorted(evidence.states.items()) if state.kind == "dead"]:
@@ -107,15 +111,15 @@ def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
         return None
     parts = ", ".join(f"rank {rank} {_condition(rank, evidence)}" for rank in suspects)
     head = f"a collective after sync point {evidence.name!r} broke ({reason})"
-    return Verdict("missed", f"{head}: {parts}" + _stacks(suspects, evidence.answers))
+    return Verdict("failed", f"{head}: {parts}" + _stacks(suspects, evidence.answers))
 
 
 def _mismatch(evidence: Evidence) -> Verdict:
     at: dict[str, list[int]] = {}
     for rank, status in sorted(evidence.answers.items()):
         if status.n == evidence.n:
-            at.setdefault(status.point, []).append(rank)
-    parts = " while ".join(f"{_ranks(ranks)} came to {point!r}" for point, ranks in sorted(at.items(), key=lambda item: -len(item[1])))
+            at.setdefault(repr(status.point) + (f" with {', '.join(status.keys)}" if status.keys else ""), []).append(rank)
+    parts = " while ".join(f"{_ranks(ranks)} came to {point}" for point, ranks in sorted(at.items(), key=lambda item: -len(item[1])))
     fewest = min(at.values(), key=len)
     return Verdict("mismatch", f"ranks came to different sync points at once: {parts}" + _stacks(fewest, evidence.answers))
 

@@ -5,13 +5,14 @@
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.distributed as dist
 
 from offbeat.data.wire import decode_json, encode_json
-from offbeat.dist.board import Board
+from offbeat.dist.board import Announcement, Board, breakage
 from offbeat.dist.links import Peers
 from offbeat.dist.points import Keys
 from offbeat.dist.verdict import Verdict
@@ -35,19 +36,26 @@ class Mail:
 class Watcher:
     """Reads mail until "close", or until the store is gone."""
 
-    def __init__(self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys) -> None:
+    def __init__(
+        self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, post: Callable[[Announcement], None],
+    ) -> None:
+        """`post` tells the judge that an answer broke."""
         self._client = client
         self._board = board
         self._peers = peers
         self._keys = keys
+        self._post = post
         self.thread = threading.Thread(target=self._run, name="sync watcher", daemon=True)
 
     def _run(self) -> None:
-        try:
-            while self._answer(decode_json(Mail, self._client.queue_pop(self._keys.mail(self._board.rank)))):
-                pass
-        except dist.DistError:
-            return  # The store is gone. Whoever comes to a point learns that there.
+        open_ = True
+        while open_:
+            try:
+                open_ = self._answer(decode_json(Mail, self._client.queue_pop(self._keys.mail(self._board.rank))))
+            except dist.DistError:
+                return  # The store is gone. Whoever comes to a point learns that there.
+            except Exception as exc:
+                self._post(breakage(exc))
 
     def _answer(self, mail: Mail) -> bool:
         if mail.kind == "status":
@@ -55,9 +63,7 @@ class Watcher:
             self._client.queue_push(mail.reply, encode_json(status).decode())
         elif mail.kind == "close":
             self._peers.store_gone = True
-        elif mail.verdict is not None:
-            self._board.fail(mail.verdict)
-            if wait := self._board.wait:
-                # Lets go of the thread that waits for the point's result, here and on other ranks.
-                self._client.set(self._keys.result(wait.n), encode_json(mail.verdict).decode())
+        elif mail.verdict is not None and (wait := self._board.fail(mail.verdict)):
+            # Lets go of the thread that waits for the point's result, here and on other ranks.
+            self._client.compare_set(self._keys.result(wait.n), "", encode_json(mail.verdict).decode())
         return mail.kind != "close"

@@ -1,0 +1,97 @@
+"""Every named sync point of a run, where it comes and how long ranks wait there; a test compares the names with the source.
+
+A drill resumes a run for two steps. Its fault strikes in the second of them where the point comes in every step, so that one step has
+been trained and saved before.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MODES = ("spmd", "local", "ray")
+KINDS = ("exception", "slow", "stop", "kill", "mismatch")
+SYNC_TIMEOUT_S, ANSWER_TIMEOUT_S, JOIN_TIMEOUT_S, WRITE_TIMEOUT_S = 2.0, 1.0, 5.0, 3.0
+HEADS = {"rollout.single_rank_load": "false", "rollout.balance_batch": "false"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One name.
+
+    Attributes:
+        nth: the arrival at which the fault strikes; weights are also published, and users asked to stop, before the first step.
+        everywhere: all modes have it; else SPMD mode alone.
+        rank_0: rank 0 misbehaves there too, who hosts the store in single-controller mode and leads in SPMD mode.
+        heads: only where every rank draws its own data.
+        timeout_s: seconds that ranks wait there.
+        settings: what the run needs for the point to come, or for its deadline to be as short.
+    """
+
+    name: str
+    nth: int = 2
+    everywhere: bool = False
+    rank_0: bool = False
+    heads: bool = False
+    timeout_s: float = SYNC_TIMEOUT_S
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+POINTS = (
+    Point("join", 1, everywhere=True, rank_0=True, timeout_s=JOIN_TIMEOUT_S, settings={"dist.init_timeout_s": str(JOIN_TIMEOUT_S)}),
+    Point("build_model", 1),
+    Point("engines", 1),
+    Point("warm_up", 1, settings={"run.warm_up": "true"}),
+    Point("recover", 1),
+    Point("load_recover", 1, everywhere=True),
+    Point("load_recover_read", 1, everywhere=True),
+    Point("canary", 3, everywhere=True),
+    Point("publish", 3, everywhere=True),
+    Point("published", 3, timeout_s=WRITE_TIMEOUT_S),
+    Point("stop", 3),
+    Point("distributed_batch", rank_0=True),
+    Point("train_batch", heads=True),
+    Point("train_step", everywhere=True, rank_0=True),
+    Point("train_stats_maxima", everywhere=True),
+    Point("train_stats_sums", everywhere=True),
+    Point("step_times"),
+    Point("export_stats"),
+    Point("evaluate_fn"),
+    Point("evaluate"),
+    Point("commit_stats"),
+    Point("save_heads"),
+    Point("save_recover", everywhere=True, rank_0=True),
+    Point("save_recover_done", everywhere=True),
+    Point("save_complete"),
+    Point("save_hf", 1, everywhere=True),
+    Point("save_hf_done", 1, timeout_s=WRITE_TIMEOUT_S),
+    Point("leave", 1),
+)
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One row of the table: a rank misbehaves at a point."""
+
+    mode: str
+    rank: int
+    point: Point
+    kind: str
+
+    @property
+    def survivor(self) -> int:
+        return 1 - self.rank
+
+    @property
+    def deadline_s(self) -> float:
+        """What a wait may take before the fault is known; a rank that dies, fails or comes under another name is known at once."""
+        return self.point.timeout_s if self.kind in ("slow", "stop") else 0.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.mode} rank {self.rank} {self.kind} {self.point.name}"
+
+
+def all_drills() -> list[Drill]:
+    """The table's rows."""
+    return [
+        Drill(mode, rank, point, kind) for mode in MODES for point in POINTS if mode == "spmd" or point.everywhere
+        for rank in ((1, 0) if point.rank_0 else (1,)) for kind in KINDS]

@@ -1,0 +1,47 @@
+"""A representative part of `make faults`, and a guard that no point is forgotten there."""
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+from faults.drill import Chain
+from faults.points import POINTS, Drill
+from small_run import SmallRun
+
+SOURCE = Path(__file__).parents[2] / "src" / "offbeat"
+METHODS = {"arrive", "barrier", "sum_scalars", "max_scalars", "gather", "broadcast", "scatter", "region", "lead", "meet"}
+BY_NAME = {point.name: point for point in POINTS}
+
+
+def test_every_sync_point_of_the_source_is_drilled() -> None:
+    names = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and node.args:
+                names |= _text(node.args[0])
+            for point in (word.value for word in node.keywords if word.arg == "point"):  # statistics reduce at two points
+                names |= {f"{name}_{part}" for name in _text(point) for part in ("maxima", "sums")}
+    assert names == {point.name for point in POINTS}
+
+
+def _text(node: ast.expr) -> set[str]:
+    return {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+
+
+@pytest.mark.parametrize(("mode", "drills"), [
+    ("spmd", [(1, "train_step", "kill"), (1, "evaluate", "stop")]),
+    ("local", [(1, "save_recover", "slow"), (1, "publish", "exception"), (1, "train_step", "mismatch"), (0, "train_step", "kill")]),
+    pytest.param("ray", [(1, "train_step", "kill")], marks=pytest.mark.ray),
+])
+def test_a_rank_that_misbehaves_is_named_and_the_run_resumes(
+    mode: str, drills: list[tuple[int, str, str]], tmp_path: Path, finished_run: SmallRun,
+) -> None:
+    shutil.copytree(finished_run.folder, tmp_path / finished_run.folder.name)
+    chain = Chain(tmp_path, finished_run.model, mode=mode)
+    outcomes = [outcome for rank, point, kind in drills for outcome in chain.strike(Drill(mode, rank, BY_NAME[point], kind))]
+    assert [problem for outcome in (*outcomes, *chain.pending) for problem in outcome.problems] == []
+    assert all(outcome.resumed for outcome in outcomes) and len(outcomes) == len(drills) - 1
