@@ -129,7 +129,8 @@ class Chain:
     def _judge(self, drill: Drill, command: Command) -> Outcome:
         stderr, survivor = command.stderr, command.logs[self._log(drill.survivor)]
         struck = _STRUCK.search((stderr if drill.mode == "spmd" else command.logs[self._log(drill.rank)]).text)
-        named = [at for text in (survivor, stderr if drill.mode == "spmd" else None) if text and (at := text.found_s("survivor"))]
+        said = survivor.found_s("survivor"), stderr.found_s("survivor" if drill.mode == "spmd" else "note")
+        named = [at for at in said if at]
         told = stderr.found_s("first")
         last_words = self._last_words(stderr.text)
         wanted = patterns(drill)["command"]
@@ -165,7 +166,9 @@ def _verdict(stderr: str, drill: Drill) -> str:
 
 
 def patterns(drill: Drill) -> dict[str, re.Pattern[str]]:
-    """What names rank, point and cause, as the "survivor" and the "command" say it, and "first", when the command begins to."""
+    """What names rank, point and cause, as the "survivor" and the "command" say it; "first", where the command begins to; and "note", where
+    it quotes the survivor.
+    """
     rank, point = f"rank {drill.rank}", re.escape(repr(drill.point.name))
     killed = "was killed by SIGKILL"
     # Its parent may collect a dead process before the survivor looks how it ended.
@@ -183,7 +186,8 @@ def patterns(drill: Drill) -> dict[str, re.Pattern[str]]:
         command = rf"(?s:(?=.*{parent})(?=.*{survivor}))|{_dead(rank, point, killed)}"
     return {
         "survivor": re.compile(survivor), "command": re.compile(command),
-        "first": re.compile(rf"^offbeat: .*{rank}\b", re.MULTILINE)}
+        "first": re.compile(rf"^offbeat: .*{rank}\b", re.MULTILINE),
+        "note": re.compile(rf"^  rank {drill.survivor}: .*?({survivor})", re.MULTILINE)}
 
 
 def _dead(rank: str, point: str, how: str) -> str:

@@ -6,15 +6,17 @@ from typing import Literal
 import numpy as np
 
 from offbeat.data.batch import TokenBatch
+from offbeat.dist.peers import Card
 from offbeat.types import Version
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where rank 0 serves the store that ranks meet through."""
+    """Where rank 0 serves the store that ranks meet through, and its process; None in the question where."""
 
     host: str
     port: int
+    server: Card | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from offbeat.cluster.messages import (
 from offbeat.cluster.rank_engine import RankEngine, build_model
 from offbeat.config.root import Config
 from offbeat.dist.mesh import ProcessGroups, connect_store, host_store, join
+from offbeat.dist.peers import own_card
 from offbeat.errors import StorageError, SyncError
 
 _STORE_TIMEOUT_S = 60.0
@@ -49,7 +50,7 @@ class TrainWorker(Service):
     def host_store(self, address: StoreAddress) -> StoreAddress:
         """Rank 0: serve the store on a free port of the given host."""
         self._store = host_store(_STORE_TIMEOUT_S, host=address.host)
-        return StoreAddress(address.host, self._store.port)
+        return StoreAddress(address.host, self._store.port, own_card(0, hosts_store=True))
 
     def build_model(self, request: BuildRequest) -> Nothing:
         """Rank 0: make the tiny model that all ranks and engines then load."""
@@ -59,8 +60,9 @@ class TrainWorker(Service):
     def join(self, request: JoinRequest) -> Nothing:
         """Meet the other ranks and load the model."""
         config = Config.model_validate_json(request.config)
-        store = self._store or connect_store(request.store.host, request.store.port, timeout_s=config.dist.init_timeout_s)
-        self._groups = join(rank=request.rank, world=request.world, store=store, config=config.dist)
+        at = request.store
+        store = self._store or connect_store(at.host, at.port, timeout_s=config.dist.init_timeout_s, server=at.server)
+        self._groups = join(rank=request.rank, world=request.world, store=store, config=config.dist, server=at.server)
         self._engine = RankEngine.build(request.model, config, self._groups)
         return Nothing()
 

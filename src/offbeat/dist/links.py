@@ -4,6 +4,10 @@ A store client serves one call at a time and a call may block for as long as the
 own, and the calling thread none.
 """
 
+import contextlib
+import logging
+import queue
+import threading
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -14,6 +18,9 @@ from offbeat.data.wire import decode_json
 from offbeat.dist.peers import Card, ProcessState, observe
 from offbeat.dist.points import Keys
 from offbeat.dist.verdict import Verdict
+from offbeat.errors import DeadlineError, OffbeatError
+
+_log = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=20)
 """The longest that a client waits: its milliseconds must fit in 32 bits. Deadlines lie in the calling thread."""
@@ -22,9 +29,57 @@ _ENDING_S = 0.5
 """Between a host's connections closing and the system saying how it ended."""
 
 
-def connect(store: dist.TCPStore, *, timeout_s: float) -> dist.TCPStore:
-    """Another client of the same store, which must answer within `timeout_s`; then waits for as long as it takes."""
-    client = dist.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+_LOOK_S = 0.1
+"""Between two looks at a store's host that has not answered yet."""
+
+
+def reach(host: str, port: int, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
+    """A client of the store at `host`:`port`; `server`, if known, is the rank that serves it.
+
+    Torch's own timeout does not hold while the store's host is stopped, so its constructor runs in a thread that may be left in it.
+
+    Raises:
+        DeadlineError: the store does not answer within `timeout_s` seconds; a SyncTimeout where its host is stopped.
+        PeerError: its host is dead.
+    """
+    clients: queue.SimpleQueue[dist.TCPStore | dist.DistError] = queue.SimpleQueue()
+
+    def construct() -> None:
+        try:
+            clients.put(dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s)))
+        except dist.DistError as exc:
+            clients.put(exc)
+
+    threading.Thread(target=construct, name="store client", daemon=True).start()
+    give_up_s = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_s and not _is(server, "dead"):
+        with contextlib.suppress(queue.Empty):
+            client = clients.get(timeout=_LOOK_S)
+            if isinstance(client, dist.TCPStore):
+                return client
+            break
+    error = _unreachable(f"{host}:{port}", timeout_s=timeout_s, server=server)
+    _log.error("%s", error)
+    raise error
+
+
+def _is(server: Card | None, kind: str) -> bool:
+    return server is not None and server.is_near and observe(server).kind == kind
+
+
+def _unreachable(address: str, *, timeout_s: float, server: Card | None) -> OffbeatError:
+    if server is not None and (_is(server, "dead") or _is(server, "stopped")):
+        state = observe(server)
+        text = f"rank {state.rank} {state.text}, and with it the store that it hosts"
+        if state.kind == "dead":
+            return Verdict("failed", text).to_error("join")
+        return Verdict("missed", f"sync point 'join' timed out after {timeout_s:g} s: {text}").to_error("join")
+    return DeadlineError(f"no store answered at {address} within {timeout_s:g} s; rank 0 hosts it, so look at rank 0's log first")
+
+
+def connect(store: dist.TCPStore, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
+    """Another client of the same store, as `reach`; then waits for as long as it takes."""
+    client = reach(store.host, store.port, timeout_s=timeout_s, server=server)
     client.set_timeout(_FOREVER)
     return client
 
@@ -38,10 +93,12 @@ class Peers:
         store_gone: its host has left, or has closed the connections.
     """
 
-    def __init__(self, own: Card, *, world: int, address: str) -> None:
+    def __init__(self, own: Card, *, world: int, address: str, server: Card | None = None) -> None:
+        """`server` is the rank that serves the store, where it is known before it has joined."""
         self.own = own
         self.world = world
         self.cards: dict[int, Card] = {own.rank: own}
+        self._server = server
         self.departed = False
         self.store_gone = False
         self._address = address
@@ -90,7 +147,7 @@ class Peers:
         return Verdict("missed", f"{head}the store at {self._address}, hosted by {self._host_name()}, does not answer")
 
     def _host(self) -> Card | None:
-        return next((card for card in list(self.cards.values()) if card.hosts_store), None)
+        return next((card for card in list(self.cards.values()) if card.hosts_store), self._server)
 
     def _host_state(self) -> ProcessState | None:
         host = self._host()

@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from offbeat.config.dist import DistConfig
+from offbeat.dist.links import reach
+from offbeat.dist.peers import Card
 from offbeat.dist.platform import current_platform
 from offbeat.dist.sync import Sync
-from offbeat.errors import ConfigError, DeadlineError, PortBusyError, SyncError
+from offbeat.errors import ConfigError, PortBusyError, SyncError
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,14 @@ def host_store(timeout_s: float, *, host: str = "127.0.0.1", port: int = 0) -> H
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def connect_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    """A client of the store at `host`:`port`.
+def connect_store(host: str, port: int, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
+    """A client of the store at `host`:`port`, which `server` serves, if that is known.
 
     Raises:
-        DeadlineError: nobody serves a store there within `timeout_s` seconds.
+        DeadlineError: nobody serves a store there within `timeout_s` seconds; a SyncTimeout where the server is stopped.
+        PeerError: the server is dead.
     """
-    try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    except dist.DistError as exc:
-        raise DeadlineError(
-            f"no store answered at {host}:{port} within {timeout_s:g} s; rank 0 hosts it, so look at rank 0's log first") from exc
+    return reach(host, port, timeout_s=timeout_s, server=server)
 
 
 _syncs: list[Sync] = []
@@ -105,7 +104,7 @@ _syncs: list[Sync] = []
 
 def join(
     *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, local_rank: int = 0, prefix: str = "",
-    shape: MeshShape | None = None,
+    shape: MeshShape | None = None, server: Card | None = None,
 ) -> ProcessGroups:
     """Meet the other ranks at the sync point "join"; returns when all are there.
 
@@ -114,6 +113,7 @@ def join(
         local_rank: index among the devices that this process sees; 0 where the launcher shows each rank its own.
         prefix: of every key in the store; one per meeting where a store serves several, as torchrun's does when it restarts ranks.
         shape: default all ranks data-parallel.
+        server: the rank that serves the store, where its process is known: it may die, or be stopped, before it has joined.
 
     Raises:
         ConfigError: the shape is not one of `world` ranks.
@@ -123,7 +123,8 @@ def join(
     shape = shape or MeshShape(world)
     shape.check(world)
     current_platform.set_device(local_rank)
-    sync = Sync.start(rank=rank, world=world, store=store, config=config, hosts_store=isinstance(store, HostedStore), prefix=prefix)
+    sync = Sync.start(
+        rank=rank, world=world, store=store, config=config, hosts_store=isinstance(store, HostedStore), prefix=prefix, server=server)
     _syncs.append(sync)
     try:
         with sync.region("join", timeout_s=config.init_timeout_s):

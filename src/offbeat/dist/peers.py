@@ -40,6 +40,11 @@ class Card:
     machine: str
     hosts_store: bool
 
+    @property
+    def is_near(self) -> bool:
+        """Whether its process can be seen from this one."""
+        return self.machine == _machine()
+
 
 @dataclass(frozen=True)
 class ProcessState:

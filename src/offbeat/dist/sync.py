@@ -38,7 +38,7 @@ from offbeat.dist.board import Announcement, Board, Message, Renewed, Wait
 from offbeat.dist.faults import Saboteur
 from offbeat.dist.judge import STORE_S, Broken, Judge, Leave
 from offbeat.dist.links import Peers, connect
-from offbeat.dist.peers import end_if_stopped, own_card
+from offbeat.dist.peers import Card, end_if_stopped, own_card
 from offbeat.dist.platform import current_platform
 from offbeat.dist.points import MAX_WORLD, Keys
 from offbeat.dist.verdict import Verdict
@@ -102,26 +102,30 @@ class Sync:
         self._reported: Verdict | None = None
 
     @classmethod
-    def start(cls, *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, hosts_store: bool, prefix: str = "") -> Self:
+    def start(
+        cls, *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, hosts_store: bool, prefix: str = "",
+        server: Card | None = None,
+    ) -> Self:
         """Connect to the store and be there for others; not collective.
 
         Args:
             store: any client; it is not used after this.
             hosts_store: this process serves the store.
             prefix: keeps this meeting apart from others in the same store.
+            server: see `offbeat.dist.mesh.join`.
         """
         if not 1 <= world <= MAX_WORLD:
             raise ConfigError(f"the number of ranks must be in 1..{MAX_WORLD}, got {world}")
         sync = cls(rank=rank, world=world, config=config)
         if world > 1:  # One rank waits for nobody, and needs no threads for it.
-            sync._start(store, hosts_store=hosts_store, keys=Keys(prefix))
+            sync._start(store, hosts_store=hosts_store, keys=Keys(prefix), server=server)
         return sync
 
-    def _start(self, store: dist.TCPStore, *, hosts_store: bool, keys: Keys) -> None:
+    def _start(self, store: dist.TCPStore, *, hosts_store: bool, keys: Keys, server: Card | None) -> None:
         card = own_card(self.rank, hosts_store=hosts_store)
-        self._peers = Peers(card, world=self.world, address=f"{store.host}:{store.port}")
+        self._peers = Peers(card, world=self.world, address=f"{store.host}:{store.port}", server=server)
         common = {"board": self._board, "peers": self._peers, "keys": keys}
-        clients = [connect(store, timeout_s=self._config.init_timeout_s) for _ in range(3)]
+        clients = [connect(store, timeout_s=self._config.init_timeout_s, server=server) for _ in range(3)]
         self._judge = Judge(clients[0], answer_timeout_s=self._config.answer_timeout_s, **common)
         self._arrivals = Arrivals(clients[1], post=self._judge.post, **common)
         self._watcher = Watcher(clients[2], post=self._judge.post, **common)
@@ -315,7 +319,7 @@ class Sync:
 
         The first call counts. Never raises.
         """
-        if self.world == 1 or self._closed or self._board.failure:
+        if self.world == 1 or self._closed or self._board.failure or self._peers.host_is_stopped():
             return
         case = Announcement(reason)
         self._judge.post(case)
@@ -339,6 +343,6 @@ class Sync:
         atexit.unregister(self._at_exit)
         self._arrivals.waits.put(None)
         self._judge.post(leave)
-        give_up_s = time.monotonic() + _CLOSE_S
+        give_up_s = time.monotonic() + (0.0 if self._peers.host_is_stopped() else _CLOSE_S)
         for worker in (self._judge, self._arrivals, self._watcher):
             worker.thread.join(max(0.0, give_up_s - time.monotonic()))
