@@ -139,8 +139,7 @@ def join(
             for group in (dist.group.WORLD, *mesh.get_all_groups(), cpu_group):
                 _set_pg_timeout(timedelta(seconds=config.collective_timeout_s), group)
     except BaseException as exc:
-        give_up(exc)
-        sync.close()  # and not forgotten, so that `check_peers` still says why
+        give_up(exc)  # and stay, so that `check_peers` says why and others can read it
         raise
     sync.cpu_group = cpu_group
     return ProcessGroups(rank=rank, world=world, shape=shape, mesh=mesh["dp"], cpu_group=cpu_group, sync=sync)
