@@ -12,7 +12,7 @@ from offbeat.cluster.engine_group import EngineGroup, engine_options, raise_deat
 from offbeat.cluster.local import LocalLauncher
 from offbeat.errors import EngineError, WorkerError
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.dialects import Sampling
+from offbeat.inference.sampling import Sampling
 from offbeat.process import Child
 from small_run import small_config
 from waiting import until

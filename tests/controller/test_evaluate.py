@@ -15,7 +15,7 @@ from offbeat.data.dataset import ListDataset
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import ConfigError, DeadlineError, RolloutError
-from offbeat.inference.dialects import Sampling
+from offbeat.inference.sampling import Sampling
 from offbeat.telemetry.console import Console
 from small_run import small_config
 

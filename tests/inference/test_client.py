@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -16,8 +17,8 @@ import torch
 from offbeat.config.weights import WeightsConfig
 from offbeat.errors import BusyError, DeadlineError, EngineError, PublishError, RefusedError
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.dialects import Sampling
 from offbeat.inference.embedded.server import EngineServer
+from offbeat.inference.sampling import Sampling
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.load import load_causal_lm
 from offbeat.weights.fingerprint import fingerprint
@@ -79,7 +80,7 @@ def test_a_staged_version_is_served_after_the_switch_and_proves_itself(start_eng
     async def body(client: EngineClient) -> None:
         await client.stage(newer, timeout_s=30)
         assert (await client.prove(CANARY, timeout_s=30)).version == 0
-        await client.switch(5, interrupt="recompute", timeout_s=30)
+        await client.switch(newer, interrupt="recompute", timeout_s=30)
         proof = await client.prove(CANARY, timeout_s=30)
         assert (proof.version, proof.fingerprint) == (5, newer.fingerprint)
         assert proof.canary_logprob == pytest.approx(newer.canary_logprob, abs=1e-4)
@@ -142,14 +143,14 @@ def test_weights_that_are_right_and_a_forward_that_is_not_are_caught_by_the_cana
         publish({"bad": bad}, newer, min_engines=1)
 
 
-def test_a_wrong_request_is_refused_with_the_engines_words(start_engine) -> None:
+def test_a_wrong_request_is_refused_with_the_engines_words(start_engine, newer) -> None:
     _, url = start_engine(api_key="secret")
 
     async def body(client: EngineClient) -> None:
         with pytest.raises(RefusedError, match="engine 0 answered /v1/completions with 400: .*999"):
             await client.generate((999,), Sampling(4), n=1, timeout_s=5)
         with pytest.raises(RefusedError, match="version 9 is not staged"):
-            await client.switch(9, interrupt="recompute", timeout_s=5)
+            await client.switch(replace(newer, version=9), interrupt="recompute", timeout_s=5)
 
     async def unknown(client: EngineClient) -> None:
         with pytest.raises(RefusedError, match="401"):
@@ -179,7 +180,7 @@ def test_a_late_answer_is_a_missed_deadline_and_frees_the_engine(start_engine) -
 
     async def body(client: EngineClient) -> None:
         server._loop.pause("keep").result()
-        with pytest.raises(DeadlineError, match=r"waiting for /v1/completions on engine 0 \(http://127.*\) passed its deadline of 0.2 s"):
+        with pytest.raises(DeadlineError, match=r"waiting for generate on engine 0 \(http://127.*\) passed its deadline of 0.2 s"):
             await client.generate(PROMPT, Sampling(2), n=4, timeout_s=0.2)
         server._loop.call(server._engine.resume).result()
         await until(lambda: server._engine.num_running + server._engine.num_waiting == 0)

@@ -7,9 +7,9 @@ import pytest
 
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.dialects import Sampling
 from offbeat.inference.embedded.server import EngineServer
 from offbeat.inference.pool import EnginePool
+from offbeat.inference.sampling import Sampling
 from waiting import until
 
 PROMPT = (13, 14, 15)

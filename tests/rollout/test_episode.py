@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from offbeat.inference.dialects import Sample
+from offbeat.inference.sampling import Sample
 from offbeat.rollout.episode import single_turn_trajectory
 
 

@@ -13,7 +13,7 @@ from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import CodeError, DeadlineError, EngineError, RolloutError
-from offbeat.inference.dialects import Sample, Sampling
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor, Settled
 from offbeat.rollout.staleness import Gate

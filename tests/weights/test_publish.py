@@ -57,9 +57,9 @@ class Engine:
             raise EngineError(f"{self.name} did not answer in {timeout_s:g} s")
         self.staged[manifest.version] = manifest
 
-    async def switch(self, version: int, *, interrupt: str, timeout_s: float) -> None:
+    async def switch(self, manifest: Manifest, *, interrupt: str, timeout_s: float) -> None:
         if self.fault != "lazy":
-            self.served = self.staged[version]
+            self.served = self.staged[manifest.version]
 
     async def prove(self, canary: tuple[int, ...], *, timeout_s: float) -> Proof:
         version = 5 if self.fault == "lazy" else self.served.version

@@ -15,8 +15,8 @@ from offbeat.data.batch import TokenBatch
 from offbeat.data.dataset import PromptStream, check_length, render, sft_sequence
 from offbeat.data.row import Row
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.dialects import Sampling
 from offbeat.inference.pool import EnginePool
+from offbeat.inference.sampling import Sampling
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor
 from offbeat.rollout.functions import resolve

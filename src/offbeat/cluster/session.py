@@ -16,7 +16,7 @@ from offbeat.data.batch import TokenBatch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
-from offbeat.inference.dialects import Sampling
+from offbeat.inference.sampling import Sampling
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest

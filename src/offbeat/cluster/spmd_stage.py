@@ -13,7 +13,7 @@ from offbeat.data.dataset import EveryNth, PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
 from offbeat.errors import ConfigError, DataError
-from offbeat.inference.dialects import Sampling
+from offbeat.inference.sampling import Sampling
 from offbeat.types import Version
 
 

@@ -17,6 +17,17 @@ class TinyConfig(Section):
     max_positions: int = field(256, "Context length in tokens.", ge=8)
 
 
+class LoraConfig(Section):
+    """Low-rank adapters on a frozen model (Hu et al. 2021), in PEFT's terms."""
+
+    rank: int = field(0, "Rank of the adapter; 0 trains the whole model.", ge=0)
+    alpha: float = field(32.0, "The adapter's output is scaled by alpha / rank.", gt=0)
+    targets: tuple[str, ...] = field(
+        ("all-linear",), "Last parts of the names of the linear layers that are adapted, such as q_proj; all-linear takes every one in the "
+        "decoder's layers.")
+    dropout: float = field(0.0, "Share of the adapter's inputs dropped while training.", ge=0, lt=1)
+
+
 class ModelConfig(Section):
     """The model and its number format."""
 
@@ -25,4 +36,5 @@ class ModelConfig(Section):
         "", "Folder or hub id of a tokenizer; empty takes the model's, or the built-in character tokenizer for a tiny model.")
     dtype: Literal["float32", "bfloat16"] = field(
         "float32", "Number format of the engines' weights; the trainer keeps float32 masters. float32 makes both agree to 1e-4.")
+    lora: LoraConfig = field(LoraConfig(), "Train an adapter instead of the whole model.")
     tiny: TinyConfig = field(TinyConfig(), "Sizes of the model that is built when `path` is empty.")

@@ -8,7 +8,10 @@ from offbeat.config.base import Section, field
 class WeightsConfig(Section):
     """Publishing of one version per training step."""
 
-    dir: str = field("", "Folder for published versions; empty takes the run's `weights` folder.")
+    channel: Literal["disk", "collective"] = field(
+        "disk", "A folder per version, which engines read, or a broadcast from the trainer into the engines.")
+    dir: str = field(
+        "", "Folder for published versions; empty takes the run's `weights` folder; one in /dev/shm is the fast way on one machine.")
     keep: int = field(2, "Published versions kept on disk.", ge=1)
     interrupt: Literal["recompute", "keep", "drain"] = field(
         "recompute", "Requests in flight at a switch: go on under the new weights with the cache recomputed, with "

@@ -1,14 +1,17 @@
-"""One engine over HTTP: generation for rollouts, control for the publisher."""
+"""One engine over HTTP: generation for rollouts, control for publishers. What is said is the dialect's."""
 
 import json
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
 import aiohttp
 
 from offbeat.aio import deadline
 from offbeat.errors import BusyError, EngineError, RefusedError
-from offbeat.inference.dialects import EmbeddedDialect, Request, Sample, Sampling
-from offbeat.types import Version
+from offbeat.inference.dialects.base import Dialect
+from offbeat.inference.dialects.embedded import EmbeddedDialect
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
 _KEEPALIVE_S = 4.0  # shorter than any server's: a reused idle connection must not be one that the server is closing
@@ -16,57 +19,81 @@ _REFUSALS = {400: RefusedError, 401: RefusedError, 404: RefusedError, 422: Refus
 
 
 class EngineClient:
-    """Calls one engine. Implements `weights.protocol.EngineControl`."""
+    """Calls one engine. Implements `weights.protocol.EngineControl`, and `Wire` for its dialect."""
 
-    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, *, api_key: str = "") -> None:
+    def __init__(
+        self, name: str, url: str, session: aiohttp.ClientSession, *, dialect: Dialect | None = None, api_key: str = "",
+    ) -> None:
         self.name = name
         self.url = url.rstrip("/")
         self._session = session
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._dialect = EmbeddedDialect()
+        self._dialect: Dialect = dialect or EmbeddedDialect()
 
-    async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, timeout_s: float) -> list[Sample]:
-        """n continuations of `prompt`.
+    async def check(self, *, timeout_s: float) -> None:
+        """Return if the engine is ready and offers what its dialect needs; raises EngineError or DeadlineError, saying what it lacks."""
+        async with self._deadline("check", timeout_s):
+            await self._dialect.check(self)
+
+    async def generate(
+        self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, timeout_s: float, adapter: str = "",
+    ) -> list[Sample]:
+        """n continuations of `prompt`, by the adapter of that name, or by the base model.
 
         Raises:
             EngineError: the engine refused, failed or cannot be reached.
             DeadlineError: it did not finish in time; closing the connection aborts the samples.
         """
-        answer = await self._call(self._dialect.generate(prompt, sampling, n=n), timeout_s=timeout_s)
-        return self._dialect.samples(answer)
+        async with self._deadline("generate", timeout_s):
+            return await self._dialect.generate(self, prompt, sampling, n=n, adapter=adapter)
 
     async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
-        await self._call(self._dialect.stage(manifest), timeout_s=timeout_s)
+        async with self._deadline("stage", timeout_s):
+            await self._dialect.stage(self, manifest)
 
-    async def switch(self, version: Version, *, interrupt: Interrupt, timeout_s: float) -> None:
-        await self._call(self._dialect.switch(version, interrupt), timeout_s=timeout_s)
+    async def switch(self, manifest: Manifest, *, interrupt: Interrupt, timeout_s: float) -> None:
+        async with self._deadline("switch", timeout_s):
+            await self._dialect.switch(self, manifest, interrupt)
 
-    async def prove(self, canary: tuple[int, ...], *, timeout_s: float) -> Proof:
-        fingerprint = await self._call(self._dialect.fingerprint(), timeout_s=timeout_s)
-        score = await self._call(self._dialect.score(canary), timeout_s=timeout_s)
-        if fingerprint["version"] != score["version"]:
-            raise EngineError(f"{self.name} changed from version {fingerprint['version']} to {score['version']} during its proof")
-        return Proof(fingerprint["version"], fingerprint["fingerprint"], sum(score["logprobs"]) / len(score["logprobs"]))
+    async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
+        async with self._deadline("prove", timeout_s):
+            return await self._dialect.prove(self, canary, adapter=adapter)
+
+    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
+        async with self._deadline("load_adapter", timeout_s):
+            await self._dialect.load_adapter(self, name, folder)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        async with self._deadline("unload_adapter", timeout_s):
+            await self._dialect.unload_adapter(self, name)
 
     async def health(self, *, timeout_s: float) -> dict[str, Any]:
-        """Status, version, running and waiting counts."""
-        return await self._call(self._dialect.health(), timeout_s=timeout_s)
+        """What the engine says of itself; raises unless it serves."""
+        async with self._deadline("health", timeout_s):
+            return await self._dialect.health(self)
 
-    async def _call(self, request: Request, *, timeout_s: float) -> dict[str, Any]:
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """See `Wire.call`."""
         try:
-            async with deadline(f"{request.path} on {self.name} ({self.url})", timeout_s):
-                url = self.url + request.path
-                async with self._session.request(request.method, url, json=request.body, headers=self._headers) as response:
-                    data = await response.read()
+            async with self._session.request(method, self.url + path, json=body, headers=self._headers) as response:
+                data = await response.read()
         except aiohttp.ClientError as exc:
             raise EngineError(f"{self.name} ({self.url}) cannot be reached: {exc or type(exc).__name__}") from exc
         if response.status != 200:
             error = _REFUSALS.get(response.status, EngineError)
-            raise error(f"{self.name} answered {request.path} with {response.status}: {_message(data)}")
+            raise error(f"{self.name} answered {path} with {response.status}: {_message(data)}")
+        if not data:
+            return {}
         try:
-            return json.loads(data)
+            answer = json.loads(data)
         except ValueError as exc:
-            raise EngineError(f"{self.name} answered {request.path} with something that is not JSON: {_message(data)}") from exc
+            if response.content_type == "application/json":
+                raise EngineError(f"{self.name} answered {path} with something that is not JSON: {_message(data)}") from exc
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    def _deadline(self, what: str, timeout_s: float) -> AbstractAsyncContextManager[None]:
+        return deadline(f"{what} on {self.name} ({self.url})", timeout_s)
 
 
 class EngineSession:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.inference.client import EngineClient
-from offbeat.inference.dialects import Sample, Sampling
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.types import Version
 
 _BUSY_RETRY_S = 0.2

@@ -13,7 +13,7 @@ import numpy as np
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
-from offbeat.inference.dialects import Sample, Sampling
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.types import PROMPT_VERSION
 
 

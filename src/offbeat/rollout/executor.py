@@ -19,7 +19,7 @@ from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import CodeError, DeadlineError, RolloutError, RunError
-from offbeat.inference.dialects import Sampling
+from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.staleness import Gate

@@ -29,15 +29,19 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Proof:
-    """What an engine says of the weights that it samples from now."""
+    """What an engine says of the weights that it samples from now.
+
+    Attributes:
+        fingerprint: None where the engine cannot read its weights back; the canary alone proves them then.
+    """
 
     version: Version
-    fingerprint: str
+    fingerprint: str | None
     canary_logprob: float
 
 
 class EngineControl(Protocol):
-    """One engine, seen from the publisher. All methods raise `EngineError` or `DeadlineError`."""
+    """One engine, seen from publishers. All methods raise `EngineError` or `DeadlineError`."""
 
     @property
     def name(self) -> str: ...
@@ -46,12 +50,20 @@ class EngineControl(Protocol):
         """Load the version beside the one that is served."""
         ...
 
-    async def switch(self, version: Version, *, interrupt: Interrupt, timeout_s: float) -> None:
+    async def switch(self, manifest: Manifest, *, interrupt: Interrupt, timeout_s: float) -> None:
         """Serve a staged version from the next decode step on."""
         ...
 
-    async def prove(self, canary: tuple[int, ...], *, timeout_s: float) -> Proof:
-        """Fingerprint and canary log-probability, from the live weights through the serving forward."""
+    async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
+        """What the engine samples from now, through the serving forward: the whole weights, or the adapter of that name."""
+        ...
+
+    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
+        """Load a PEFT folder under a new name; the same name and folder again is no change."""
+        ...
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        """Forget an adapter; requests in flight finish with it."""
         ...
 
 

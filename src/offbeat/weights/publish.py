@@ -91,7 +91,7 @@ class Publication:
         wanted = self.manifest
         if proof.version != wanted.version:
             return f"serves version {proof.version} instead of {wanted.version}"
-        if proof.fingerprint != wanted.fingerprint:
+        if proof.fingerprint is not None and proof.fingerprint != wanted.fingerprint:
             return f"its weights have fingerprint {proof.fingerprint[:12]} instead of {wanted.fingerprint[:12]}"
         gap = self._gap(proof)
         if not gap <= self.tolerance:  # NaN is no proof either
@@ -183,7 +183,7 @@ class Publisher:
                 await engine.stage(manifest, timeout_s=config.stage_timeout_s)
                 return publication.done(engine.name)
             if action.stage is Stage.SWITCHING:
-                await engine.switch(manifest.version, interrupt=config.interrupt, timeout_s=config.switch_timeout_s)
+                await engine.switch(manifest, interrupt=config.interrupt, timeout_s=config.switch_timeout_s)
                 return publication.done(engine.name)
             proof = await engine.prove(manifest.canary, timeout_s=config.switch_timeout_s)
             actions = publication.proved(engine.name, proof)

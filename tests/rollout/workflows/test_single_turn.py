@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
-from offbeat.inference.dialects import Sample, Sampling
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.workflows.single_turn import single_turn
 
