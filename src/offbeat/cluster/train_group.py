@@ -4,20 +4,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from offbeat.aio import gather_all
-from offbeat.cluster.group import Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
+from offbeat.cluster.group import Launcher, Nothing, Worker, ask_all
 from offbeat.cluster.messages import (
     BuildRequest,
     ExportRequest,
     Folder,
-    JoinRequest,
     Loaded,
     Objective,
     Published,
     PublishRequest,
-    StoreAddress,
     Trained,
 )
+from offbeat.cluster.ranks import start_ranks
 from offbeat.cluster.shards import Sharder
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
@@ -44,21 +42,8 @@ class TrainGroup:
         cls, launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, on_span: OnSpan,
     ) -> Self:
         """Start all ranks and wait until they have met and loaded the model."""
-        names = [f"rank {rank}" for rank in range(config.train.num_ranks)]
-        timeout_s = config.cluster.start_timeout_s
-        workers = await gather_all(
-            launcher.start(
-                WorkerSpec(
-                    name, "offbeat.cluster.train_worker:TrainWorker", log_dir / f"{name.replace(' ', '-')}.log",
-                    threads=config.train.threads, num_devices=config.cluster.devices_per_worker),
-                timeout_s=timeout_s)
-            for name in names)
-        if build is not None:
-            await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
-        store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)
-        text = config.model_dump_json()
-        requests = [JoinRequest(rank, len(workers), store, text, model) for rank in range(len(workers))]
-        await ask_all(workers, "join", requests, Nothing, timeout_s=timeout_s + config.dist.init_timeout_s)
+        workers = await start_ranks(
+            launcher, config, "offbeat.cluster.train_worker:TrainWorker", model=model, build=build, log_dir=log_dir)
         return cls(workers, config, sharder=Sharder.of(config, model=model, num_ranks=len(workers)), on_span=on_span)
 
     async def set_objective(self, objective: Objective) -> None:

@@ -1,0 +1,35 @@
+"""Starts the processes of ranks and lets them meet. Torch-free; used for the ranks of a policy and for those of many tenants."""
+
+from pathlib import Path
+
+from offbeat.aio import gather_all
+from offbeat.cluster.group import Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
+from offbeat.cluster.messages import BuildRequest, JoinRequest, StoreAddress
+from offbeat.config.root import Config
+
+
+async def start_ranks(
+    launcher: Launcher, config: Config, target: str, *, model: str, build: BuildRequest | None, log_dir: Path,
+) -> list[Worker]:
+    """Start `train.num_ranks` workers and wait until they have met and loaded the model.
+
+    Args:
+        target: "module:Class" of a `RankWorker`.
+        model: folder or hub id of the initial weights.
+        build: how rank 0 makes them first; None where they are there.
+    """
+    timeout_s = config.cluster.start_timeout_s
+    names = [f"rank {rank}" for rank in range(config.train.num_ranks)]
+    specs = [
+        WorkerSpec(
+            name, target, log_dir / f"{name.replace(' ', '-')}.log", threads=config.train.threads,
+            num_devices=config.cluster.devices_per_worker)
+        for name in names]
+    workers = await gather_all(launcher.start(spec, timeout_s=timeout_s) for spec in specs)
+    if build is not None:
+        await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
+    store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)
+    text = config.model_dump_json()
+    requests = [JoinRequest(rank, len(workers), store, text, model) for rank in range(len(workers))]
+    await ask_all(workers, "join", requests, Nothing, timeout_s=timeout_s + config.dist.init_timeout_s)
+    return workers

@@ -1,0 +1,22 @@
+"""Ranks that are started together meet, whatever they train; `test_train_group.py` trains with them."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from offbeat.cluster.local import LocalLauncher
+from offbeat.cluster.ranks import start_ranks
+from offbeat.errors import OffbeatError
+from small_run import small_config
+
+
+def test_a_rank_that_cannot_load_the_model_is_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalLauncher(stop_timeout_s=5) as launcher:
+            await start_ranks(
+                launcher, small_config(tmp_path), "offbeat.cluster.train_worker:TrainWorker", model=str(tmp_path / "nothing"), build=None,
+                log_dir=tmp_path)
+
+    with pytest.raises(OffbeatError, match="nothing"):
+        asyncio.run(main())
