@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -64,7 +65,7 @@ def _hold_the_interpreter():
 
 def _stop_for_a_while():
     subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _receive(groups):
@@ -322,6 +323,27 @@ def test_a_rank_killed_inside_a_collective_is_named(played):
             assert kind == "PeerError"
             assert text == f"sync point {name!r} cannot be passed: rank 1 was killed by SIGKILL"
             assert seconds < 2
+
+
+def _stopped_inside(groups, _argument):
+    groups.sync._judge._collective_patience_s = DEADLINE_S
+    groups.sync.barrier("start")
+    if groups.rank == 1:
+        groups.sync.arrive("parts")
+        _stop_for_a_while()
+        return [_outcome(groups.sync.barrier, "save")]
+    return [_outcome(groups.sync.gather, "parts", "a"), _outcome(groups.sync.barrier, "save")]
+
+
+def test_a_rank_that_is_stopped_inside_a_collective_is_named_to_those_that_are_in_it():
+    results = run_ranks(_stopped_inside, world=3, check=False)
+    for rank, name in ((0, "parts"), (2, "parts"), (1, "save")):
+        kind, text, seconds = results[rank][0]
+        assert kind == "PeerError"
+        assert re.fullmatch(
+            rf"sync point '{name}' cannot be passed: a collective after sync point 'parts' has not ended for \d+ s: rank 1 is stopped by a "
+            r"signal \(SIGSTOP or a debugger\)", text)
+        assert seconds < 10
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,7 @@ class Board:
         arrivals: how many there were.
         last, last_s: name of the point that it came from last, and time.monotonic() when it did.
         inside: number of the point whose collective it is in; 0 outside.
+        inside_s: time.monotonic() when it entered that.
         failure: why no point will ever be passed again; None while all is well.
         beat_s: time.monotonic() of the last beat.
     """
@@ -89,6 +90,7 @@ class Board:
         self.last = "start"
         self.last_s = time.monotonic()
         self.inside = 0
+        self.inside_s = time.monotonic()
         self.failure: Verdict | None = None
         self.beat_s = time.monotonic()
 

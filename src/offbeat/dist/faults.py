@@ -8,6 +8,7 @@ A line on stderr says when it strikes, in seconds since 1970.
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Saboteur:
                 with phase("injected delay"):
                     time.sleep(_SLOW_S)
             case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # sent to the process, it would stop this thread a moment later
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "mismatch":

@@ -4,6 +4,8 @@
              processes on its machine; produces verdicts: a point's result, or a failure in every rank's mail; waits for any of these;
              woken by the caller, by Arrivals, or by the system
 
+Between cases it looks after the collective that its rank is in: one that a stopped process takes part in would not end.
+
 Of all judges one gives the verdict: the first to poison a point's count, or to write the failure. When it is stopped before it has
 written, the next one does; of several results the first stands.
 """
@@ -38,6 +40,9 @@ _LINGER_S = 1.0
 _MEET_S = 0.1
 """Between two looks whether all ranks have started; from then on their processes are watched."""
 
+_LOOK_AFTER_S = 0.5
+"""Between two looks after a collective."""
+
 _SETTLE_S = 0.2
 """Between a collective's breaking and the question why: peers need it to die, or to notice theirs."""
 
@@ -69,14 +74,19 @@ Case = Wait | Announcement | Broken | Leave
 class Judge:
     """Takes cases until `Leave`."""
 
-    def __init__(self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, answer_timeout_s: float) -> None:
+    def __init__(
+        self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, answer_timeout_s: float, collective_patience_s: float,
+    ) -> None:
+        """`collective_patience_s` is how long a collective may wait for a process of this machine that is stopped."""
         self._client = client
         self._board = board
         self._peers = peers
         self._keys = keys
         self._answer_timeout_s = answer_timeout_s
+        self._collective_patience_s = collective_patience_s
         self._cases: deque[Case] = deque()
         self._deaths = Deaths()
+        self._stopped: dict[int, str] = {}
         self._questions = 0
         self.thread = threading.Thread(target=self._run, name="sync judge", daemon=True)
 
@@ -88,11 +98,12 @@ class Judge:
     def _run(self) -> None:
         leaving = watching = False
         while not leaving:
-            died = self._deaths.wait(None if watching else _MEET_S)
+            died = self._deaths.wait(_LOOK_AFTER_S if watching else _MEET_S)
             try:
                 watching = watching or self._watch()
                 for rank in died:
                     self._on_death(rank)
+                self._look_after_collective()
                 while self._cases and not leaving:
                     case = self._cases.popleft()
                     leaving = isinstance(case, Leave)
@@ -141,6 +152,18 @@ class Judge:
         self._peers.departed = True
         if wait := self._board.wait:
             self._on_missed(wait)
+
+    def _look_after_collective(self) -> None:
+        """Fail for a process of this machine that is stopped for two looks: whoever continues all of a run does not do so at one moment."""
+        board, stopped_before = self._board, self._stopped
+        waited_s = time.monotonic() - board.inside_s
+        self._stopped = {}
+        if not board.inside or board.failure or waited_s < self._collective_patience_s:
+            return
+        self._stopped = {state.rank: state.text for state in self._peers.states() if state.kind == "stopped"}
+        if still := sorted(self._stopped.keys() & stopped_before.keys()):
+            who = ", ".join(f"rank {rank} {self._stopped[rank]}" for rank in still)
+            self._announce(Verdict("failed", f"a collective after sync point {board.last!r} has not ended for {waited_s:.0f} s: {who}"))
 
     def _leave(self, *, in_order: bool) -> None:
         if self._peers.store_gone:

@@ -126,7 +126,8 @@ class Sync:
         self._peers = Peers(card, world=self.world, address=f"{store.host}:{store.port}", server=server)
         common = {"board": self._board, "peers": self._peers, "keys": keys}
         clients = [connect(store, timeout_s=self._config.init_timeout_s, server=server) for _ in range(3)]
-        self._judge = Judge(clients[0], answer_timeout_s=self._config.answer_timeout_s, **common)
+        self._judge = Judge(
+            clients[0], answer_timeout_s=self._config.answer_timeout_s, collective_patience_s=self._config.sync_timeout_s, **common)
         self._arrivals = Arrivals(clients[1], post=self._judge.post, **common)
         self._watcher = Watcher(clients[2], post=self._judge.post, **common)
         store.set(keys.card(self.rank), encode_json(card).decode())
@@ -255,7 +256,7 @@ class Sync:
     @contextmanager
     def _inside(self, name: str) -> Iterator[None]:
         around, n = self._board.inside, self._board.arrivals
-        self._board.inside = n
+        self._board.inside, self._board.inside_s = n, time.monotonic()
         try:
             yield
         except SyncError:
