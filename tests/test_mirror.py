@@ -8,6 +8,7 @@ SOURCE = TESTS.parent / "src" / "offbeat"
 ELSEWHERE = {
     **{f"cluster/{name}.py": "cluster/test_launchers.py" for name in ("group", "local", "ray")},
     **{f"inference/embedded/forward_{name}.py": "inference/embedded/test_forward.py" for name in ("direct", "hf")},
+    "inference/inside/vllm_inside.py": "engines/test_weights.py",  # runs only inside vLLM
     # Names and annotations: nothing to run.
     "types.py": "", "weights/protocol.py": "",
 }

@@ -12,7 +12,7 @@ from offbeat.config.train import OptimizerConfig, TrainConfig
 from offbeat.data.batch import TokenBatch
 from offbeat.data.packing import plan_microbatches
 from offbeat.model.tiny import build_tiny
-from offbeat.trainer.engine import TrainEngine
+from offbeat.trainer.engine import WHOLE_MODEL, TrainEngine
 
 TINY = TinyConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, max_positions=64)
 VOCAB = 23
@@ -53,10 +53,10 @@ def share(batch, *, rank, world, max_tokens=64, share_prefix=True):
     return batch.select(order), [np.arange(low, high) for low, high in pairwise(bounds)]
 
 
-def build_engine(groups, folder, *, algorithm=None, objective_name="ppo", optimizer=OPTIMIZER, **train):
+def build_engine(groups, folder, *, algorithm=None, objective_name="ppo", optimizer=OPTIMIZER, lora=WHOLE_MODEL, **train):
     return TrainEngine.build(
         folder, config=TrainConfig(**train), algorithm=algorithm or AlgorithmConfig(), optimizer=optimizer, total_steps=10,
-        groups=groups, objective_name=objective_name)
+        groups=groups, objective_name=objective_name, lora=lora)
 
 
 def train(engine, batches, *, max_tokens=64, share_prefix=True):

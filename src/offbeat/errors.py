@@ -89,6 +89,10 @@ class BusyError(EngineError):
     """The engine's queue is full; later, or elsewhere, the request may be served."""
 
 
+class ProofError(EngineError):
+    """An engine does not sample the weights, or the adapter, that it should."""
+
+
 class PublishError(RunError):
     """A version could not be published to enough engines."""
 

@@ -27,6 +27,10 @@ def test_sft_needs_log_probabilities_alone():
     assert torch.equal(sft.loss(INPUTS).losses, -INPUTS.logprobs)
 
 
+def test_only_objectives_about_samples_know_the_temperature_of_the_sampling():
+    assert [objective(name, config=AlgorithmConfig()).temperature(0.7) for name in ("ppo", "sft")] == [0.7, 1.0]
+
+
 def test_an_unknown_objective_names_the_known_ones():
     with pytest.raises(ConfigError, match="one of ppo, sft, got 'dpo'"):
         objective("dpo", config=AlgorithmConfig())

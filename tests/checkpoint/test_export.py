@@ -41,6 +41,20 @@ def test_the_tokenizer_comes_from_the_model_or_from_where_it_is_said_to(tmp_path
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
 
 
+def test_what_is_added_stands_in_the_folder_or_the_folder_is_not_there(tmp_path):
+    state = state_of(build_model(tmp_path / "source"), torch.float32)
+    export_folder(
+        state, tmp_path / "out", model_folder=tmp_path / "source", dtype="float32", add=lambda part: (part / "more").write_text("here"))
+    assert (tmp_path / "out" / "more").read_text() == "here"
+
+    def fail(part):
+        raise StorageError("no room")
+
+    with pytest.raises(StorageError, match="no room"):
+        export_folder(state, tmp_path / "other", model_folder=tmp_path / "source", dtype="float32", add=fail)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
 def test_an_export_that_fails_leaves_the_previous_one(tmp_path):
     source = build_model(tmp_path / "source")
     state = state_of(source, torch.float32)

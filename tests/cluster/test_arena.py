@@ -1,26 +1,28 @@
-"""Parts of an arena that need no engine. Whole arenas run in the tests of the controller and of SPMD mode."""
+"""Rewards of an arena. Whole arenas run in the tests of the controller and of SPMD mode."""
 
-import io
+import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
-from offbeat.cluster.arena import make_quarantine
-from offbeat.inference.pool import EnginePool
+import pytest
+
+from offbeat.cluster.arena import open_rewards
+from offbeat.cluster.material import read_material
+from offbeat.errors import CodeError
 from offbeat.telemetry.console import Console
-from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
+from small_run import small_config
 
 
-def test_a_quarantine_is_recorded_shown_and_obeyed(tmp_path: Path) -> None:
-    class Client:
-        name = "engine 0"
+def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path: Path) -> None:
+    reward = tmp_path / "broken.py"
+    reward.write_text("def reward(completion, row):\n    raise ValueError('no answer')\n")
+    config = small_config(tmp_path, rollout__reward=f"{reward}:reward")
 
-    shown = io.StringIO()
-    pool = EnginePool([Client()], request_timeout_s=1)
-    with RunRecord(tmp_path, trace=False, console=Console("plain", stream=shown)) as record:
-        quarantine = make_quarantine(pool, record)
-        quarantine("engine 0", "its process died")
-        quarantine("engine 0", "cannot be reached")  # the first reason stands
-    assert not pool.healthy
-    (event,) = read_json_lines(tmp_path / "events.jsonl")
-    assert (event["kind"], event["engine"], event["reason"]) == ("quarantine", "engine 0", "its process died")
-    assert "engine 0 is quarantined: its process died" in shown.getvalue()
+    async def main(record: RunRecord) -> None:
+        async with AsyncExitStack() as stack:
+            await open_rewards(stack, read_material(config), config, record)
+
+    with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
+        with pytest.raises(CodeError, match="no answer"):
+            asyncio.run(main(record))

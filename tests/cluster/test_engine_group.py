@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.cluster.engine_group import EngineGroup, engine_options, raise_death, serve_one
 from offbeat.cluster.local import LocalLauncher
-from offbeat.errors import EngineError, WorkerError
+from offbeat.errors import ConfigError, WorkerError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
 from offbeat.process import Child
@@ -23,31 +23,56 @@ def pid_of(worker: object) -> int:
     return worker.pid
 
 
-def test_engines_serve_and_their_deaths_are_told_until_too_few_are_left(tmp_path: Path, model_dir: str) -> None:
-    config = small_config(tmp_path, model_dir, inference__num_engines="2", inference__min_engines="1", run__seed="3")
+def test_engines_serve_and_one_that_dies_is_told_once_and_restarted(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(tmp_path, model_dir, inference__num_engines="2", run__seed="3")
     deaths: list[tuple[str, str]] = []
 
     async def main() -> None:
-        async with LocalLauncher(stop_timeout_s=5) as launcher:
+        async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
             group = await EngineGroup.start(launcher, config, log_dir=tmp_path)
             urls = await group.serve(model=model_dir, tokenizer=model_dir, version=-1)
             assert list(urls) == ["engine 0", "engine 1"]
-            async with EngineSession() as http:
-                for name, url in urls.items():
-                    client = EngineClient(name, url, http.session)
-                    assert (await client.health(timeout_s=5))["version"] == -1
-                    assert len(await client.generate((5, 6), Sampling(3), n=2, timeout_s=20)) == 2
+
+            async def check(url: str) -> None:
+                client = EngineClient("engine", url, http.session)
+                assert (await client.health(timeout_s=5))["version"] == -1
+                assert len(await client.generate((5, 6), Sampling(3), n=2, timeout_s=20)) == 2
+
+            for url in urls.values():
+                await check(url)
             watching = asyncio.create_task(group.watch(lambda *death: deaths.append(death)))
-            os.kill(pid_of(group.workers[1]), signal.SIGKILL)
-            await until(lambda: deaths)
-            assert deaths == [("engine 1", "its process died")]
+            for _ in range(2):
+                deaths.clear()
+                os.kill(pid_of(group.workers[1]), signal.SIGKILL)
+                await until(lambda: deaths)
+                await asyncio.sleep(0.6)
+                assert deaths == [("engine 1", "its process died")]
+                await check(await group.restart("engine 1"))
+            await check(urls["engine 0"])
+            os.kill(pid_of(group.workers[0]), signal.SIGSTOP)
+            await check(await group.restart("engine 0"))
             assert not watching.done()
-            os.kill(pid_of(group.workers[0]), signal.SIGKILL)
-            with pytest.raises(EngineError, match="0 engines are left, fewer than inference.min_engines = 1"):
-                await asyncio.wait_for(watching, 10)
+            watching.cancel()
 
     asyncio.run(main())
     assert (tmp_path / "engine-0.log").exists()
+
+
+def test_engines_by_url_are_named_and_nothing_is_started(tmp_path: Path) -> None:
+    config = small_config(tmp_path, inference__urls='["http://a:1", "http://b:2"]')
+
+    async def main() -> None:
+        group = await EngineGroup.start(LocalLauncher(stop_timeout_s=1), config, log_dir=tmp_path)
+        assert await group.serve(model="", tokenizer="", version=-1) == {"engine 0": "http://a:1", "engine 1": "http://b:2"}
+        assert not group.workers
+
+    asyncio.run(main())
+
+
+def test_engines_of_another_make_need_their_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="run `make vllm`"):
+        asyncio.run(EngineGroup.start(LocalLauncher(stop_timeout_s=1), small_config(tmp_path, inference__engine="vllm"), log_dir=tmp_path))
 
 
 def test_options_come_from_the_configuration_and_seeds_differ(tmp_path: Path) -> None:

@@ -125,15 +125,16 @@ def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_
 
 
 def test_devices_are_dealt_out_in_order_from_those_the_user_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def visible(launcher: LocalLauncher, num_devices: int) -> bytes:
-        spec = WorkerSpec("worker", "handlers:Echo", tmp_path / "w.log", num_devices=num_devices, env={"PYTHONPATH": SUPPORT})
+    async def visible(launcher: LocalLauncher, name: str, num_devices: int) -> bytes:
+        spec = WorkerSpec(name, "handlers:Echo", tmp_path / "w.log", num_devices=num_devices, env={"PYTHONPATH": SUPPORT})
         return await (await launcher.start(spec, timeout_s=60)).call("env", b"CUDA_VISIBLE_DEVICES", timeout_s=20)
 
     async def body() -> None:
         async with LocalLauncher(stop_timeout_s=5) as launcher:
-            assert [await visible(launcher, count) for count in (1, 0, 1)] == [b"3", b"", b"5"]
+            assert [await visible(launcher, *worker) for worker in (("a", 1), ("b", 0), ("c", 1))] == [b"3", b"", b"5"]
+            assert await visible(launcher, "a", 1) == b"3"  # started anew, it has what it had
             with pytest.raises(ConfigError, match="'3,5' shows 2"):
-                await visible(launcher, 1)
+                await visible(launcher, "d", 1)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     asyncio.run(body())

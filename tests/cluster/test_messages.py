@@ -8,6 +8,7 @@ import pytest
 
 from offbeat.cluster import messages
 from offbeat.cluster.messages import (
+    BroadcastRequest,
     BuildRequest,
     EngineAddress,
     EngineStart,
@@ -18,6 +19,7 @@ from offbeat.cluster.messages import (
     Objective,
     Published,
     PublishRequest,
+    ServerStart,
     Shard,
     StoreAddress,
     Trained,
@@ -30,7 +32,9 @@ STORE = StoreAddress("10.0.0.1", 4321)
 EXAMPLES = [
     STORE, BuildRequest("folder", "{}", 54, 0, None, 7), JoinRequest(1, 4, STORE, "{}", "folder"), Objective("ppo", 10),
     Trained({"train/loss": 0.1, "train/tokens": 3.0}, 1.5, 2.5, 0.75), PublishRequest(3, "v3", "float32", (1, 2, 3)),
-    Published("abc", -1.25), Folder("x"), ExportRequest("x", "y"), Loaded(12), EngineStart("{}"), EngineAddress("http://127.0.0.1:1"),
+    PublishRequest(3, "v3", "float32", (1, 2, 3), BroadcastRequest("10.0.0.1", 2, 60)), BroadcastRequest("10.0.0.1", 2, 60),
+    Published("abc", -1.25), Published("abc", -1.25, "10.0.0.1:99"), Folder("x"), ExportRequest("x", "y"), Loaded(12), EngineStart("{}"), EngineAddress("http://127.0.0.1:1"),
+    ServerStart(("python", "-m", "server"), {"A": "1"}, "127.0.0.1", 5.0),
 ]
 
 

@@ -96,7 +96,7 @@ def test_override_values_are_read_as_toml_or_taken_as_they_stand(key, text, valu
             "a b",
             "run.name is not allowed to be 'a b'; use letters, digits, '.', '_' and '-', starting with a letter or digit",
         ),
-        ("inference.min_engines", "3", "inference.min_engines must be <= inference.num_engines = 1, got 3"),
+        ("inference.min_engines", "3", "inference.min_engines must be <= the 1 of inference.num_engines, got 3"),
     ],
 )
 def test_a_bad_value_is_refused_in_one_sentence(key, text, sentence):

@@ -18,9 +18,13 @@ def test_folders_follow_from_names():
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"inference": {"num_engines": 2, "min_engines": 3}}, "inference.min_engines must be <= inference.num_engines = 2, got 3"),
+        ({"inference": {"num_engines": 2, "min_engines": 3}}, "inference.min_engines must be <= the 2 of inference.num_engines, got 3"),
         ({"model": {"tiny": {"num_heads": 6, "num_kv_heads": 4}}}, "model.tiny.num_kv_heads must divide num_heads = 6, got 4"),
         ({"algorithm": {"dual_clip": 0.5}}, r"algorithm.dual_clip must be 0 \(off\) or > 1, got 0.5"),
+        ({"model": {"lora": {"rank": 4}}, "train": {"strategy": "fsdp"}},
+         "train.strategy must be 'ddp' with model.lora.rank > 0, got 'fsdp'"),
+        ({"weights": {"channel": "collective"}, "inference": {"engine": "sglang"}},
+         "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'"),
         ({"data": {"task": "addition", "path": "a.jsonl"}}, "data.task and data.path exclude each other, got 'addition' and 'a.jsonl'"),
         ({"rollout": {"single_rank_load": False}}, "rollout.single_rank_load must be true with run.mode = 'controller', got false"),
         ({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False}},

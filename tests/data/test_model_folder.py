@@ -48,5 +48,5 @@ def test_a_hub_id_without_network_is_one_clear_sentence(monkeypatch, tmp_path):
 
 
 def test_looking_at_a_model_does_not_import_torch():
-    code = "import sys, offbeat.data.model_folder, offbeat.data.packing, offbeat.weights.fingerprint; sys.exit('torch' in sys.modules)"
+    code = "import sys, offbeat.data.model_folder, offbeat.data.packing, offbeat.model.fingerprint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

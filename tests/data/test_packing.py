@@ -92,6 +92,20 @@ def test_the_worked_example_of_the_module_is_what_comes_out():
     assert (row.segments.starts.tolist(), row.segments.lengths.tolist(), row.segments.prefix.tolist()) == ([0, 2], [2, 1], [-1, 0])
 
 
+@given(batches(), st.booleans(), st.integers(0, 9))
+@settings(max_examples=50, deadline=None)
+def test_families_stand_together_and_every_segment_knows_whose_tokens_it_runs(batch, share, seed):
+    families = np.random.default_rng(seed).integers(0, 3, batch.group_ids.max(initial=0) + 1)[batch.group_ids]
+    row = pack_row(batch, share_prefix=share, families=families)
+    assert (np.diff(families[row.owner]) >= 0).all()
+    for start, length, owner in zip(row.segments.starts, row.segments.lengths, row.owner, strict=True):
+        positions = row.positions[start:start + length]
+        assert (row.tokens[start:start + length] == batch.tokens[batch.offsets[owner] + positions]).all()
+    for source, index in zip(row.source, row.batch_index, strict=True):
+        before = slice(batch.offsets[np.searchsorted(batch.offsets, index, side="right") - 1], index)
+        assert row.tokens[visible(row, int(source))].tolist() == batch.tokens[before].tolist()
+
+
 def test_a_prompt_that_differs_although_its_group_id_is_equal_is_not_shared():
     batch = make_batch([[7, 8, 1, 2], [7, 9, 3, 4]], prefix_lens=[2, 2], group_ids=[0, 0])
     assert row_cost(batch, share_prefix=True) == row_cost(batch, share_prefix=False) == 6

@@ -16,7 +16,7 @@ def start_engine(model_dir: str) -> Iterator[StartEngine]:
     servers: list[EngineServer] = []
 
     def start(**options: object) -> tuple[EngineServer, str]:
-        server = EngineServer(EngineOptions(model=model_dir, **options))
+        server = EngineServer(EngineOptions(**{"model": model_dir} | options))
         servers.append(server)
         return server, server.start()
 

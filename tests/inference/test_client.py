@@ -19,9 +19,9 @@ from offbeat.errors import BusyError, DeadlineError, EngineError, PublishError, 
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.embedded.server import EngineServer
 from offbeat.inference.sampling import Sampling
+from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.load import load_causal_lm
-from offbeat.weights.fingerprint import fingerprint
 from offbeat.weights.protocol import Manifest
 from offbeat.weights.publish import Publisher, PublishReport
 from small_run import build_small_model
@@ -138,7 +138,7 @@ def test_a_publish_that_leaves_old_weights_in_an_engine_is_caught_by_the_proof(s
 def test_weights_that_are_right_and_a_forward_that_is_not_are_caught_by_the_canary(start_engine, newer, monkeypatch) -> None:
     faulty, bad = start_engine()
     score = faulty._engine.score
-    monkeypatch.setattr(faulty._engine, "score", lambda tokens: (score(tokens)[0], [logprob - 0.01 for logprob in score(tokens)[1]]))
+    monkeypatch.setattr(faulty._engine, "score", lambda tokens, **_: (score(tokens)[0], [logprob - 0.01 for logprob in score(tokens)[1]]))
     with pytest.raises(PublishError, match=r"its canary log-probability is off by 0\.01, more than 0\.001"):
         publish({"bad": bad}, newer, min_engines=1)
 

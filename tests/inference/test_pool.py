@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from offbeat.errors import EngineError, RefusedError
+from offbeat.errors import BusyError, DeadlineError, EngineError, RefusedError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.embedded.server import EngineServer
+from offbeat.inference.members import State
 from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sampling
 from waiting import until
@@ -22,14 +24,15 @@ class Spans(list):
 
 def using(
     urls: list[str], body: Callable[[EnginePool, list[tuple[str, str]]], Awaitable[None]], *, spans: Spans | None = None,
-    admit: bool = True,
+    admit: bool = True, **options: Any,
 ) -> None:
     async def main() -> None:
         async with EngineSession() as http:
             failures: list[tuple[str, str]] = []
             pool = EnginePool(
-                [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate(urls)], request_timeout_s=20,
-                on_failure=lambda name, reason: failures.append((name, reason)), on_busy=spans if spans is not None else Spans())
+                [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate(urls)],
+                on_failure=lambda name, reason: failures.append((name, reason)), on_busy=spans if spans is not None else Spans(),
+                **{"request_timeout_s": 20} | options)
             if admit:
                 for name in pool.healthy:
                     pool.admit(name, 0)
@@ -80,15 +83,14 @@ def test_a_request_of_an_engine_that_dies_is_done_by_another(start_engine) -> No
         call = asyncio.create_task(pool.generate(PROMPT, Sampling(4), n=2))
         await until(lambda: held(first) > 0)
         await asyncio.to_thread(first.stop)
-        assert len(await call) == 2
+        assert [sample.num_retries for sample in await call] == [1, 1]
         assert [name for name, _ in failures] == ["engine 0"]
-        # It is not yet known to be dead, so it is asked again, and the request is done all the same.
-        assert len(await pool.generate(PROMPT, Sampling(4), n=1)) == 1
+        assert pool.states["engine 0"] is State.QUARANTINED  # examined at once
 
     using([url_0, url_1], body)
 
 
-def test_when_every_engine_fails_the_last_reason_is_raised(start_engine) -> None:
+def test_when_every_engine_fails_the_reasons_are_raised(start_engine) -> None:
     (first, url_0), (second, url_1) = start_engine(), start_engine()
 
     async def body(pool: EnginePool, failures: list) -> None:
@@ -194,3 +196,152 @@ def test_samples_of_new_weights_wait_for_their_proof(start_engine, proven: bool)
                 await request
 
     using([url], body)
+
+
+def test_a_session_stays_with_its_engine_and_yields_to_balance(start_engine) -> None:
+    (first, url_0), (second, url_1) = start_engine(), start_engine()
+    spans = Spans()
+
+    async def body(pool: EnginePool, _: list) -> None:
+        for _ in range(3):  # idle engines would take turns
+            await pool.generate(PROMPT, Sampling(2), n=1, session="a")
+        assert [engine for _, engine, _, _ in spans] == ["engine 0"] * 3
+        pause(first, second)
+        calls = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1, session="a")) for _ in range(6)]
+        await until(lambda: held(first) + held(second) == 6)
+        assert (held(first), held(second)) == (5, 1)
+        resume(first)
+        resume(second)
+        await asyncio.gather(*calls)
+
+    using([url_0, url_1], body, spans=spans)
+
+
+def test_a_request_that_only_fails_itself_is_raised_and_quarantines_nobody(start_engine, monkeypatch) -> None:
+    (_, url_0), (_, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, failures: list) -> None:
+        async def fail(*_: Any, **__: Any) -> None:
+            raise EngineError("500: this prompt breaks me")
+
+        for name in pool.states:
+            monkeypatch.setattr(pool.client(name), "generate", fail)
+        with pytest.raises(EngineError, match="500: this prompt breaks me"):
+            await pool.generate(PROMPT, Sampling(2), n=1)
+        assert len(failures) == 2 and len(pool.healthy) == 2
+
+    using([url_0, url_1], body, heal_timeout_s=60.0)
+
+
+def test_below_min_engines_requests_wait_for_one_to_heal_and_go_on(start_engine) -> None:
+    (_, url_0), (_, url_1) = start_engine(), start_engine()
+    notes: list[str] = []
+
+    async def body(pool: EnginePool, _: list) -> None:
+        pool.quarantine("engine 1", "its canary is off")
+        calls = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
+        assert not (await asyncio.wait(calls, timeout=0.1))[0]
+        assert notes == ["waiting up to 60 s for engines to heal: engine 0: serving; engine 1: its canary is off"]
+        pool.mark_healing("engine 1")
+        pool.admit("engine 1", 0)  # a late proof of a publish
+        assert pool.states["engine 1"] is State.HEALING
+        pool.restore("engine 1", 0)
+        assert len(await asyncio.gather(*calls)) == 3
+        assert pool.states == {"engine 0": State.SERVING, "engine 1": State.SERVING}
+
+    using([url_0, url_1], body, min_engines=2, heal_timeout_s=60.0, note=notes.append)
+
+
+def test_a_request_that_every_engine_failed_goes_on_when_one_returns_at_another_url(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, failures: list) -> None:
+        await asyncio.to_thread(first.stop)
+        call = asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1))
+        await until(lambda: pool.states["engine 0"] is State.QUARANTINED)
+        pool.mark_healing("engine 0", url=url_1)
+        pool.restore("engine 0", 0)
+        assert [sample.num_retries for sample in await call] == [1]
+
+    using([url_0], body, heal_timeout_s=60.0)
+
+
+def test_a_wait_for_engines_ends_with_each_reason(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, _: list) -> None:
+        await asyncio.to_thread(first.stop)
+        pool.quarantine("engine 1", "its canary is off")
+        with pytest.raises(EngineError, match=r"can serve: engine 0: .* cannot be reached.*; engine 1: its canary is off; last: engine 0"):
+            await pool.generate(PROMPT, Sampling(2), n=1)
+
+    using([url_0, url_1], body, heal_timeout_s=0.2)
+
+
+def test_a_request_that_breaks_every_engine_that_heals_is_given_up(start_engine, monkeypatch) -> None:
+    _, url = start_engine()
+
+    async def body(pool: EnginePool, failures: list) -> None:
+        async def die(*_: Any, **__: Any) -> None:
+            pool.quarantine("engine 0", "it died")
+            asyncio.get_running_loop().call_later(0.01, pool.restore, "engine 0", 0)
+            raise EngineError("the connection was reset")
+
+        monkeypatch.setattr(pool.client("engine 0"), "generate", die)
+        with pytest.raises(EngineError, match="engine 0 was quarantined while it answered: it died"):
+            await pool.generate(PROMPT, Sampling(2), n=1)
+        assert len(failures) == 3
+
+    using([url], body, heal_timeout_s=60.0)
+
+
+def test_an_engine_that_stays_full_ends_in_its_own_words(start_engine) -> None:
+    server, url = start_engine(max_running=1, max_queued=1)
+
+    async def body(pool: EnginePool, _: list) -> None:
+        pause(server)
+        calls = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {BusyError, DeadlineError}
+        resume(server)
+
+    using([url], body, request_timeout_s=0.5)
+
+
+def test_a_drained_engine_finishes_what_it_has_and_gets_no_more(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, _: list) -> None:
+        pause(first)
+        call = asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1))
+        await until(lambda: held(first) == 1)
+        with pytest.raises(DeadlineError, match="the last request on engine 0"):
+            await pool.drain("engine 0", timeout_s=0.05)
+        await asyncio.gather(*(pool.generate(PROMPT, Sampling(2), n=1) for _ in range(4)))
+        assert held(first) == 1 and list(pool.healthy) == ["engine 1"]
+        resume(first)
+        assert [sample.num_retries for sample in await call] == [0]
+        pool.restore("engine 0", 0)
+        await pool.drain("engine 0", timeout_s=5)  # it is idle
+        assert pool.states["engine 0"] is State.DRAINING
+
+    using([url_0, url_1], body)
+
+
+def test_a_probe_tells_a_dead_engine_from_a_well_one(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+    quarantined: dict[str, str] = {}
+
+    async def body(pool: EnginePool, _: list) -> None:
+        await asyncio.to_thread(first.stop)
+        for name in pool.states:
+            await pool.examine(name)
+            await pool.examine(name)
+        assert list(quarantined) == ["engine 0"] and "cannot be reached" in quarantined["engine 0"]
+        async with asyncio.timeout(5):
+            await pool.wait_quarantined("engine 0")
+        assert list(await pool.wait_healthy()) == ["engine 1"]
+        with pytest.raises(EngineError, match="engine 1: serving"):
+            await pool.wait_healthy(version=7)
+
+    using([url_0, url_1], body, on_quarantine=quarantined.__setitem__)

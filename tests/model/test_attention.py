@@ -11,7 +11,7 @@ def make_row(lengths, prefix=None):
     lengths = np.asarray(lengths)
     segments = Segments(np.cumsum(lengths) - lengths, lengths, np.full(len(lengths), -1) if prefix is None else np.asarray(prefix))
     none = np.zeros(0, np.int64)
-    return PackedRow(np.zeros(lengths.sum(), np.int32), np.zeros(lengths.sum(), np.int32), segments, none, none, none)
+    return PackedRow(np.zeros(lengths.sum(), np.int32), np.zeros(lengths.sum(), np.int32), segments, none, none, none, none)
 
 
 def slow_attention(query, key, value, segments, scale):
@@ -33,6 +33,8 @@ ROWS = {
     "equal lengths": make_row([4, 4, 4]),
     "many lengths": make_row([1, 2, 3, 5, 8, 13, 14]),
     "equal groups": make_row([3, 3, 4, 4, 4, 4], [-1, -1, 0, 1, 0, 1]),
+    "no order": make_row([5, 2, 5, 2, 9]),
+    "families of groups": make_row([3, 2, 1, 3, 3, 2, 1], [-1, 0, 0, -1, -1, 4, 4]),
     "ragged groups": make_row([2, 3, 9, 1, 4, 5, 6], [-1, -1, -1, 0, 2, 1, 2]),
 }
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from offbeat.weights.fingerprint import fingerprint
+from offbeat.model.fingerprint import fingerprint
 
 
 def random_bytes(count, seed=0):

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.model.tensors import named_bytes
-from offbeat.weights.fingerprint import fingerprint
 
 
 def test_each_parameter_comes_once_as_its_bytes(model_dir: str) -> None:

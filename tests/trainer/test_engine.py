@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.train import OptimizerConfig, TrainConfig
 from offbeat.data.batch import TokenBatch
+from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.model.tensors import named_bytes
 from offbeat.trainer.engine import TrainEngine
 from offbeat.trainer.optim import learning_rate
-from offbeat.weights.fingerprint import fingerprint
 from ranks import run_alone, run_ranks
 from train_samples import OPTIMIZER, build_engine, build_model, make_batch, share, temporary_model, train
 
@@ -53,7 +53,7 @@ def _compare_one(groups, strategy):
         # After scoring, a step must still see the updated weights.
         result["after_canary"] = train(engine, [make_batch(2, 2)])
         result["fingerprint"] = engine.fingerprint("float32")
-        state = engine.full_state()
+        state = engine.copy().state
         result["norm"] = sum(tensor.double().pow(2).sum().item() for tensor in state.values())
         result["names"] = list(state)
         if groups.world > 1:
@@ -311,7 +311,7 @@ def test_training_does_not_change_what_was_copied_out(tmp_path):
 
     def check(groups, _):
         engine = build_engine(groups, folder)
-        state = engine.full_state()
+        state = engine.copy().state
         copies = {name: tensor.clone() for name, tensor in state.items()}
         train(engine, batches_of("many"))
         assert all(torch.equal(state[name], copies[name]) for name in state)
@@ -326,10 +326,10 @@ def test_an_objective_set_after_scoring_trains_all_parameters_and_can_be_saved(s
         engine = build_engine(groups, build_model(tmp_path / "model"), strategy=strategy, objective_name="sft")
         engine.canary([3, 4, 5, 6])
         engine.set_objective("ppo", algorithm=AlgorithmConfig(), optimizer=OPTIMIZER, total_steps=5)
-        before = engine.full_state()
+        before = engine.copy().state
         train(engine, [make_batch(2, 4)])
         assert engine.step == 1
-        assert all(not torch.equal(tensor, before[name]) for name, tensor in engine.full_state().items())
+        assert all(not torch.equal(tensor, before[name]) for name, tensor in engine.copy().state.items())
         engine.save(tmp_path / "checkpoint")
 
     run_alone(check)

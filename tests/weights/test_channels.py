@@ -1,14 +1,31 @@
-"""The disk channel: one folder per version, and which of them stay."""
+"""The disk channel: one folder per version, and which of them stay. The collective one: real trainers and engines, of which one dies."""
 
 import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from offbeat.weights.channels import DiskChannel
+from offbeat.aio import both
+from offbeat.cluster.engine_group import EngineGroup
+from offbeat.cluster.local import LocalLauncher
+from offbeat.cluster.train_group import TrainGroup
+from offbeat.config.root import Config
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.process import Child
+from offbeat.weights.channels import CollectiveChannel, DiskChannel
 from offbeat.weights.protocol import Manifest
+from offbeat.weights.publish import Publisher, PublishReport
+from small_run import small_config
+
+CANARY = (13, 14, 15, 5)
 
 
 def channel(directory: Path, *, keep: int = 2) -> DiskChannel:
-    async def write(version: int, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
+    async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+        if num_receivers:
+            return Manifest(version, str(folder), "f", canary, -1.0, f"host:{num_receivers}")
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"new {version}")
         return Manifest(version, str(folder), "f", canary, -1.0)
@@ -47,3 +64,59 @@ def test_other_files_beside_the_versions_are_left_alone(tmp_path: Path) -> None:
     for version in range(3):
         publish(channel(tmp_path, keep=1), version)
     assert names(tmp_path) == ["notes", "v00000002", "vocabulary.txt"]
+
+
+def test_a_broadcast_is_for_as_many_engines_as_are_healthy_and_a_folder_where_none_is(tmp_path: Path) -> None:
+    healthy = [3]
+    collective = CollectiveChannel(channel(tmp_path, keep=1), num_receivers=lambda: healthy[0])
+    assert asyncio.run(collective.write(0)).broadcast == "host:3"
+    healthy[0] = 0
+    assert asyncio.run(collective.write(1)).broadcast == ""
+    asyncio.run(collective.write(2))
+    collective.prune()
+    assert names(tmp_path) == ["v00000002"]
+
+
+@asynccontextmanager
+async def cast(root: Path, config: Config, model: str) -> AsyncIterator[tuple[TrainGroup, dict[str, EngineClient], EngineGroup]]:
+    """One trainer and two engines, in processes of their own."""
+    async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
+        trainers, engines = await both(
+            TrainGroup.start(launcher, config, model=model, build=None, log_dir=root, on_span=lambda *_: None),
+            EngineGroup.start(launcher, config, log_dir=root))
+        urls = await engines.serve(model=model, tokenizer=model, version=-1)
+        yield trainers, {name: EngineClient(name, url, http.session) for name, url in urls.items()}, engines
+
+
+def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_nobody_along(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(tmp_path, model_dir, inference__num_engines="2", weights__stage_timeout_s="12")
+    lost: dict[str, str] = {}
+
+    async def main() -> None:
+        async with cast(tmp_path, config, model_dir) as (trainers, clients, engines):
+            disk = DiskChannel(config.weights_dir, keep=2, canary=CANARY, write=trainers.publish)
+            channels = [disk, CollectiveChannel(disk, num_receivers=lambda: len(clients))]
+
+            async def publish(version: int) -> PublishReport:
+                publisher = Publisher(
+                    lambda: clients, channels[version % 2], config.weights, min_engines=1, on_serving=lambda *_: None,
+                    on_quarantine=lost.__setitem__)
+                return await publisher.publish(version)
+
+            proofs = []
+            for version in (0, 1):
+                assert (await publish(version)).serving == ("engine 0", "engine 1")
+                proofs.append(await clients["engine 1"].prove(CANARY, timeout_s=10))
+            assert proofs[0].fingerprint == proofs[1].fingerprint and [proof.version for proof in proofs] == [0, 1]
+            assert names(config.weights_dir) == ["v00000000"]  # what is broadcast is not written
+
+            victim = engines.workers[1]
+            assert isinstance(victim, Child)
+            os.kill(victim.pid, signal.SIGSTOP)
+            publishing = asyncio.create_task(publish(3))
+            await asyncio.sleep(1)
+            os.kill(victim.pid, signal.SIGKILL)
+            assert (await publishing).serving == ("engine 0",)
+            assert "cannot be reached" in lost["engine 1"]
+
+    asyncio.run(main())

@@ -2,19 +2,21 @@
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.config.weights import WeightsConfig
-from offbeat.errors import EngineError, PublishError
+from offbeat.errors import EngineError, ProofError, PublishError
 from offbeat.weights.protocol import Manifest, Proof
 from offbeat.weights.publish import Publication, Publisher, Stage
 
 MANIFEST = Manifest(version=5, folder="v5", fingerprint="new", canary=(1, 2, 3), canary_logprob=-1.0)
 GOOD = Proof(5, "new", -1.0)
+Recover = Callable[[int], Awaitable[list[str]]]
 BAD = [Proof(4, "old", -2.0), Proof(5, "old", -1.0), Proof(5, "new", -1.5), Proof(5, "new", float("nan"))]
 
 
@@ -77,12 +79,12 @@ class Channel:
         pass
 
 
-def publisher(*engines: Engine, min_engines: int = 1) -> tuple[Publisher, dict[str, int], dict[str, str]]:
+def publisher(*engines: Engine, min_engines: int = 1, recover: Recover | None = None) -> tuple[Publisher, dict[str, int], dict[str, str]]:
     serving: dict[str, int] = {}
     quarantined: dict[str, str] = {}
     return (
         Publisher(lambda: {e.name: e for e in engines}, Channel(), WeightsConfig(stage_timeout_s=0.2), min_engines=min_engines,
-                  on_serving=serving.__setitem__, on_quarantine=quarantined.__setitem__),
+                  on_serving=serving.__setitem__, on_quarantine=quarantined.__setitem__, recover=recover),
         serving, quarantined,
     )
 
@@ -103,3 +105,78 @@ def test_too_few_engines_fail_the_publish_with_each_reason() -> None:
     with pytest.raises(PublishError, match=r"served by 0 engines.*b: staging failed: b: no such folder; a: its weights"):
         asyncio.run(publish.publish(5))
     assert serving == {}
+
+
+def test_an_engine_is_brought_to_what_is_current_and_proven() -> None:
+    publish, serving, _ = publisher(Engine("a"))
+    out, lazy = Engine("out"), Engine("out", "lazy")
+
+    async def main() -> None:
+        assert await publish.bring(out) is None  # nothing was published
+        await publish.publish(5)
+        assert await publish.bring(out) == 5
+        assert out.served == MANIFEST
+        with pytest.raises(ProofError, match="out failed its proof: its weights have fingerprint old instead of new"):
+            await publish.bring(lazy)
+        with pytest.raises(EngineError, match="no such folder"):
+            await publish.bring(Engine("out", "refuse"))
+
+    asyncio.run(main())
+    assert serving == {"a": 5}  # who brings it admits it
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_engine_that_heals_during_a_publish_ends_at_the_new_version(gone: bool) -> None:
+    """`gone`: the old version's folder is removed as soon as the new one is being written."""
+    older, newer = replace(MANIFEST, version=4), MANIFEST
+
+    class Versions(Channel):
+        async def write(self, version: int) -> Manifest:
+            await asyncio.sleep(0.05)
+            return {4: older, 5: newer}[version]
+
+    class Slow(Engine):
+        async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
+            await asyncio.sleep(0.02)
+            if gone and manifest is older and writing:
+                raise EngineError("the folder is gone")
+            await super().stage(manifest, timeout_s=timeout_s)
+
+        async def prove(self, canary: tuple[int, ...], *, timeout_s: float) -> Proof:
+            await asyncio.sleep(0.02)
+            return await super().prove(canary, timeout_s=timeout_s)
+
+    serving: dict[str, int] = {}
+    engine, writing = Slow("healing"), False
+    publish = Publisher(
+        lambda: {"a": Engine("a")}, Versions(), WeightsConfig(), min_engines=1, on_serving=serving.__setitem__,
+        on_quarantine=lambda name, reason: None)
+
+    async def main() -> None:
+        nonlocal writing
+        await publish.publish(4)
+        writing = True
+        publishing = asyncio.create_task(publish.publish(5))
+        await asyncio.sleep(0.02 if gone else 0.03)
+        assert await publish.bring(engine) == 5
+        await publishing
+
+    asyncio.run(main())
+    assert engine.served == newer and serving == {"a": 5}
+
+
+def test_a_publish_below_min_engines_waits_for_engines_to_heal() -> None:
+    async def heal(version: int) -> list[str]:
+        assert version == 5
+        return ["b"]
+
+    async def fail(version: int) -> list[str]:
+        raise EngineError("no engine can serve: b: its process died")
+
+    bad = Engine("a", "lazy")
+    healing, _, _ = publisher(bad, recover=heal)
+    report = asyncio.run(healing.publish(5))
+    assert report.serving == ("b",) and list(report.quarantined) == ["a"]
+    hopeless, _, _ = publisher(bad, recover=fail)
+    with pytest.raises(PublishError, match="served by 0 engines, .* a: its weights have fingerprint old .*; no engine can serve: b: its"):
+        asyncio.run(hopeless.publish(5))

@@ -46,6 +46,10 @@ class Objective:
     needs_prox: bool
     loss: Callable[[LossInputs], TokenLosses]
 
+    def temperature(self, sampling: float) -> float:
+        """The temperature of its log-probabilities, given that of the sampling."""
+        return sampling if self.at_temperature else 1.0
+
 
 def _ppo(config: AlgorithmConfig) -> Objective:
     def loss(inputs: LossInputs) -> TokenLosses:

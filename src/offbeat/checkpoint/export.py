@@ -5,7 +5,7 @@ Called on rank 0 with the whole weights. The folder appears complete or not at a
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ _TOKENIZER_FILES = (
 
 def export_folder(
     state: Mapping[str, Tensor], folder: Path, *, model_folder: Path, tokenizer_folder: Path | None = None,
-    dtype: Literal["float32", "bfloat16"],
+    dtype: Literal["float32", "bfloat16"], add: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a model folder, replacing the one that is there.
 
@@ -31,6 +31,7 @@ def export_folder(
         model_folder: where the model came from; its configuration, and its tokenizer if it has one, are copied.
         tokenizer_folder: where the tokenizer comes from instead.
         dtype: number format, noted in the configuration.
+        add: writes what else belongs into the folder; is called with the place where it grows.
 
     Raises:
         StorageError: the disk is full or the folder cannot be written; what was there before is intact.
@@ -42,6 +43,8 @@ def export_folder(
         _note_dtype(part / "config.json", dtype)
         if tokenizer_folder is not None:
             _copy_tokenizer(tokenizer_folder, part)
+        if add is not None:
+            add(part)
         _put_in_place(part, folder)
     except OSError as exc:
         if isinstance(exc, StorageError):

@@ -1,23 +1,19 @@
-"""Where rollouts are played: engines, the pool that routes to them, rewards and data. Torch-free.
+"""Where rollouts are played: engines, rewards and data. Torch-free.
 
 Opened by the controller, by rank 0 in SPMD mode, and by every other rank that rolls out on rank 0's engines.
 """
 
-from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from offbeat.algorithms.experience import sft_batch
-from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.material import Material, choose_reward
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
 from offbeat.data.dataset import PromptStream, check_length, render, sft_sequence
 from offbeat.data.row import Row
-from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sampling
-from offbeat.rollout.episode import Episode, Workflow
+from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor
 from offbeat.rollout.functions import resolve
 from offbeat.rollout.reward_pool import RewardPool
@@ -25,24 +21,16 @@ from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 
-UNPUBLISHED: Version = -1
-"""What a new engine serves until its first publication: the initial weights, unproven, routed to by nobody."""
-
 
 @dataclass(frozen=True)
 class Arena:
-    """Where rollouts are played. `engines` watches those that this process started; the pool may also route to others' engines."""
+    """Where rollouts are played, on what `generate` routes to."""
 
     config: Config
     record: RunRecord
     material: Material
-    engines: EngineGroup
-    pool: EnginePool
+    generate: Generate
     rewards: RewardPool
-
-    async def watch(self) -> None:
-        """Until cancelled, take dead engines out of service; raises EngineError when too few are left."""
-        await self.engines.watch(make_quarantine(self.pool, self.record))
 
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> RolloutExecutor:
         """An executor that feeds the training steps from `version` to `last_version`."""
@@ -67,7 +55,7 @@ class Arena:
             len(prompt), self.config.data, name=repr(str(row.prompt)[:40]), context=material.context,
             max_new_tokens=sampling.max_new_tokens)
         return Episode(
-            row=row, prompt=prompt, group_size=group_size, sampling=sampling, generate=self.pool.generate, score=self.rewards.score,
+            row=row, prompt=prompt, group_size=group_size, sampling=sampling, generate=self.generate, score=self.rewards.score,
             tokenizer=material.tokenizer)
 
 
@@ -78,24 +66,3 @@ async def open_rewards(stack: AsyncExitStack, material: Material, config: Config
         choose_reward(config), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=record.log_dir))
     await rewards.check(material.train.row(0))
     return rewards
-
-
-async def open_pool(stack: AsyncExitStack, urls: Mapping[str, str], config: Config, record: RunRecord) -> EnginePool:
-    """Connect to the engines at these URLs, by name."""
-    http = await stack.enter_async_context(EngineSession())
-    return EnginePool(
-        [EngineClient(name, url, http.session) for name, url in urls.items()], request_timeout_s=config.inference.request_timeout_s,
-        on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason), on_busy=record.on_span)
-
-
-def make_quarantine(pool: EnginePool, record: RunRecord) -> Callable[[str, str], None]:
-    """What happens when an engine may serve no more."""
-
-    def quarantine(name: str, reason: str) -> None:
-        if name not in pool.healthy:  # a dead engine fails its publication, too
-            return
-        pool.quarantine(name, reason)
-        record.events.record("quarantine", engine=name, reason=reason)
-        record.console.note(f"{name} is quarantined: {reason}")
-
-    return quarantine

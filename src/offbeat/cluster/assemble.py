@@ -5,22 +5,29 @@ Nothing that the controller imports reaches torch: workers, and SPMD mode, are s
 
 import importlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from offbeat.aio import both
-from offbeat.cluster.arena import UNPUBLISHED, Arena, make_quarantine, open_pool, open_rewards
+from offbeat.cluster.arena import Arena, open_rewards
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.group import Launcher, library_environment
+from offbeat.cluster.lora_publisher import POLICY, LoraPublisher
 from offbeat.cluster.material import Material, choose_canary, read_material
 from offbeat.cluster.place import Place
-from offbeat.cluster.session import Session, Solo
+from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
+from offbeat.cluster.session import Publishing, Session, Solo
 from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
-from offbeat.inference.pool import EnginePool
+from offbeat.inference.client import EngineClient
+from offbeat.rollout.episode import Generate
 from offbeat.telemetry.record import RunRecord
-from offbeat.weights.channels import DiskChannel, WriteVersion
+from offbeat.types import Version
+from offbeat.weights.channels import CollectiveChannel, DiskChannel, WriteVersion
 from offbeat.weights.publish import Publisher
 
 # By name: importing Ray costs a second and is an optional extra; SPMD mode imports torch.
@@ -49,15 +56,15 @@ async def open_controller(config: Config, place: Place, material: Material, reco
                 launcher, config, model=material.model, build=material.build, log_dir=record.log_dir, on_span=record.on_span),
             both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record)))
         urls = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
-        pool = await open_pool(stack, urls, config, record)
-        arena = Arena(config, record, material, engines, pool, rewards)
-        publisher = make_publisher(pool, material, config, record, write=trainers.publish)
-        yield Session(config, record, material, trainers, publisher, arena, Solo(), arena.watch)
+        serving = await open_serving(stack, engines, urls, config, record, model=material.model)
+        policy = make_policy(serving, material, config, write=trainers.publish)
+        arena = Arena(config, record, material, policy.generate, rewards)
+        yield Session(config, record, material, trainers, policy.publisher, arena, Solo(), policy.watch)
 
 
 @asynccontextmanager
-async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[Arena]:
-    """Start engines that serve `model.path` as it is, and rewards; for evaluation without training.
+async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[tuple[Arena, Callable[[], Coroutine[Any, Any, None]]]]:
+    """Start engines that serve `model.path` as it is, and rewards, for evaluation without training; and what watches the engines.
 
     Raises:
         ConfigError: there is no model.
@@ -70,18 +77,38 @@ async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[Arena]:
         engines, rewards = await both(
             EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record))
         urls = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
-        pool = await open_pool(stack, urls, config, record)
-        for name in pool.healthy:
-            pool.admit(name, UNPUBLISHED)
-        yield Arena(config, record, material, engines, pool, rewards)
+        serving = await open_serving(stack, engines, urls, config, record, model=material.model)
+        for name in serving.pool.states:
+            serving.pool.admit(name, UNPUBLISHED)
+        yield Arena(config, record, material, serving.pool.generate, rewards), partial(serving.watch, _as_started)
 
 
-def make_publisher(pool: EnginePool, material: Material, config: Config, record: RunRecord, *, write: WriteVersion) -> Publisher:
-    """Publishes what `write` writes to the engines of the pool."""
-    channel = DiskChannel(config.weights_dir, keep=config.weights.keep, canary=choose_canary(material, config), write=write)
-    return Publisher(
-        lambda: pool.healthy, channel, config.weights, min_engines=config.inference.min_engines, on_serving=pool.admit,
-        on_quarantine=make_quarantine(pool, record))
+async def _as_started(_client: EngineClient) -> Version:
+    """A healed engine serves the weights that it was started with."""
+    return UNPUBLISHED
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a run's policy reaches the engines, is sampled there, and comes back to one that was healed."""
+
+    publisher: Publishing
+    generate: Generate
+    watch: Callable[[], Coroutine[Any, Any, None]]
+
+
+def make_policy(serving: Serving, material: Material, config: Config, *, write: WriteVersion) -> Policy:
+    """Publishes what `write` writes: whole weights, or the adapter that `model.lora` asks for."""
+    pool, fleet = serving.pool, serving.fleet
+    channel = DiskChannel(config.weights_dir.resolve(), keep=config.weights.keep, canary=choose_canary(material, config), write=write)
+    if config.model.lora.rank:
+        return Policy(LoraPublisher(fleet, channel), partial(fleet.generate, POLICY), serving.watch)
+    publisher = Publisher(
+        lambda: pool.healthy,
+        CollectiveChannel(channel, num_receivers=lambda: len(pool.healthy)) if config.weights.channel == "collective" else channel,
+        config.weights, min_engines=config.inference.min_engines, on_serving=pool.admit, on_quarantine=pool.quarantine,
+        recover=lambda version: pool.wait_healthy(version=version))
+    return Policy(publisher, pool.generate, partial(serving.watch, publisher.bring))
 
 
 def make_launcher(config: Config, *, devices_taken: int = 0) -> Launcher:

@@ -3,68 +3,116 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from offbeat.aio import gather_all
 from offbeat.cluster.group import Launcher, Nothing, Worker, WorkerSpec, ask
 from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.messages import EngineAddress, EngineStart
+from offbeat.cluster.messages import EngineAddress, EngineStart, ServerStart
+from offbeat.cluster.servers import engine_python, server_command
 from offbeat.config.root import Config
 from offbeat.data import wire
-from offbeat.errors import EngineError
 from offbeat.inference.embedded.options import EngineOptions
 
-_TARGET = "offbeat.cluster.engine_worker:EngineWorker"
+_EMBEDDED = "offbeat.cluster.engine_worker:EngineWorker"
+_SERVER = "offbeat.cluster.server_worker:ServerWorker"
 _WATCH_INTERVAL_S = 0.25
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 5.0
+_RESTART_STOP_TIMEOUT_S = 0.5
+"""A process that is restarted has failed already."""
+_MARGIN_S = 5.0
+"""Beyond its deadline, what a worker gets to tell why its server missed it."""
 
 
 class EngineGroup:
-    """E engine processes."""
+    """E engines by name, "engine 0" to "engine E-1": processes of the run, or servers at `inference.urls` that it only uses.
 
-    def __init__(self, workers: Sequence[Worker], config: Config) -> None:
-        self.workers = workers
+    Attributes:
+        workers: the processes, in order; none where the engines are not the run's own.
+    """
+
+    def __init__(self, config: Config, *, launcher: Launcher | None = None, specs: Sequence[WorkerSpec] = ()) -> None:
+        self.workers: list[Worker] = []
         self._config = config
+        self._launcher = launcher
+        self._specs = specs
+        self._serving: Callable[[int], EngineStart | ServerStart] | None = None
 
     @classmethod
     async def start(cls, launcher: Launcher, config: Config, *, log_dir: Path) -> "EngineGroup":
-        """Start the processes; they serve nothing before `serve`."""
-        names = [f"engine {index}" for index in range(config.inference.num_engines)]
+        """Start the processes; they serve nothing before `serve`.
+
+        Raises:
+            ConfigError: the environment of another make of engines is not there.
+        """
+        if config.inference.urls:
+            return cls(config)
+        embedded = config.inference.engine == "embedded"
+        if not embedded:
+            engine_python(config)
         specs = [
             WorkerSpec(
-                name, _TARGET, log_dir / f"{name.replace(' ', '-')}.log",
+                name, _EMBEDDED if embedded else _SERVER, log_dir / f"{name.replace(' ', '-')}.log",
                 threads=config.inference.threads, num_devices=config.cluster.devices_per_worker)
-            for name in names]
-        return cls(await gather_all(launcher.start(spec, timeout_s=config.inference.start_timeout_s) for spec in specs), config)
+            for name in engine_names(config.inference.num_engines)]
+        group = cls(config, launcher=launcher, specs=specs)
+        group.workers = await gather_all(launcher.start(spec, timeout_s=config.inference.start_timeout_s) for spec in specs)
+        return group
 
     async def serve(self, *, model: str, tokenizer: str, version: int) -> dict[str, str]:
         """Load `model` on every engine; URLs by engine name."""
-        addresses = await gather_all(
-            ask(worker, "start", self._start(worker, engine_options(self._config, model, tokenizer, version, index)), EngineAddress,
-                timeout_s=self._config.inference.start_timeout_s)
-            for index, worker in enumerate(self.workers))
-        return {worker.name: address.url for worker, address in zip(self.workers, addresses, strict=True)}
+        if not self.workers:
+            return dict(zip(engine_names(len(self._config.inference.urls)), self._config.inference.urls, strict=True))
+        self._serving = partial(self._request, model=model, tokenizer=tokenizer, version=version)
+        urls = await gather_all(self._serve(index) for index in range(len(self.workers)))
+        return {worker.name: url for worker, url in zip(self.workers, urls, strict=True)}
 
-    def _start(self, worker: Worker, options: EngineOptions) -> EngineStart:
-        return EngineStart(wire.encode_json(options).decode(), worker.host)
-
-    async def watch(self, on_death: Callable[[str, str], None]) -> None:
-        """Until cancelled, tell of each engine that dies.
+    async def restart(self, name: str) -> str:
+        """End the engine's process, start it anew on the model folder of `serve`, and give its URL. For engines of the run's own.
 
         Raises:
-            EngineError: fewer than `inference.min_engines` are left.
+            EngineError, WorkerError, DeadlineError: it does not start.
         """
-        living = {worker.name: worker for worker in self.workers}
+        assert self._launcher is not None, "only engines that the run started are restarted"
+        index = [worker.name for worker in self.workers].index(name)
+        await self.workers[index].stop(timeout_s=_RESTART_STOP_TIMEOUT_S)
+        self.workers[index] = await self._launcher.start(self._specs[index], timeout_s=self._config.inference.start_timeout_s)
+        return await self._serve(index)
+
+    async def watch(self, on_death: Callable[[str, str], None]) -> None:
+        """Until cancelled, tell of each engine that dies."""
+        told: set[Worker] = set()
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            for name in [name for name, worker in living.items() if not worker.alive]:
-                del living[name]
-                on_death(name, "its process died")
-            if len(living) < self._config.inference.min_engines:
-                raise EngineError(
-                    f"{len(living)} engines are left, fewer than inference.min_engines = {self._config.inference.min_engines}; "
-                    "their logs are in the run's folder logs")
+            dead = [worker for worker in self.workers if not worker.alive]
+            for worker in dead:
+                if worker not in told:
+                    on_death(worker.name, "its process died")
+            told = set(dead)
+
+    def _request(self, index: int, *, model: str, tokenizer: str, version: int) -> EngineStart | ServerStart:
+        config, host = self._config, self.workers[index].host
+        if config.inference.engine == "embedded":
+            return EngineStart(wire.encode_json(engine_options(config, model, tokenizer, version, index)).decode(), host)
+        command, env = server_command(config, model=model, tokenizer=tokenizer, version=version, seed=engine_seed(config, index))
+        return ServerStart(command, env, host, config.inference.start_timeout_s)
+
+    async def _serve(self, index: int) -> str:
+        assert self._serving is not None, "`serve` says what"
+        timeout_s = self._config.inference.start_timeout_s + _MARGIN_S
+        return (await ask(self.workers[index], "start", self._serving(index), EngineAddress, timeout_s=timeout_s)).url
+
+
+def engine_names(count: int) -> list[str]:
+    """How engines are known."""
+    return [f"engine {index}" for index in range(count)]
+
+
+def engine_seed(config: Config, index: int) -> int:
+    """The seed of engine `index`, which serves requests without one."""
+    return config.run.seed * 1000 + index
 
 
 def engine_options(config: Config, model: str, tokenizer: str, version: int, index: int) -> EngineOptions:
@@ -72,14 +120,15 @@ def engine_options(config: Config, model: str, tokenizer: str, version: int, ind
     inference = config.inference
     return EngineOptions(
         model=model, tokenizer=tokenizer, dtype=config.model.dtype, forward=inference.forward, max_running=inference.max_running,
-        max_queued=inference.max_queued, max_context=inference.max_context, seed=config.run.seed * 1000 + index, version=version)
+        max_queued=inference.max_queued, max_context=inference.max_context, max_adapters=inference.max_adapters,
+        max_adapter_rank=inference.max_adapter_rank, seed=engine_seed(config, index), version=version)
 
 
 @asynccontextmanager
 async def serve_one(options: EngineOptions, *, host: str, port: int, threads: int, device: int | None) -> AsyncIterator[tuple[str, Worker]]:
     """One engine outside of any run, in a process that writes to this one's terminal; gives its URL and its worker."""
     env = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
-    spec = WorkerSpec("engine", _TARGET, log=None, threads=threads, env=env)
+    spec = WorkerSpec("engine", _EMBEDDED, log=None, threads=threads, env=env)
     async with LocalLauncher(stop_timeout_s=_STOP_TIMEOUT_S) as launcher:
         worker = await launcher.start(spec, timeout_s=_START_TIMEOUT_S)
         start = EngineStart(wire.encode_json(options).decode(), host, port)

@@ -11,13 +11,14 @@ from offbeat.process import Child, ChildSpec
 
 
 class LocalLauncher:
-    """Starts processes on this machine. Accelerators are dealt out by number, in the order of starting."""
+    """Starts processes on this machine. Accelerators are dealt out by number, in the order of starting; a name keeps those it got."""
 
     def __init__(self, *, stop_timeout_s: float, devices_taken: int = 0, visible_devices_variable: str = "CUDA_VISIBLE_DEVICES") -> None:
         self._stop_timeout_s = stop_timeout_s
         self._visible_devices_variable = visible_devices_variable
         self._children: list[Child] = []
         self._next_device = devices_taken
+        self._devices: dict[str, list[str]] = {}
 
     @classmethod
     def from_config(cls, config: Config, *, devices_taken: int = 0) -> Self:
@@ -34,7 +35,9 @@ class LocalLauncher:
         """See `Launcher.start`."""
         env = spec.environment
         if spec.num_devices:
-            env[self._visible_devices_variable] = ",".join(self._deal(spec.num_devices))
+            if spec.name not in self._devices:
+                self._devices[spec.name] = self._deal(spec.num_devices)
+            env[self._visible_devices_variable] = ",".join(self._devices[spec.name])
         child = await Child.start(ChildSpec(spec.name, spec.target, env, spec.log), timeout_s=timeout_s)
         self._children.append(child)
         return child

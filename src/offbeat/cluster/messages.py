@@ -85,21 +85,37 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class BroadcastRequest:
+    """Offer a version to so many engines.
+
+    Attributes:
+        host: of rank 0's machine, as engines reach it.
+        timeout_s: for one engine to get the version.
+    """
+
+    host: str
+    num_receivers: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class PublishRequest:
-    """Write the weights as `version` into `folder`, and score the canary under them."""
+    """Write the weights as `version` into `folder`, or offer them by broadcast, and score the canary under them."""
 
     version: Version
     folder: str
     dtype: Literal["float32", "bfloat16"]
     canary: tuple[int, ...]
+    broadcast: BroadcastRequest | None = None
 
 
 @dataclass(frozen=True)
 class Published:
-    """What rank 0 wrote; `fingerprint` is empty on other ranks."""
+    """What rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks."""
 
     fingerprint: str
     canary_logprob: float
+    broadcast: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,6 +147,22 @@ class EngineStart:
     options: str
     host: str = "127.0.0.1"
     port: int = 0
+
+
+@dataclass(frozen=True)
+class ServerStart:
+    """Start a server process that takes --host and --port, and wait until its /health answers.
+
+    Attributes:
+        command: program and arguments.
+        env: environment variables added to the worker's.
+        timeout_s: until it must answer.
+    """
+
+    command: tuple[str, ...]
+    env: dict[str, str]
+    host: str
+    timeout_s: float
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from offbeat.cluster.messages import BuildRequest, ExportRequest, Objective, Pub
 from offbeat.config.model import TinyConfig
 from offbeat.config.root import Config
 from offbeat.dist.mesh import ProcessGroups
+from offbeat.dist.offer import Offer
 from offbeat.dist.platform import current_platform
 from offbeat.model.tiny import build_tiny
 from offbeat.trainer.engine import TrainEngine
@@ -31,13 +32,15 @@ class RankEngine:
     def __init__(self, engine: TrainEngine, config: Config) -> None:
         self._engine = engine
         self._config = config
+        self._offer: Offer | None = None
 
     @classmethod
     def build(cls, model: str, config: Config, groups: ProcessGroups) -> Self:
         """Load the model, a folder or hub id."""
         engine = TrainEngine.build(
             Path(model), config=config.train, algorithm=config.algorithm, optimizer=config.train.optimizer,
-            total_steps=config.run.total_steps, groups=groups, temperature=config.rollout.temperature or 1.0)
+            total_steps=config.run.total_steps, groups=groups, temperature=config.rollout.temperature or 1.0, lora=config.model.lora,
+            frozen_dtype=config.model.dtype, seed=config.run.seed)
         gc.freeze()  # what libraries loaded stays for good; walking it again and again costs 0.1 s each time
         return cls(engine, config)
 
@@ -63,10 +66,19 @@ class RankEngine:
         return Trained(stats.metrics, start_s, time.time(), current_platform.busy_clock() - busy_before_s)
 
     def publish(self, request: PublishRequest) -> Published:
-        """Score the canary, and write the weights on rank 0: last, so that no peer waits in a collective for a disk."""
+        """Score the canary, and write or offer the weights on rank 0: last, so that no peer waits in a collective for a disk.
+
+        An offer stands until the next version is published.
+        """
+        if self._offer is not None:
+            self._offer.close()
         canary_logprob = self._engine.canary(request.canary)
-        fingerprint = self._engine.publish(Path(request.folder), dtype=request.dtype)
-        return Published(fingerprint, canary_logprob)
+        if request.broadcast is None:
+            return Published(self._engine.publish(Path(request.folder), dtype=request.dtype), canary_logprob)
+        fingerprint, self._offer = self._engine.offer(
+            Path(request.folder), dtype=request.dtype, host=request.broadcast.host, num_receivers=request.broadcast.num_receivers,
+            timeout_s=request.broadcast.timeout_s)
+        return Published(fingerprint, canary_logprob, self._offer.address if self._offer else "")
 
     def save(self, folder: Path) -> None:
         """Write a resumable checkpoint."""

@@ -9,7 +9,7 @@ from offbeat.cluster.rank_engine import build_model
 from offbeat.config.root import Config
 from offbeat.dist.mesh import ProcessGroups, connect_store, host_store, join
 from offbeat.dist.peers import own_card
-from offbeat.errors import StorageError, SyncError
+from offbeat.errors import SyncError, UserError
 
 _STORE_TIMEOUT_S = 60.0
 
@@ -25,7 +25,7 @@ class RankWorker(Service):
         """Answer one call; the other ranks hear of a failure of this one at their next sync point, or where they wait."""
         try:
             return super().handle(method, payload)
-        except (SyncError, StorageError):  # raised by every rank alike; after a failed load or save the ranks are in step
+        except (SyncError, UserError):  # raised by every rank alike, or by one outside of collectives: the ranks are in step
             raise
         except Exception as exc:
             if self._groups is not None:

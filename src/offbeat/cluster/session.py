@@ -36,8 +36,8 @@ class Trainers(Protocol):
         """One training step on what this process has drawn; the metrics are over all ranks."""
         ...
 
-    async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
-        """Write the weights into a new folder."""
+    async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+        """See `offbeat.weights.channels.WriteVersion`."""
         ...
 
     async def save(self, folder: Path) -> None:

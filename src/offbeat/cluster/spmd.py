@@ -18,15 +18,16 @@ from pathlib import Path
 import torch
 
 from offbeat.aio import SideThread, beside, both
-from offbeat.cluster.arena import UNPUBLISHED, Arena, open_pool, open_rewards
-from offbeat.cluster.assemble import make_launcher, make_publisher
+from offbeat.cluster.arena import Arena, open_rewards
+from offbeat.cluster.assemble import make_launcher, make_policy
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.material import Material
 from offbeat.cluster.place import Place
 from offbeat.cluster.rank_engine import RankEngine, build_model
+from offbeat.cluster.serving import UNPUBLISHED, open_pool, open_serving
 from offbeat.cluster.session import Session
 from offbeat.cluster.shards import Sharder
-from offbeat.cluster.spmd_peers import RankPeers, RankPublisher, follow
+from offbeat.cluster.spmd_peers import RankPeers, follow, lead_publishes
 from offbeat.cluster.spmd_stage import Bystander, share_limits, share_rows
 from offbeat.cluster.spmd_trainers import HeadsLoad, OneRankLoads, RankTrainers
 from offbeat.config.root import Config
@@ -92,18 +93,19 @@ async def _open(
     urls = await peers.lead("engines", serve, dict[str, str])
     sharder = Sharder.of(config, model=material.model, num_ranks=place.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
-    trainers = RankTrainers(engine, loading, config, thread, on_span=record.on_span)
+    trainers = RankTrainers(engine, loading, config, thread, on_span=record.on_span, host=place.store_host)
     session = partial(
         Session, own, record, rows, trainers, peers=peers, num_heads=1 if one_loads else place.world, head=0 if one_loads else place.rank)
     if rewards is None:
         return session(follow(trainers, material, config, peers), Bystander(config), watch=_watch_nothing)
-    pool = await open_pool(stack, urls, config, record)
-    arena = Arena(own, record, rows, engines or EngineGroup([], config), pool, rewards)
     if engines is None:
+        pool = await open_pool(stack, urls, config, record, model=material.model)
+        arena = Arena(own, record, rows, pool.generate, rewards)
         return session(follow(trainers, material, config, peers, pool=pool), arena, watch=_watch_nothing)
-    publish = make_publisher(pool, material, config, record, write=trainers.publish).publish
-    publisher = RankPublisher(publish, peers, config.weights.stage_timeout_s)
-    return session(publisher, arena, watch=arena.watch)
+    serving = await open_serving(stack, engines, urls, config, record, model=material.model)
+    policy = make_policy(serving, material, config, write=trainers.publish)
+    arena = Arena(own, record, rows, policy.generate, rewards)
+    return session(lead_publishes(policy.publisher, serving.pool, config, peers), arena, watch=policy.watch)
 
 
 async def _watch_nothing() -> None:

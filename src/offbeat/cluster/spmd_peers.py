@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 from offbeat.aio import SideThread
 from offbeat.cluster.material import Material, choose_canary
+from offbeat.cluster.session import Publishing
 from offbeat.cluster.spmd_trainers import RankTrainers
 from offbeat.config.root import Config
 from offbeat.data import wire
 from offbeat.dist.sync import Sync
+from offbeat.inference.members import State
 from offbeat.inference.pool import EnginePool
 from offbeat.types import Version
 from offbeat.weights.publish import PublishReport
@@ -45,19 +47,29 @@ class RankPeers:
 
 
 @dataclass(frozen=True)
+class Published:
+    """How a publish went, and where the engines are now, by name; one that was started anew has another URL."""
+
+    report: PublishReport
+    urls: dict[str, str]
+
+
+@dataclass(frozen=True)
 class RankPublisher:
     """Publishing on every rank: all give their weights, rank 0 brings them to the engines, and all learn how that went.
 
+    The others wait for rank 0 as long as it shows life; no deadline of theirs ends while it waits for an engine.
+
     Attributes:
-        work: this rank's part; on rank 0 it gives the report.
+        work: this rank's part; on rank 0 it gives the outcome.
         timeout_s: seconds that the others wait for rank 0 to write the weights, on top of what it shows life in.
-        on_report: hears how it went.
+        on_published: hears how it went.
     """
 
-    work: Callable[[Version], Awaitable[PublishReport | None]]
+    work: Callable[[Version], Awaitable[Published | None]]
     peers: RankPeers
     timeout_s: float
-    on_report: Callable[[PublishReport], None] = lambda _report: None
+    on_published: Callable[[Published], None] = lambda _published: None
 
     async def publish(self, version: Version) -> PublishReport:
         """See `Publishing.publish`.
@@ -67,13 +79,23 @@ class RankPublisher:
         """
         own = await self.work(version)
 
-        async def report() -> PublishReport | None:
+        async def outcome() -> Published | None:
             return own
 
-        result = await self.peers.lead("published", report, PublishReport, timeout_s=self.timeout_s)
+        result = await self.peers.lead("published", outcome, Published, timeout_s=self.timeout_s)
         assert result is not None, "rank 0 publishes"
-        self.on_report(result)
-        return result
+        self.on_published(result)
+        return result.report
+
+
+def lead_publishes(publisher: Publishing, pool: EnginePool, config: Config, peers: RankPeers) -> RankPublisher:
+    """The publisher of rank 0, around one that brings weights to the engines of the pool."""
+
+    async def publish(version: Version) -> Published:
+        report = await publisher.publish(version)
+        return Published(report, {name: pool.client(name).url for name in pool.states})
+
+    return RankPublisher(publish, peers, config.weights.stage_timeout_s)
 
 
 def follow(
@@ -89,10 +111,14 @@ def follow(
     return publisher(partial(admit_into, pool)) if pool is not None else publisher()
 
 
-def admit_into(pool: EnginePool, report: PublishReport) -> None:
-    """Let a pool route to those engines that serve a version, and to no other."""
-    for name in list(pool.healthy):
-        if name in report.serving:
-            pool.admit(name, report.version)
-        else:
+def admit_into(pool: EnginePool, published: Published) -> None:
+    """Let a pool route to those engines that serve a version, where they are now, and to no other."""
+    report = published.report
+    for name, state in pool.states.items():
+        if name not in report.serving:
             pool.quarantine(name, report.quarantined.get(name, "rank 0 has taken it out of service"))
+        elif state in (State.QUARANTINED, State.HEALING):
+            pool.mark_healing(name, url=published.urls[name])
+            pool.restore(name, report.version)
+        else:
+            pool.admit(name, report.version)

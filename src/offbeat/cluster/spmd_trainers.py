@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from offbeat.aio import SideThread
-from offbeat.cluster.messages import ExportRequest, Objective, PublishRequest, Shard
+from offbeat.cluster.messages import BroadcastRequest, ExportRequest, Objective, PublishRequest, Shard
 from offbeat.cluster.rank_engine import RankEngine
 from offbeat.cluster.shards import Sharder
 from offbeat.config.root import Config
@@ -101,13 +101,16 @@ class HeadsLoad:
 class RankTrainers:
     """This rank's engine as the loop's trainers; calls run in the rank's thread."""
 
-    def __init__(self, engine: RankEngine, loading: Loading, config: Config, thread: SideThread, *, on_span: OnSpan) -> None:
-        """`on_span(name, track, start_s, end_s)` hears what each rank did."""
+    def __init__(
+        self, engine: RankEngine, loading: Loading, config: Config, thread: SideThread, *, on_span: OnSpan, host: str = "127.0.0.1",
+    ) -> None:
+        """`on_span(name, track, start_s, end_s)` hears what each rank did; `host` is rank 0's machine, as engines reach it."""
         self._engine = engine
         self._loading = loading
         self._config = config
         self._thread = thread
         self._on_span = on_span
+        self._host = host
 
     async def set_objective(self, objective: Objective) -> None:
         """See `Trainers.set_objective`."""
@@ -120,11 +123,12 @@ class RankTrainers:
             self._on_span("train_step", f"rank {rank}", one.start_s, one.end_s)
         return metrics
 
-    async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
-        """See `Trainers.publish`; only rank 0 looks at `folder`, and only its answer has a fingerprint."""
-        request = PublishRequest(version, str(folder), self._config.model.dtype, canary)
+    async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+        """See `WriteVersion`; only rank 0 looks at `folder` and `num_receivers`, and only its answer has a fingerprint."""
+        broadcast = BroadcastRequest(self._host, num_receivers, self._config.weights.stage_timeout_s) if num_receivers else None
+        request = PublishRequest(version, str(folder), self._config.model.dtype, canary, broadcast)
         published = await self._thread.run("publish", partial(self._engine.publish, request))
-        return Manifest(version, str(folder), published.fingerprint, canary, published.canary_logprob)
+        return Manifest(version, str(folder), published.fingerprint, canary, published.canary_logprob, published.broadcast)
 
     async def save(self, folder: Path) -> None:
         """See `Trainers.save`."""

@@ -6,6 +6,7 @@ from typing import Any, Self, TypeVar
 
 from offbeat.cluster.group import Launcher, Nothing, Worker, ask_all
 from offbeat.cluster.messages import (
+    BroadcastRequest,
     BuildRequest,
     ExportRequest,
     Folder,
@@ -60,11 +61,13 @@ class TrainGroup:
             self._on_span("train_step", worker.name, answer.start_s, answer.end_s)
         return answers[0].metrics | self._sharder.observe([answer.busy_s for answer in answers])
 
-    async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
-        """Write the weights into a new folder."""
-        request = PublishRequest(version, str(folder), self._config.model.dtype, canary)
+    async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+        """See `WriteVersion`."""
+        request = PublishRequest(
+            version, str(folder), self._config.model.dtype, canary,
+            BroadcastRequest(self._workers[0].host, num_receivers, self._config.weights.stage_timeout_s) if num_receivers else None)
         written, *_ = await self._all("publish", request, Published, timeout_s=self._config.weights.stage_timeout_s)
-        return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprob)
+        return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprob, written.broadcast)
 
     async def save(self, folder: Path) -> None:
         """Write a resumable checkpoint."""

@@ -51,14 +51,30 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
-        if self.inference.min_engines > self.inference.num_engines:
+        name, num_engines = ("urls", len(self.inference.urls)) if self.inference.urls else ("num_engines", self.inference.num_engines)
+        if self.inference.min_engines > num_engines:
             raise ValueError(
-                f"inference.min_engines must be <= inference.num_engines = {self.inference.num_engines}, got {self.inference.min_engines}")
+                f"inference.min_engines must be <= the {num_engines} of inference.{name}, got {self.inference.min_engines}")
         if self.model.tiny.num_heads % self.model.tiny.num_kv_heads:
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
         if 0 < self.algorithm.dual_clip <= 1:
             raise ValueError(f"algorithm.dual_clip must be 0 (off) or > 1, got {self.algorithm.dual_clip:g}")
+        if self.model.lora.rank and self.train.strategy == "fsdp":
+            raise ValueError(
+                "train.strategy must be 'ddp' with model.lora.rank > 0, got 'fsdp'; a frozen model is whole on every rank, and an adapter"
+                " too small to shard")
+        if self.weights.channel == "collective" and self.inference.engine == "sglang":
+            raise ValueError(
+                "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'; a folder in /dev/shm (weights.dir) is"
+                " the fast way on one machine")
+        if self.model.lora.rank and not self.rollout.single_rank_load:
+            raise ValueError(
+                "rollout.single_rank_load must be true with model.lora.rank > 0, got false; one process routes to the engines that hold an"
+                " adapter, so leave it out")
+        if self.model.lora.rank > self.inference.max_adapter_rank:
+            raise ValueError(
+                f"model.lora.rank must be <= inference.max_adapter_rank = {self.inference.max_adapter_rank}, got {self.model.lora.rank}")
         self._check_who_loads()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")

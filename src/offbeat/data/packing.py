@@ -63,6 +63,7 @@ class PackedRow:
         source: [M] int64, row index of the hidden state that predicts each scored token; repeats where a prefix is shared.
         target: [M] int64, id of the scored token.
         batch_index: [M] int64, rising; where the scored token stands in the TokenBatch's flat arrays.
+        owner: [S] int64, the sequence of the TokenBatch whose tokens each segment runs; of a shared prefix, one of those that share it.
     """
 
     tokens: np.ndarray
@@ -71,6 +72,7 @@ class PackedRow:
     source: np.ndarray
     target: np.ndarray
     batch_index: np.ndarray
+    owner: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -94,12 +96,14 @@ class Plan:
     lower_bound: float
 
 
-def pack_row(batch: TokenBatch, *, share_prefix: bool) -> PackedRow:
+def pack_row(batch: TokenBatch, *, share_prefix: bool, families: np.ndarray | None = None) -> PackedRow:
     """Lay a whole batch out as one row.
 
     Args:
         batch: the sequences of one micro-batch; the loss mask says which tokens are scored.
         share_prefix: run a prompt once for the sequences of a group whose first `prefix_lens` tokens really are equal.
+        families: [N] int64, sequences of one number stand together, families in rising order; None puts all into one. A group lies
+            within one family.
 
     Returns:
         The row; it has no tokens when nothing in the batch is scored (see `offbeat.model.logprobs.dummy_row`).
@@ -116,7 +120,8 @@ def pack_row(batch: TokenBatch, *, share_prefix: bool) -> PackedRow:
     prefix = np.concatenate([np.full_like(hosts, -1), np.where(host >= 0, np.searchsorted(hosts, host), -1)])
     # Runs without a prefix first (a prefix must stand before its users), then by length: attention computes runs of like length together.
     prefix_length = np.where(prefix >= 0, length[prefix], 0)
-    order = np.lexsort((prefix_length, length, prefix >= 0))
+    family = np.zeros_like(owner) if families is None else families[owner]
+    order = np.lexsort((prefix_length, length, prefix >= 0, family))
     order = order[length[order] > 0]
     rank_of_run = np.full(len(length), -1)
     rank_of_run[order] = np.arange(len(order))
@@ -143,6 +148,7 @@ def pack_row(batch: TokenBatch, *, share_prefix: bool) -> PackedRow:
         source=source,
         target=batch.tokens[batch_index].astype(np.int64),
         batch_index=batch_index,
+        owner=owner_s,
     )
 
 

@@ -87,9 +87,9 @@ class EngineClient:
         try:
             answer = json.loads(data)
         except ValueError as exc:
-            if response.content_type == "application/json":
-                raise EngineError(f"{self.name} answered {path} with something that is not JSON: {_message(data)}") from exc
-            return {}
+            if response.content_type == "text/plain":  # a word of success, as vLLM says it
+                return {}
+            raise EngineError(f"{self.name} answered {path} with something that is not JSON: {_message(data)}") from exc
         return answer if isinstance(answer, dict) else {}
 
     def _deadline(self, what: str, timeout_s: float) -> AbstractAsyncContextManager[None]:

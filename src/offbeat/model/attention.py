@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from offbeat.data.packing import PackedRow, Segments
+from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
 
 PACKED = "packed"
@@ -46,7 +46,7 @@ class AttentionPlan:
     """How to compute attention over one row; the same for all layers.
 
     Attributes:
-        buckets: cover the row's segments in order.
+        buckets: cover the row's segments, shortest first.
         query_index: [sum of n * Lq] int64, row token of each bucket's queries, one bucket after another; None where that is the row itself.
         key_index: [sum of n * Lk] int64, the same for keys, a prefix before the segment's own; None where that is the row itself.
         restore: [R] int64, place of each row token among the queries; None with query_index.
@@ -66,7 +66,7 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionP
     """Group the segments of a row into buckets of like length.
 
     Args:
-        row: R tokens in S segments; computed fastest when neighbours have like lengths, as `pack_row` arranges.
+        row: R tokens in S segments; computed fastest when they stand in order of their lengths, as in `pack_row`'s families.
         device: where the index tensors go; the model's.
 
     Returns:
@@ -74,9 +74,11 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionP
         without prefixes need no copy of anything.
     """
     segments = row.segments
+    order = np.lexsort((segments.prefix_lengths, segments.lengths, segments.prefix >= 0))
     buckets, queries, keys, real = [], [], [], []
-    for low, high in _bucket_bounds(segments):
-        starts, lengths, prefix = segments.starts[low:high], segments.lengths[low:high], segments.prefix[low:high]
+    for low, high in _bucket_bounds(segments.lengths[order], segments.prefix_lengths[order]):
+        chosen = order[low:high]
+        starts, lengths, prefix = segments.starts[chosen], segments.lengths[chosen], segments.prefix[chosen]
         own = _padded_ranges(starts, lengths)
         queries.append(own)
         real.append(np.arange(own.shape[1]) < lengths[:, None])
@@ -89,14 +91,17 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionP
             keys.append(np.concatenate([_padded_ranges(segments.starts[prefix], prefix_lengths), own], axis=1))
             mask = torch.from_numpy(_prefix_mask(prefix_lengths, own.shape[1])).to(device)
         buckets.append(Bucket(own.shape[0], own.shape[1], keys[-1].shape[1], mask))
-    is_real = np.concatenate([part.ravel() for part in real])
-    padded = not is_real.all()
+    query_index = _joined(queries)
+    place = np.flatnonzero(_joined(real))
+    restore = np.empty(len(row), np.int64)
+    restore[query_index[place]] = place
+    moved = len(query_index) > len(row) or (order[1:] < order[:-1]).any()
     prefixed = bool((segments.prefix >= 0).any())
     return AttentionPlan(
         buckets=tuple(buckets),
-        query_index=_joined(queries, device) if padded else None,
-        key_index=_joined(keys, device) if padded or prefixed else None,
-        restore=torch.from_numpy(np.flatnonzero(is_real)).to(device) if padded else None,
+        query_index=torch.from_numpy(query_index).to(device) if moved else None,
+        key_index=torch.from_numpy(_joined(keys)).to(device) if moved or prefixed else None,
+        restore=torch.from_numpy(restore).to(device) if moved else None,
         longest_span=segments.longest_span,
     )
 
@@ -180,11 +185,10 @@ def _gather(rows: Tensor, index: Tensor | None) -> Tensor:
     return embedding(index, rows.reshape(len(rows), -1)).view(len(index), *rows.shape[1:])
 
 
-def _bucket_bounds(segments: Segments) -> Iterator[tuple[int, int]]:
+def _bucket_bounds(lengths: np.ndarray, prefix_lengths: np.ndarray) -> Iterator[tuple[int, int]]:
     """Neighbouring segments, all with a prefix or all without, that waste at most _MAX_WASTE of a bucket."""
     low, queries, keys = 0, _Padding(), _Padding()
-    prefix_lengths = segments.prefix_lengths
-    for i, (length, prefix_length) in enumerate(zip(segments.lengths.tolist(), prefix_lengths.tolist(), strict=True)):
+    for i, (length, prefix_length) in enumerate(zip(lengths.tolist(), prefix_lengths.tolist(), strict=True)):
         mixed = i > low and (prefix_length > 0) != (prefix_lengths[low] > 0)
         fits = queries.fits(length) and keys.fits(length + prefix_length)
         if i > low and (mixed or not fits):
@@ -192,8 +196,8 @@ def _bucket_bounds(segments: Segments) -> Iterator[tuple[int, int]]:
             low, queries, keys = i, _Padding(), _Padding()
         queries.add(length)
         keys.add(length + prefix_length)
-    if len(segments):
-        yield low, len(segments)
+    if len(lengths):
+        yield low, len(lengths)
 
 
 class _Padding:
@@ -227,8 +231,8 @@ def _padded_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
 
 
-def _joined(parts: list[np.ndarray], device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([part.ravel() for part in parts])
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor | None:

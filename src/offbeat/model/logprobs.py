@@ -58,7 +58,8 @@ def token_logprobs(
 def dummy_row() -> PackedRow:
     """One token, none scored: lets a rank with nothing to do run the same collectives as its peers. Its gradient is zero."""
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int64)
-    return PackedRow(one, one, Segments(np.zeros(1, np.int64), np.ones(1, np.int64), np.full(1, -1)), none, none, none)
+    segments = Segments(np.zeros(1, np.int64), np.ones(1, np.int64), np.full(1, -1))
+    return PackedRow(one, one, segments, source=none, target=none, batch_index=none, owner=np.full(1, -1))
 
 
 def _logits(model: nn.Module, row: PackedRow, source: np.ndarray, device: torch.device) -> Tensor:

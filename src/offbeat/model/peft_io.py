@@ -20,14 +20,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offbeat.errors import ModelError, StorageError
-from offbeat.weights.fingerprint import fingerprint
+from offbeat.model.fingerprint import fingerprint
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _UNSUPPORTED = {
     "use_dora": (False, None), "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
-    "bias": ("none", None), "fan_in_fan_out": (False, None), "layer_replication": (None, []),
+    "bias": ("none", None), "lora_bias": (False, None), "fan_in_fan_out": (False, None), "layer_replication": (None, []),
+    "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None), "use_bdlora": (False, None), "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,),
+    # Others change the base model's weights when PEFT loads them.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
 """What would make an adapter more than A and B beside linear layers, and the values that do not."""
 
@@ -55,7 +59,7 @@ class Adapter:
         return sum(tensor.nbytes for tensor in self.named_tensors().values())
 
     def fingerprint(self) -> str:
-        """See `offbeat.weights.fingerprint`; of the tensors as float32."""
+        """See `offbeat.model.fingerprint`; of the tensors as float32."""
         return fingerprint((name, _bytes(tensor)) for name, tensor in self.named_tensors().items())
 
 

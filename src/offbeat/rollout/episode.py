@@ -18,9 +18,9 @@ from offbeat.types import PROMPT_VERSION
 
 
 class Generate(Protocol):
-    """n continuations of a prompt of token ids."""
+    """n continuations of a prompt of token ids. Calls of one session, such as a conversation's, go to one engine if the load allows."""
 
-    def __call__(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int) -> Awaitable[list[Sample]]: ...
+    def __call__(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> Awaitable[list[Sample]]: ...
 
 
 @dataclass(frozen=True)

@@ -6,37 +6,38 @@ data did: a loss or gradient that is not finite is seen by all ranks, which all 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import PreTrainedModel
 
-from offbeat.algorithms.presets import LossInputs, Objective, objective
+from offbeat.algorithms.presets import Objective, objective
 from offbeat.checkpoint import shards
-from offbeat.checkpoint.export import export_folder
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.model import LoraConfig
 from offbeat.config.train import OptimizerConfig, TrainConfig
 from offbeat.data.batch import TokenBatch
 from offbeat.data.model_folder import check_model_folder
-from offbeat.data.packing import PackedRow, pack_row
+from offbeat.data.packing import PackedRow
 from offbeat.dist.mesh import ProcessGroups
-from offbeat.dist.platform import current_platform
-from offbeat.model.load import load_causal_lm
+from offbeat.dist.offer import Offer
 from offbeat.model.logprobs import dummy_row, token_logprobs
 from offbeat.telemetry.tracker import StatsTracker, reduce
 from offbeat.trainer.optim import build_optimizer, learning_rate, set_learning_rate
-from offbeat.trainer.state import Dtype, full_state, parameter_bytes
+from offbeat.trainer.policy import autocast, load_policy, mean_logprob, row_of, score_row
+from offbeat.trainer.products import AdapterOfModel, Copy, Product, WholeModel
+from offbeat.trainer.state import Dtype
 from offbeat.trainer.stats import StepStats, Update, merge
-from offbeat.trainer.strategies import Strategy, choose, whole
-from offbeat.weights.fingerprint import fingerprint
+from offbeat.trainer.strategies import Adapted, Strategy, choose, whole
 
 Minibatch = Sequence[np.ndarray]
 """The micro-batches of one optimizer step on this rank, each [n] int64 sequence indices; as many on every rank, some may be empty."""
+
+
+WHOLE_MODEL = LoraConfig(rank=0)
 
 
 class TrainEngine:
@@ -48,43 +49,49 @@ class TrainEngine:
     """
 
     def __init__(
-        self, *, strategy: Strategy, optimizer: torch.optim.Optimizer, chosen: Objective, config: TrainConfig,
-        optimizer_config: OptimizerConfig, total_steps: int, temperature: float, groups: ProcessGroups, model_folder: Path,
+        self, *, strategy: Strategy, product: Product, optimizer: torch.optim.Optimizer, chosen: Objective, config: TrainConfig,
+        optimizer_config: OptimizerConfig, total_steps: int, temperature: float, groups: ProcessGroups,
     ) -> None:
         self.step = 0
         self.groups = groups
         self._strategy = strategy
+        self._product = product
         self._optimizer = optimizer
         self._objective = chosen
         self._config = config
         self._optimizer_config = optimizer_config
         self._total_steps = total_steps
         self._temperature = temperature
-        self._model_folder = model_folder
 
     @classmethod
     def build(
         cls, model_folder: str | Path, *, config: TrainConfig, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, total_steps: int,
-        groups: ProcessGroups, objective_name: str = "ppo", temperature: float = 1.0,
+        groups: ProcessGroups, objective_name: str = "ppo", temperature: float = 1.0, lora: LoraConfig = WHOLE_MODEL,
+        frozen_dtype: Dtype = "float32", seed: int = 0,
     ) -> Self:
-        """Load float32 weights and lay them over the ranks; collective.
+        """Load weights and lay them over the ranks; collective.
 
         Args:
             model_folder: Hugging Face folder or hub id, the same on all ranks.
             total_steps: training steps that the learning-rate schedule spans.
             objective_name: "ppo", or "sft" for supervised fine-tuning.
             temperature: > 0, of the sampling; log-probabilities are those of the distribution that sampled.
+            lora: an adapter to train instead of the whole model, whose weights then stay as they are.
+            frozen_dtype: number format of weights that are not trained; those that are trained are float32.
+            seed: of a fresh adapter.
         """
-        model = load_causal_lm(str(model_folder), dtype="float32", attention="packed")
-        _silence_dropout(model)
-        model.train()
-        if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        strategy = choose(config.strategy, model, groups=groups)
+        folder = check_model_folder(str(model_folder))
+        if lora.rank:
+            model = load_policy(str(model_folder), config=config, dtype=frozen_dtype)
+            strategy = Adapted(model, groups, lora=lora, seed=seed)
+            product = AdapterOfModel(strategy.model, strategy.slot, model=model, base=str(model_folder), dropout=lora.dropout)
+        else:
+            strategy = choose(config.strategy, load_policy(str(model_folder), config=config), groups=groups)
+            product = WholeModel(strategy.model, folder)
         return cls(
-            strategy=strategy, optimizer=build_optimizer(strategy.model, config=optimizer),
+            strategy=strategy, product=product, optimizer=build_optimizer(strategy.model, config=optimizer),
             chosen=objective(objective_name, config=algorithm), config=config, optimizer_config=optimizer, total_steps=total_steps,
-            temperature=temperature, groups=groups, model_folder=check_model_folder(str(model_folder)))
+            temperature=temperature, groups=groups)
 
     def set_objective(self, name: str, *, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, total_steps: int) -> None:
         """Go on from the present weights towards another objective, "ppo" or "sft", with a fresh optimizer and schedule."""
@@ -120,41 +127,61 @@ class TrainEngine:
         return result
 
     def canary(self, tokens: Sequence[int]) -> float:
-        """Mean log-probability at temperature 1, in float32, of all given tokens but the first; collective, equal on all ranks."""
-        length = len(tokens)
-        zeros = np.zeros(length, np.float32)
-        batch = TokenBatch(
-            tokens=np.asarray(tokens, np.int32), loss_mask=np.arange(length) > 0, rollout_logprobs=zeros, advantages=zeros,
-            loss_weights=zeros, offsets=np.array([0, length]), group_ids=np.zeros(1), prefix_lens=np.zeros(1))
+        """Mean log-probability at temperature 1, without autocast, of all given tokens but the first; collective, equal on all ranks."""
         with self.groups.sync.region("canary"), self._strategy.scoring():
-            return token_logprobs(self._strategy.forward, pack_row(batch, share_prefix=False)).mean().item()
+            return mean_logprob(self._strategy.forward, tokens)
 
-    def full_state(self, dtype: Dtype = "float32") -> dict[str, Tensor]:
-        """All weights as CPU tensors on rank 0, by checkpoint name, tied ones once; empty on other ranks; collective."""
-        return full_state(self._strategy.model, dtype=dtype, keep=self._leads)
+    def copy(self, dtype: Dtype = "float32") -> Copy:
+        """What is trained, as it is now, on rank 0; collective."""
+        return self._product.copy(dtype, keep=self._leads)
 
     def fingerprint(self, dtype: Dtype) -> str:
-        """On rank 0 the fingerprint that an engine finds in these weights when they are published in `dtype`, else ""; collective."""
-        return self._fingerprint(self.full_state(dtype))
+        """On rank 0 the fingerprint that an engine finds in what is published in `dtype`, else ""; collective."""
+        copy = self.copy(dtype)
+        return copy.fingerprint() if self._leads else ""
 
     def publish(self, folder: Path, *, dtype: Dtype) -> str:
-        """Write a Hugging Face folder from rank 0, and return there the fingerprint of what was written, else ""; collective.
+        """Write from rank 0 what engines load, and return there its fingerprint, else ""; collective.
+
+        Args:
+            folder: will hold the whole model in Hugging Face's format, or the adapter in PEFT's.
+            dtype: of a whole model; an adapter is float32.
 
         Raises:
             StorageError: on rank 0, after the last collective: the folder could not be written.
         """
         with self.groups.sync.region("publish"):
-            state = self.full_state(dtype)
-        if self._leads:
-            export_folder(state, folder, model_folder=self._model_folder, dtype=dtype)
-        return self._fingerprint(state)
+            copy = self.copy(dtype)
+        if not self._leads:
+            return ""
+        copy.publish(folder)
+        return copy.fingerprint()
+
+    def offer(self, folder: Path, *, dtype: Dtype, host: str, num_receivers: int, timeout_s: float) -> tuple[str, Offer | None]:
+        """Offer from rank 0 what engines load by broadcast, and return there its fingerprint and the offer; collective.
+
+        Returns:
+            "" and None on other ranks; a fingerprint and None where it was written to `folder` as by `publish`, which is how adapters go.
+
+        Raises:
+            PortBusyError: on rank 0, after the last collective: nothing can be served on this host.
+        """
+        with self.groups.sync.region("publish"):
+            copy = self.copy(dtype)
+        if not self._leads:
+            return "", None
+        fingerprint = copy.fingerprint()
+        return fingerprint, copy.offer(folder, host=host, num_receivers=num_receivers, timeout_s=timeout_s)
 
     def export(self, folder: Path, *, tokenizer_folder: Path, dtype: Dtype) -> None:
-        """Write a Hugging Face folder for others from rank 0, tokenizer included; collective. Raises as `publish`."""
+        """Write a Hugging Face folder for others from rank 0, tokenizer included; collective. Raises as `publish`.
+
+        An adapter is merged into the model, and also written by itself, as `adapter` in the folder.
+        """
         with self.groups.sync.region("save_hf"):
-            state = self.full_state(dtype)
+            copy = self.copy(dtype)
         if self._leads:
-            export_folder(state, folder, model_folder=self._model_folder, tokenizer_folder=tokenizer_folder, dtype=dtype)
+            copy.export(folder, tokenizer_folder=tokenizer_folder)
 
     def save(self, folder: Path) -> None:
         """Write what `load` needs to go on exactly from here; collective. Raises as `offbeat.checkpoint.shards.save`."""
@@ -168,17 +195,10 @@ class TrainEngine:
     def _leads(self) -> bool:
         return self.groups.rank == 0
 
-    def _fingerprint(self, state: dict[str, Tensor]) -> str:
-        return fingerprint(parameter_bytes(self._strategy.model, state)) if self._leads else ""
-
     def _row(self, batch: TokenBatch, indices: np.ndarray) -> PackedRow:
-        """The row of some sequences, whose `batch_index` points into the whole batch; the dummy row when they score nothing."""
-        part = batch.select(indices)
-        row = pack_row(part, share_prefix=self._config.share_prefix)
-        if len(row) == 0:
-            return dummy_row()
-        shifts = np.repeat(batch.offsets[indices] - part.offsets[:-1], part.lengths)
-        return replace(row, batch_index=row.batch_index + shifts[row.batch_index])
+        """The row of some sequences; the dummy row when they score nothing."""
+        row = row_of(batch, indices, share_prefix=self._config.share_prefix)
+        return row if len(row) else dummy_row()
 
     def _prox(self, plan: list[list[PackedRow]]) -> list[list[Tensor | None]]:
         """Log-probabilities of every row before the first update; None where the forward pass of the update itself gives them."""
@@ -186,13 +206,9 @@ class TrainEngine:
             return [[None for _ in rows] for rows in plan]
         return [[self._score(row) for row in rows] for rows in plan]
 
-    @property
-    def _loss_temperature(self) -> float:
-        return self._temperature if self._objective.at_temperature else 1.0
-
     def _score(self, row: PackedRow) -> Tensor:
-        with self._strategy.scoring(), self._autocast():
-            return token_logprobs(self._strategy.forward, row, temperature=self._loss_temperature)
+        with self._strategy.scoring(), autocast(self._config):
+            return token_logprobs(self._strategy.forward, row, temperature=self._objective.temperature(self._temperature))
 
     def _update(self, batch: TokenBatch, rows: list[PackedRow], prox: list[Tensor | None], *, scale: int) -> Update:
         tracker = StatsTracker()
@@ -215,33 +231,13 @@ class TrainEngine:
         return update
 
     def _loss(self, batch: TokenBatch, row: PackedRow, prox: Tensor | None, tracker: StatsTracker) -> Tensor:
-        with self._autocast():
-            logprobs, entropy = token_logprobs(self._strategy.forward, row, temperature=self._loss_temperature, with_entropy=True)
-
-        def pick(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values[row.batch_index]).to(logprobs.device)
-
-        result = self._objective.loss(LossInputs(
-            logprobs=logprobs, prox_logprobs=logprobs.detach() if prox is None else prox,
-            rollout_logprobs=pick(batch.rollout_logprobs), advantages=pick(batch.advantages)))
-        losses = result.losses * pick(batch.loss_weights)
+        with autocast(self._config):
+            scored = score_row(
+                self._strategy.forward, batch, row, chosen=self._objective, temperature=self._temperature, prox=prox)
         with tracker.scope("train"):
-            tracker.denominator(tokens=torch.ones_like(losses))
-            tracker.stat(reduce="sum", loss=losses)
-            tracker.stat(denominator="tokens", entropy=entropy)
-        tracker.stat(result.means, denominator="train/tokens")
-        tracker.stat(result.maxima, reduce="max")
-        return losses.sum()
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(current_platform.device_type, torch.bfloat16, enabled=self._config.autocast)
-
-
-def _silence_dropout(model: PreTrainedModel) -> None:
-    """Trained log-probabilities must be those of the policy that the engines sample, which have no dropout."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                vars(module)[name] = 0.0
+            tracker.denominator(tokens=torch.ones_like(scored.losses))
+            tracker.stat(reduce="sum", loss=scored.losses)
+            tracker.stat(denominator="tokens", entropy=scored.entropy)
+        tracker.stat(scored.found.means, denominator="train/tokens")
+        tracker.stat(scored.found.maxima, reduce="max")
+        return scored.losses.sum()

@@ -34,6 +34,11 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
     return state
 
 
+def as_dtype(state: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
+    """`state` with its floating-point tensors in `dtype`."""
+    return {name: tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+
+
 def parameter_bytes(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
     """(name, [bytes] uint8) of each parameter in `state`, as `offbeat.model.tensors.named_bytes` gives of a model that holds them."""
     for name, _ in model.named_parameters():

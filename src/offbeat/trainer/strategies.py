@@ -1,4 +1,4 @@
-"""How a model lies over the ranks: whole on one, whole on each (DDP), or in shards (FSDP2).
+"""How a model lies over the ranks: whole on one, whole on each (DDP), in shards (FSDP2), or whole and frozen beside an adapter (LoRA).
 
 The engine talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank.
 """
@@ -9,26 +9,32 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from offbeat.config.model import LoraConfig
 from offbeat.dist.mesh import ProcessGroups
 from offbeat.dist.platform import current_platform
+from offbeat.model.lora import AdapterBank
 
 
 class Strategy(Protocol):
     """A model laid over the ranks.
 
     Attributes:
-        model: the model itself; its parameters, by the names of a checkpoint, are what the optimizer sees.
         forward: what to call for a forward pass; collective.
     """
 
-    model: nn.Module
     forward: nn.Module
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained: its parameters, by the names of a checkpoint, are what the optimizer sees."""
+        ...
 
     def accumulate(self, *, last: bool) -> AbstractContextManager:
         """Surrounds one forward and backward; gradients are averaged over ranks in the last one only. Collective if `last`."""
@@ -92,6 +98,41 @@ class Sharded:
             yield
         # Without a backward the root keeps its gathered parameters: an optimizer made now would hold those instead of the shards.
         self._root.reshard()
+
+
+class Adapted:
+    """Every rank holds the whole model, frozen, and an adapter beside it, whose gradient is one flat tensor.
+
+    Attributes:
+        model: a bank that holds this one adapter.
+        slot: of the adapter.
+    """
+
+    def __init__(self, model: nn.Module, groups: ProcessGroups, *, lora: LoraConfig, seed: int) -> None:
+        """`seed` is of the adapter's first weights, and of its dropout.
+
+        Raises:
+            ModelError: a target matches no layer.
+        """
+        self.forward: nn.Module = model.to(current_platform.device)
+        self._groups = groups
+        self.model = AdapterBank(model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout, seed=(seed, groups.rank))
+        self.slot = self.model.add(rank=lora.rank, scaling=lora.alpha / lora.rank, seed=seed)
+        self._route = self.model.route_all(self.slot)
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        with self.model.using(self._route, trains=True):
+            yield
+        if last and self._groups.world > 1:
+            gradients = self.model.gradients
+            dist.all_reduce(gradients, group=self._groups.mesh.get_group("dp"))
+            gradients /= self._groups.world
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        with torch.no_grad(), self.model.using(self._route, trains=False):
+            yield
 
 
 def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: ProcessGroups) -> Strategy:

@@ -44,7 +44,7 @@ class AdapterManifest:
 
     Attributes:
         folder: in PEFT's format; never written again.
-        fingerprint: `weights.fingerprint` of its tensors as float32, under the names in the folder.
+        fingerprint: `model.fingerprint` of its tensors as float32, under the names in the folder.
         canary: token ids whose log-probability proves the policy.
         canary_logprob: mean log-probability of canary[1:] under the trainer's base model with this adapter.
         num_bytes: size of the tensors.

@@ -15,9 +15,11 @@ class Manifest:
     Attributes:
         version: optimizer steps published.
         folder: Hugging Face folder that holds the weights; never written again.
-        fingerprint: `weights.fingerprint` of the tensors as written.
+        fingerprint: `model.fingerprint` of the tensors as written.
         canary: token ids whose log-probability proves the policy.
         canary_logprob: mean log-probability of canary[1:] under the trainer's weights.
+        broadcast: `host:port` where rank 0 offers the weights (`offbeat.dist.offer`), and the folder is written only for engines that it
+            cannot reach otherwise; empty where the folder holds them.
     """
 
     version: Version
@@ -25,6 +27,7 @@ class Manifest:
     fingerprint: str
     canary: tuple[int, ...]
     canary_logprob: float
+    broadcast: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,20 @@
 """Publishing a version: stage on every engine, switch, prove, admit.
 
 `Publication` decides (events in, actions out, no I/O); `Publisher` does. An engine that fails or is late at any stage, or whose proof does
-not match, is quarantined with the reason: it never serves an unknown version. The publish succeeds while `min_engines` serve.
+not match, is quarantined with the reason: it never serves an unknown version. The publish succeeds while `min_engines` serve, or do once
+healed: `bring` is how an engine comes back, outside of any publish.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from offbeat.config.weights import WeightsConfig
-from offbeat.errors import OffbeatError, PublishError
+from offbeat.errors import EngineError, OffbeatError, ProofError, PublishError
 from offbeat.types import Version
+from offbeat.weights.adapters import AdapterManifest
 from offbeat.weights.protocol import Channel, EngineControl, Manifest, Proof
 
 
@@ -67,10 +69,10 @@ class Publication:
     def proved(self, engine: str, proof: Proof) -> list[Action]:
         """The engine answered its proof; it serves only if the proof is right."""
         assert self.stages[engine] is Stage.PROVING, f"{engine} proved while {self.stages[engine].value}"
-        if reason := self._objection(proof):
+        if reason := objection(self.manifest, proof, self.tolerance):
             return self.failed(engine, reason)
         self.stages[engine] = Stage.SERVING
-        self.largest_gap = max(self.largest_gap, self._gap(proof))
+        self.largest_gap = max(self.largest_gap, canary_gap(self.manifest, proof))
         return []
 
     def failed(self, engine: str, reason: str) -> list[Action]:
@@ -87,19 +89,26 @@ class Publication:
             self.stages[name] = Stage.SWITCHING
         return [Action(name, Stage.SWITCHING) for name in staged]
 
-    def _objection(self, proof: Proof) -> str:
-        wanted = self.manifest
-        if proof.version != wanted.version:
-            return f"serves version {proof.version} instead of {wanted.version}"
-        if proof.fingerprint is not None and proof.fingerprint != wanted.fingerprint:
-            return f"its weights have fingerprint {proof.fingerprint[:12]} instead of {wanted.fingerprint[:12]}"
-        gap = self._gap(proof)
-        if not gap <= self.tolerance:  # NaN is no proof either
-            return f"its canary log-probability is off by {gap:.3g}, more than {self.tolerance:g}"
-        return ""
 
-    def _gap(self, proof: Proof) -> float:
-        return abs(proof.canary_logprob - self.manifest.canary_logprob)
+def objection(wanted: Manifest | AdapterManifest, proof: Proof, tolerance: float) -> str:
+    """What is wrong with an engine's proof of a version; empty if nothing is.
+
+    Args:
+        tolerance: largest difference of the canary's mean log-probability.
+    """
+    if proof.version != wanted.version:
+        return f"serves version {proof.version} instead of {wanted.version}"
+    if proof.fingerprint is not None and proof.fingerprint != wanted.fingerprint:
+        return f"its weights have fingerprint {proof.fingerprint[:12]} instead of {wanted.fingerprint[:12]}"
+    gap = canary_gap(wanted, proof)
+    if not gap <= tolerance:  # NaN is no proof either
+        return f"its canary log-probability is off by {gap:.3g}, more than {tolerance:g}"
+    return ""
+
+
+def canary_gap(wanted: Manifest | AdapterManifest, proof: Proof) -> float:
+    """Difference of the canary's mean log-probability between the trainer and an engine."""
+    return abs(proof.canary_logprob - wanted.canary_logprob)
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,13 @@ class PublishReport:
 
 
 class Publisher:
-    """Carries versions to engines. One publish at a time."""
+    """Carries versions to engines. One publish at a time.
+
+    Attributes:
+        current: the newest version that was written; what a healed engine has to serve.
+    """
+
+    current: Manifest | None = None
 
     def __init__(
         self,
@@ -135,24 +150,35 @@ class Publisher:
         min_engines: int,
         on_serving: Callable[[str, int], None],
         on_quarantine: Callable[[str, str], None],
+        recover: Callable[[Version], Awaitable[Collection[str]]] | None = None,
     ) -> None:
-        """`engines` gives the healthy engines by name at each publish; the callbacks admit or exclude one for routing."""
+        """
+        Args:
+            engines: gives the healthy engines by name at each publish.
+            on_serving: admits an engine to routing at a version.
+            on_quarantine: excludes an engine, with the reason.
+            recover: waits until `min_engines` serve a version, as engines heal, and gives their names; raises EngineError in the end. None
+                where nobody heals engines.
+        """
         self._engines = engines
         self._channel = channel
         self._config = config
         self._min_engines = min_engines
         self._on_serving = on_serving
         self._on_quarantine = on_quarantine
+        self._recover = recover
+        self._writing = asyncio.Lock()
 
     async def publish(self, version: Version) -> PublishReport:
         """Write the trainer's weights as `version` and bring every healthy engine to it.
 
         Raises:
-            PublishError: fewer than `min_engines` serve the version; gives each engine's reason.
+            PublishError: fewer than `min_engines` serve the version, and no engine heals in time; gives each engine's reason.
         """
-        engines = self._engines()
         start = switch_start = time.monotonic()
-        manifest = await self._channel.write(version)
+        async with self._writing:
+            self.current = manifest = await self._channel.write(version)
+        engines = self._engines()  # now: an engine that heals from here on heals to this version
         written = time.monotonic()
         publication, actions = Publication.start(manifest, engines, tolerance=self._config.proof_tolerance)
         tasks: set[asyncio.Task[list[Action]]] = set()
@@ -167,14 +193,49 @@ class Publisher:
             for task in tasks:
                 task.cancel()
         end = time.monotonic()
-        if len(publication.serving) < self._min_engines:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in publication.reasons.items()) or "no engine is healthy"
-            raise PublishError(
-                f"version {version} is served by {len(publication.serving)} engines, fewer than the {self._min_engines} needed: {reasons}")
+        serving = publication.serving if len(publication.serving) >= self._min_engines else await self._wait_for_more(publication)
         self._channel.prune()
         return PublishReport(
-            version, total_s=end - start, write_s=written - start, stage_s=switch_start - written, switch_s=end - switch_start,
-            canary_gap=publication.largest_gap, serving=tuple(publication.serving), quarantined=dict(publication.reasons))
+            version, total_s=time.monotonic() - start, write_s=written - start, stage_s=switch_start - written, switch_s=end - switch_start,
+            canary_gap=publication.largest_gap, serving=tuple(serving), quarantined=dict(publication.reasons))
+
+    async def bring(self, engine: EngineControl) -> Version | None:
+        """Bring an engine that is out of service to the current version, and prove it. Admits nobody.
+
+        Returns:
+            The version, current when this returns; None before the first publish.
+
+        Raises:
+            EngineError, DeadlineError: the engine failed; ProofError: it does not sample the current weights.
+        """
+        config = self._config
+        while (manifest := self.current) is not None:
+            try:
+                await engine.stage(manifest, timeout_s=config.stage_timeout_s)
+                await engine.switch(manifest, interrupt=config.interrupt, timeout_s=config.switch_timeout_s)
+                proof = await engine.prove(manifest.canary, timeout_s=config.switch_timeout_s)
+            except OffbeatError:
+                async with self._writing:  # a newer version on its way may have taken this one's place
+                    if manifest is self.current:
+                        raise
+                continue
+            if manifest is self.current:
+                if reason := objection(manifest, proof, config.proof_tolerance):
+                    raise ProofError(f"{engine.name} failed its proof: {reason}")
+                return manifest.version
+        return None
+
+    async def _wait_for_more(self, publication: Publication) -> Collection[str]:
+        """Engines that serve the version, once healing has made them enough."""
+        version = publication.manifest.version
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in publication.reasons.items()) or "no engine is healthy"
+        few = f"version {version} is served by {len(publication.serving)} engines, fewer than the {self._min_engines} needed: {reasons}"
+        if self._recover is None:
+            raise PublishError(few)
+        try:
+            return await self._recover(version)
+        except EngineError as exc:
+            raise PublishError(f"{few}; {exc}") from exc
 
     async def _do(self, action: Action, engine: EngineControl, publication: Publication) -> list[Action]:
         manifest, config = publication.manifest, self._config

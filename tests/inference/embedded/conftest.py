@@ -1,5 +1,6 @@
 """Small models with strong weights, so that every token depends on its context, and their references from Hugging Face's own modules."""
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.model.load import load_causal_lm
+from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 
 SIZES = {
     "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 80,
@@ -53,6 +55,13 @@ class Reference:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", load_causal_lm(self.folder, attention="sdpa"))
 
+    def merged(self, folder: str) -> "Reference":
+        """The same model with an adapter's products added to its weights."""
+        other = copy.deepcopy(self)
+        for name, (a, b) in (adapter := read_adapter(folder)).pairs.items():
+            other.model.get_submodule(name).weight.data += adapter.scaling * (b @ a)
+        return other
+
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """[L, V]."""
@@ -62,6 +71,36 @@ class Reference:
         """[L - 1], of each token after the first."""
         logits = self.logits(tokens)[:-1].log_softmax(-1)
         return logits.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
+
+
+ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def random_adapter(model: torch.nn.Module, *, seed: int, rank: int = 4, targets: tuple[str, ...] = ALL_TARGETS) -> Adapter:
+    """An adapter that changes every logit; its scaling is 1.5."""
+    generator = torch.Generator().manual_seed(seed)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.rpartition(".")[2] in targets}
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.15
+
+    return Adapter(rank, 1.5, {n: (normal(rank, m.in_features), normal(m.out_features, rank)) for n, m in linears.items()})
+
+
+@pytest.fixture(scope="session")
+def adapter_folder(reference, tmp_path_factory):
+    """kind, seed, rank, targets -> PEFT folder, written once."""
+    written: dict[tuple, str] = {}
+
+    def get(kind: str, seed: int, **shape) -> str:
+        key = (kind, seed, *sorted(shape.items()))
+        if key not in written:
+            folder = tmp_path_factory.mktemp("adapter") / f"{kind}-{seed}"
+            write_adapter(random_adapter(reference(kind).model, seed=seed, **shape), folder, base_model=kind)
+            written[key] = str(folder)
+        return written[key]
+
+    return get
 
 
 @pytest.fixture(scope="session")

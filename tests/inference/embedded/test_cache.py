@@ -71,3 +71,11 @@ def test_a_window_hides_what_is_too_far_back():
     step = cache.step(np.array([6, 2]))
     visible = (step.window_mask(3)[::2, 0] == 0).nonzero().tolist()
     assert visible == [[0, 4], [0, 5], [0, 6], [1, 0], [1, 1], [1, 2]]
+
+
+def test_cleared_slots_are_zero_and_the_others_are_not():
+    cache, content = filled([5, 3, 4])
+    cache.clear([0, 2])
+    keys, values = cache.layer(1)
+    assert not keys[[0, 2]].any() and not values[[0, 2]].any()
+    assert torch.equal(keys[1, :, :3], content[1, 0, 1, :, :3])

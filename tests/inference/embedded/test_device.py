@@ -13,6 +13,7 @@ from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.request import Output, Request, SamplingParams
 from offbeat.inference.embedded.versions import fingerprint_tensors
+from offbeat.model.peft_io import read_adapter
 
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 25]
 HOW = [{"temperature": 0.7}, {"temperature": 0}, {"top_p": 0.6, "stop_token_ids": (5, 6, 7, 8, 9)}, {"top_k": 5}]
@@ -29,12 +30,18 @@ def load(folder: str, path: str) -> Engine:
     return load_engine(EngineOptions(model=folder, forward=path, max_running=6, max_prefill_tokens=20))
 
 
-def play(engine: Engine, other: str, *, before_step: Callable[[], None] = lambda: None) -> dict[tuple[str, int], Output]:
+def play(
+    engine: Engine, other: str, *, adapters: tuple[str, ...] = (), before_step: Callable[[], None] = lambda: None
+) -> dict[tuple[str, int], Output]:
     """Serve more requests than fit at once, with all kinds of sampling and a switch of weights in flight; outputs by request and sample."""
     done: dict[tuple[str, int], Output] = {}
+    for folder in adapters:
+        engine.adapters.add(folder, folder, engine.adapters.read(folder))
+    names = ("", *adapters)
     engine.stage(1, other, engine.prepare(other))
     for i, (prompt, how) in enumerate(zip(PROMPTS * 2, HOW * 2, strict=True)):
-        engine.submit(Request(id=str(i), prompt=prompt, params=SamplingParams(max_new_tokens=6 + i, seed=i, **how), n=2))
+        params = SamplingParams(max_new_tokens=6 + i, seed=i, **how)
+        engine.submit(Request(id=str(i), prompt=prompt, params=params, n=2, adapter=names[i % len(names)]))
     for number in range(1000):
         if not engine.has_work:
             break
@@ -64,6 +71,25 @@ def test_every_tensor_is_on_the_device_and_the_samples_are_those_of_the_cpu(path
         assert output.logprobs == pytest.approx(expected[key].logprobs, abs=1e-4)
     assert scores[1] == pytest.approx(expected_scores[1], abs=1e-4)
     assert fingerprint == fingerprint_tensors(on_cpu.weights()[1])
+
+
+@pytest.mark.parametrize(("path", "kind"), [("direct", "qwen3"), ("hf", "qwen3-untied")])
+def test_adapters_are_on_the_device_and_cost_no_further_wait(path, kind, model_folder, adapter_folder, monkeypatch):
+    folder, other = model_folder(kind), model_folder(kind, 1)
+    adapters = tuple(adapter_folder(kind, seed, rank=2 + seed) for seed in range(2))
+    expected = play(load(folder, path), other, adapters=adapters)
+    monkeypatch.setattr(Platform, "device", DEVICE)
+    waits = []
+    with torch.inference_mode(), Accelerator() as accelerator:
+        engine = load(folder, path)
+        got = play(engine, other, adapters=adapters, before_step=lambda: waits.append(accelerator.num_waits))
+        _, live = engine.live_adapter(adapters[0])
+        fingerprint = live.fingerprint()
+    for key, output in got.items():
+        assert output.token_ids == expected[key].token_ids
+        assert output.logprobs == pytest.approx(expected[key].logprobs, abs=1e-4)
+    assert fingerprint == read_adapter(adapters[0]).fingerprint()
+    assert len(waits) > 10 and {after - before for before, after in itertools.pairwise(waits)} == {1}
 
 
 @pytest.mark.parametrize(("path", "kind"), [("direct", "qwen3"), ("hf", "qwen3-untied"), ("hf", "gpt2-untied")])

@@ -10,8 +10,8 @@ from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.request import Output, Request, SamplingParams
 from offbeat.inference.embedded.versions import fingerprint_tensors
+from offbeat.model.fingerprint import fingerprint
 from offbeat.model.tensors import named_bytes
-from offbeat.weights.fingerprint import fingerprint
 
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 25, [7, 8], [11, 12, 13], [50, 3, 40], [6, 6]]
 

@@ -12,8 +12,8 @@ from offbeat.inference.embedded.forward_hf import HFForward
 from offbeat.inference.embedded.loader import load_forward
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.versions import fingerprint_tensors, read_weights
+from offbeat.model.fingerprint import fingerprint
 from offbeat.model.tensors import named_bytes
-from offbeat.weights.fingerprint import fingerprint
 
 DIRECT = ["qwen3", "qwen3-untied", "qwen2", "llama", "mistral"]
 PATHS = [("direct", kind) for kind in DIRECT] + [("hf", kind) for kind in (*DIRECT, "llama-scaled-rope", "qwen2-sliding", "gpt2")]
@@ -93,7 +93,7 @@ def test_a_forward_that_decodes_wrongly_is_caught(model_folder):
     forward = load(model_folder("qwen3"), "direct")
     check_forward(forward)
     right = forward.decode
-    forward.decode = lambda tokens, step: right(tokens, step) * 1.5
+    forward.decode = lambda tokens, step, lora=None: right(tokens, step, lora=lora) * 1.5
     with pytest.raises(ModelError, match="differs from a full forward"):
         check_forward(forward)
 

@@ -8,7 +8,9 @@ import pytest
 from offbeat.errors import ConfigError
 from offbeat.inference.embedded.options import EngineOptions
 
-LEAST = {"max_running": 1, "max_queued": 1, "max_context": 0, "max_prefill_tokens": 1, "version": -1}
+LEAST = {
+    "max_running": 1, "max_queued": 1, "max_context": 0, "max_prefill_tokens": 1, "max_adapters": 1, "max_adapter_rank": 1, "version": -1,
+}
 
 
 @pytest.mark.parametrize(("setting", "least"), LEAST.items())

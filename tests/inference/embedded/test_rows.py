@@ -11,8 +11,11 @@ TOKENIZER = character_tokenizer()
 CPU = torch.device("cpu")
 
 
-def add(rows: Rows, name: str, prompt: list[int], *, n: int = 1, stream: bool = False, stop_ids: tuple[int, ...] = (0,), **params) -> None:
-    request = Request(id=name, prompt=prompt, params=SamplingParams(**params), n=n, stream=stream)
+def add(
+    rows: Rows, name: str, prompt: list[int], *, n: int = 1, adapter: str = "", stream: bool = False, stop_ids: tuple[int, ...] = (0,),
+    **params,
+) -> None:
+    request = Request(id=name, prompt=prompt, params=SamplingParams(**params), n=n, adapter=adapter, stream=stream)
     rows.add(request, keys=np.arange(n, dtype=np.uint64), stop_ids=stop_ids, tokenizer=TOKENIZER)
 
 
@@ -57,3 +60,12 @@ def test_sampling_parameters_follow_their_rows() -> None:
     assert list(sampling.restricted) == [1, 2]
     uniforms = rows.uniforms()
     assert uniforms.shape == (3,) and ((uniforms >= 0) & (uniforms < 1)).all()
+
+
+def test_adapters_follow_their_rows() -> None:
+    rows = Rows(max_rows=4, device=CPU)
+    add(rows, "a", [5], n=2, adapter="t@1")
+    add(rows, "b", [5])
+    assert rows.adapters() == ("t@1", "t@1", "")
+    rows.compact([2], [0], running=2)
+    assert rows.adapters() == ("", "t@1")

@@ -1,10 +1,8 @@
 """Draws follow the distribution they claim, their log-probabilities are of that distribution, and seeds fix them."""
 
 import numpy as np
-import pytest
 import torch
 
-from offbeat.errors import EngineError
 from offbeat.inference.embedded.sampler import SamplingRows, restrict, row_keys, sample, uniforms
 
 
@@ -41,7 +39,7 @@ def test_frequencies_and_logprobs_match_the_restricted_distribution():
     for temperature, top_p, top_k in cases:
         expected = slow_distribution(logits, temperature=temperature, top_p=top_p, top_k=top_k)
         params = rows(count, temperature=temperature, top_p=top_p, top_k=top_k)
-        tokens, logprobs = sample(torch.tensor(logits, dtype=torch.float32).expand(count, -1), params, rng.random(count))
+        tokens, logprobs, _ = sample(torch.tensor(logits, dtype=torch.float32).expand(count, -1), params, rng.random(count))
         frequency = np.bincount(tokens, minlength=12) / count
         assert np.abs(frequency - expected).max() < 0.015, (temperature, top_p, top_k)
         assert frequency[expected == 0].sum() == 0
@@ -54,16 +52,16 @@ def test_rows_keep_their_own_parameters_in_a_mixed_batch():
     temperature, top_p, top_k = [1.0, 0.0, 0.5, 1.0], [1.0, 0.5, 1.0, 0.6], [0, 3, 5, 0]
     mixed = make_rows(temperature, top_p, top_k)
     uniform = np.full(4, 0.6)
-    tokens, logprobs = sample(logits, mixed, uniform)
+    tokens, logprobs, _ = sample(logits, mixed, uniform)
     for row in range(4):
         alone = rows(1, temperature=temperature[row], top_p=top_p[row], top_k=top_k[row])
-        token, logprob = sample(logits[[row]], alone, uniform[[row]])
+        token, logprob, _ = sample(logits[[row]], alone, uniform[[row]])
         assert token[0] == tokens[row] and np.isclose(logprob[0], logprobs[row])
 
 
 def test_greedy_takes_the_largest_logit_with_its_plain_logprob():
     logits = torch.randn(5, 9)
-    tokens, logprobs = sample(logits, rows(5, temperature=0, top_p=0.3, top_k=2), np.zeros(5))
+    tokens, logprobs, _ = sample(logits, rows(5, temperature=0, top_p=0.3, top_k=2), np.zeros(5))
     assert tokens.tolist() == logits.argmax(-1).tolist()
     assert np.allclose(logprobs, logits.log_softmax(-1).max(-1).values, atol=1e-6)
 
@@ -71,7 +69,7 @@ def test_greedy_takes_the_largest_logit_with_its_plain_logprob():
 def test_the_extreme_uniforms_draw_possible_tokens():
     logits = torch.full((2, 6), -torch.inf)
     logits[:, 2:4] = 0.0
-    tokens, _ = sample(logits, rows(2), np.array([0.0, 1 - 2.0**-52]))
+    tokens, *_ = sample(logits, rows(2), np.array([0.0, 1 - 2.0**-52]))
     assert tokens.tolist() == [2, 3]
 
 
@@ -91,11 +89,14 @@ def test_uniforms_are_uniform_and_independent_of_the_batch():
     assert uniforms(keys[7:8], np.array([3]))[0] == draws[3, 7]
 
 
-def test_logits_that_are_no_distribution_are_an_error():
-    logits = torch.zeros(2, 5)
-    logits[1, 3] = torch.nan
-    with pytest.raises(EngineError, match="not finite"):
-        sample(logits, rows(2), np.full(2, 0.5))
+def test_a_row_without_a_distribution_is_marked_and_leaves_the_others_alone():
+    logits = torch.randn(3, 5)
+    expected = sample(logits, rows(3), np.full(3, 0.5))
+    for damage in (torch.nan, torch.inf):
+        logits[1, 3] = damage
+        tokens, logprobs, valid = sample(logits, rows(3), np.full(3, 0.5))
+        assert valid.tolist() == [True, False, True] and expected[2].all()
+        assert (tokens[valid] == expected[0][valid]).all() and (logprobs[valid] == expected[1][valid]).all()
 
 
 def test_any_integer_is_a_seed():

@@ -14,8 +14,8 @@ import torch
 from offbeat.errors import PortBusyError
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
+from offbeat.model.fingerprint import fingerprint
 from offbeat.model.tensors import named_bytes
-from offbeat.weights.fingerprint import fingerprint
 
 RL = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
 
@@ -237,9 +237,9 @@ def slow_down(server: EngineServer) -> None:
     """Make decode steps long enough for a test to act between them."""
     decode = server._engine._forward.decode
 
-    def slowly(tokens, step):
+    def slowly(tokens, step, *, lora):
         time.sleep(0.01)
-        return decode(tokens, step)
+        return decode(tokens, step, lora=lora)
 
     server._engine._forward.decode = slowly
 
@@ -295,7 +295,7 @@ def test_pause_abort_answers_with_partial_samples(fresh):
 def test_a_failed_engine_fails_its_requests_and_its_health(fresh):
     server, url = fresh
 
-    def broken(tokens, step):
+    def broken(tokens, step, *, lora):
         raise RuntimeError("out of luck")
 
     server._engine._forward.decode = broken

@@ -10,7 +10,7 @@ from offbeat.inference.embedded.wire import ChatBody, CompletionBody, SwitchBody
 def test_defaults_are_openais():
     body = read_body(CompletionBody, b'{"prompt": "a", "model": "anything", "user": "x"}')
     assert body.params(default_max_tokens=16) == SamplingParams(max_new_tokens=16)
-    assert not body.wants_logprobs and not body.stream
+    assert not body.wants_logprobs and not body.stream and body.model == "anything"
 
 
 def test_every_field_arrives():

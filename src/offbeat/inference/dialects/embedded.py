@@ -39,7 +39,8 @@ class EmbeddedDialect:
         return Sample(tokens, tuple(choice["logprobs"]["token_logprobs"]), versions, choice["text"], choice["finish_reason"]).check()
 
     async def stage(self, wire: Wire, manifest: Manifest) -> None:
-        await wire.call("POST", "/v1/weights/stage", {"version": manifest.version, "folder": manifest.folder})
+        body = {"version": manifest.version, "folder": manifest.folder, "broadcast": manifest.broadcast}
+        await wire.call("POST", "/v1/weights/stage", body)
 
     async def switch(self, wire: Wire, manifest: Manifest, interrupt: Interrupt) -> None:
         await wire.call("POST", "/v1/weights/switch", {"version": manifest.version, "interrupt": interrupt})

@@ -88,6 +88,10 @@ class SlotCache:
             view = self._data[:, :, :, :, : min(positions, self.positions)]
             view[:, :, torch.tensor(targets).to(self.device)] = view[:, :, torch.tensor(sources).to(self.device)]
 
+    def clear(self, slots: list[int]) -> None:
+        """Zero slots whose numbers may not be finite: a masked position's value is multiplied by 0, which a NaN survives."""
+        self._data[:, :, torch.tensor(slots).to(self.device)] = 0
+
     def step(self, lengths: np.ndarray) -> "DecodeStep":
         """Prepare one decode step of slots 0..B-1; `lengths` [B] counts each sample's cached positions."""
         return DecodeStep(self, lengths)
@@ -97,7 +101,7 @@ class SlotCache:
         return self._data[layer, 0], self._data[layer, 1]
 
     def _allocate(self, slots: int, positions: int) -> Tensor:
-        # Zeros, not empty: a masked position's value is multiplied by 0, which a NaN survives.
+        # Zeros, not empty: see `clear`.
         shape = self.shape
         sizes = (shape.num_layers, 2, slots, shape.num_kv_heads, positions, shape.head_dim)
         return torch.zeros(sizes, dtype=shape.dtype, device=self.device)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import EngineError, RefusedError
+from offbeat.inference.embedded.adapters import Adapters
 from offbeat.inference.embedded.cache import PromptRows, SlotCache
 from offbeat.inference.embedded.forward import Forward
 from offbeat.inference.embedded.options import EngineOptions
@@ -26,6 +27,7 @@ from offbeat.inference.embedded.rows import Rows
 from offbeat.inference.embedded.sampler import row_keys, sample
 from offbeat.inference.embedded.scheduler import Scheduler, plan_prefill
 from offbeat.inference.embedded.versions import VersionStore, read_weights
+from offbeat.model.peft_io import Adapter
 from offbeat.types import Version
 from offbeat.weights.protocol import Interrupt
 
@@ -44,6 +46,7 @@ class Engine:
 
     Attributes:
         tokenizer: of the model.
+        adapters: that requests may name.
         version: of the weights that serve now.
         finished: samples by finish reason.
         num_prompt_tokens, num_generated_tokens: since the start.
@@ -68,6 +71,7 @@ class Engine:
             forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context
         )
         self._rows = Rows(max_rows=options.max_running, device=forward.device)
+        self.adapters = Adapters(forward, options, in_use=self._adapters_in_use)
         self._versions = VersionStore(live=options.version, folder=options.model)
         self._rng = np.random.default_rng(options.seed)
         self._starting: list[Request] = []
@@ -104,6 +108,9 @@ class Engine:
         self._check(request)
         self._scheduler.add(request)
 
+    def _adapters_in_use(self) -> set[str]:
+        return {*self._rows.adapters(), *(request.adapter for request in self._scheduler.waiting())}
+
     def _check(self, request: Request) -> None:
         prompt_len, params = len(request.prompt), request.params
         if prompt_len == 0:
@@ -118,10 +125,13 @@ class Engine:
             )
         if request.n > self._scheduler.max_running:
             raise RefusedError(f"n must be at most the engine's max_running of {self._scheduler.max_running}, got {request.n}")
+        self.adapters.use(request.adapter)
 
     def abort(self, request_id: str) -> None:
         """Forget a request whose client is gone; nothing is reported."""
-        if not self._scheduler.remove(request_id):
+        if self._scheduler.remove(request_id):
+            self.adapters.drop_leaving()
+        else:
             rows = [row for row, running in enumerate(self._rows.samples) if running.request.id == request_id]
             self.finished["abort"] += len(rows)
             self._release(rows)
@@ -135,7 +145,8 @@ class Engine:
             while pending and self.num_waiting < self._scheduler.max_queued:
                 self.submit(pending.pop())
             for event in self.step():
-                assert isinstance(event.result, Output), "steps report outputs"
+                if isinstance(event.result, EngineError):
+                    raise event.result
                 results[event.request_id].append(event.result)
         return [sorted(outputs, key=lambda o: o.index) for outputs in results.values()]
 
@@ -166,13 +177,16 @@ class Engine:
         counts = [request.n for request in admitted]
         old = len(self._rows) - sum(counts)
         parts = []
+        self.adapters.place(self._rows.adapters())
         if old:
             step = self._cache.step(self._rows.length[:old] - 1)
-            parts.append(self._forward.decode(self._send(self._rows.last_tokens(old)), step))
+            lora = self.adapters.rows(self._rows.adapters()[:old])
+            parts.append(self._forward.decode(self._send(self._rows.last_tokens(old)), step, lora=lora))
         if admitted:
             prompts = np.repeat(np.arange(len(admitted)), counts)
             sequences = [np.array(request.prompt) for request in admitted]
-            logits = self._prefill(sequences, slots=np.arange(old, len(self._rows)), prompts=prompts)
+            adapters = [request.adapter for request in admitted]
+            logits = self._prefill(sequences, adapters, slots=np.arange(old, len(self._rows)), prompts=prompts)
             parts.append(logits[self._send(prompts)])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -180,7 +194,7 @@ class Engine:
         """A host array on the device that the model computes on."""
         return torch.from_numpy(array).to(self._forward.device)
 
-    def _prefill(self, sequences: list[np.ndarray], *, slots: np.ndarray, prompts: np.ndarray) -> Tensor:
+    def _prefill(self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, prompts: np.ndarray) -> Tensor:
         """Write the keys and values of sequence `prompts[i]` to slot `slots[i]`; returns the logits after each sequence, [P, V]."""
         lengths = np.array([len(s) for s in sequences])
         self._cache.reserve(slots=int(slots.max()) + 1, positions=int(lengths.max()))
@@ -193,7 +207,8 @@ class Engine:
             place[chunk] = np.arange(len(chunk))
             here = place[prompts] >= 0
             rows = PromptRows(self._send(slots[here]), self._send(place[prompts[here]]))
-            new = self._forward.prefill(self._send(tokens), self._send(lengths[chunk]), cache=self._cache, rows=rows)
+            lora = self.adapters.rows([adapters[int(i)] for i in chunk], repeat=tokens.shape[1])
+            new = self._forward.prefill(self._send(tokens), self._send(lengths[chunk]), cache=self._cache, rows=rows, lora=lora)
             if logits is None:
                 logits = new.new_empty(len(sequences), new.shape[-1])
             logits[self._send(chunk)] = new
@@ -202,21 +217,39 @@ class Engine:
 
     def _postprocess(self, logits: Tensor) -> list[Event]:
         """Sample, account, report and free finished slots."""
-        tokens, logprobs = sample(logits, self._rows.sampling(), self._rows.uniforms())
+        tokens, logprobs, valid = sample(logits, self._rows.sampling(), self._rows.uniforms())
         stopped, full = self._rows.append(tokens, logprobs, version=self.version)
         self.num_generated_tokens += len(tokens)
+        failed = [] if valid.all() else self._diverged(valid)
         events = []
         for row in self._rows.watched():
             running = self._rows.samples[row]
             if running.text is not None:
                 running.text.push(int(tokens[row]))
                 stopped[row] |= running.text.stopped
-            if running.request.stream and not (stopped[row] or full[row]):
+            if running.request.stream and not (stopped[row] or full[row] or row in failed):
                 events.append(Event(running.request.id, self._rows.output(row, None)))
-        ended = np.flatnonzero(stopped | full).tolist()
+        ended = [row for row in np.flatnonzero(stopped | full).tolist() if row not in failed]
         events += [self._end(row, "stop" if stopped[row] else "length") for row in ended]
-        self._release(ended)
+        if failed:
+            events += self._fail_rows(failed)
+        self._release(ended + failed)
         return events
+
+    def _diverged(self, valid: np.ndarray) -> list[int]:
+        """Rows of the requests whose adapters gave no distribution; `valid` [B] bool. Raises EngineError where it is the base model."""
+        broken = {self._rows.samples[row].request for row in np.flatnonzero(~valid)}
+        if not all(request.adapter for request in broken):
+            raise EngineError("the model's logits are not finite: its weights have diverged or are damaged")
+        return [row for row, sample in enumerate(self._rows.samples) if sample.request in broken]
+
+    def _fail_rows(self, rows: list[int]) -> list[Event]:
+        """End the requests of diverged adapters, and leave nothing of theirs in the cache."""
+        self._cache.clear(rows)
+        self.finished["error"] += len(rows)
+        requests = dict.fromkeys(self._rows.samples[row].request for row in rows)
+        text = "the logits of adapter {} are not finite: it has diverged or is damaged"
+        return [Event(request.id, EngineError(text.format(request.adapter))) for request in requests]
 
     def _end(self, row: int, reason: FinishReason) -> Event:
         self.finished[reason] += 1
@@ -230,6 +263,7 @@ class Engine:
             sources, targets = self._scheduler.compact(rows)
             self._cache.move(sources, targets, positions=longest)
             self._rows.compact(sources, targets, running=self._scheduler.running)
+            self.adapters.drop_leaving()
             self._finish_drain()
 
     # -- control, between two steps ----------------------------------------------------------------------------------------------------
@@ -244,6 +278,7 @@ class Engine:
         for request in self._scheduler.drop_waiting():
             self.finished["abort"] += request.n
             events += [Event(request.id, Output(index, [], [], [], "abort")) for index in range(request.n)]
+        self.adapters.drop_leaving()
         return events
 
     def resume(self) -> None:
@@ -263,13 +298,9 @@ class Engine:
         """See `VersionStore.has`."""
         return self._versions.has(version, folder)
 
-    def prepare(self, folder: str) -> object:
-        """Read a folder's weights into what `stage` takes. May run on any thread.
-
-        Raises:
-            ModelError: the folder does not hold this model's weights.
-        """
-        return read_weights(self._forward, folder)
+    def prepare(self, folder: str, broadcast: str = "") -> object:
+        """Bring a version's weights into what `stage` takes. May run on any thread; arguments and errors as `read_weights`."""
+        return read_weights(self._forward, folder, broadcast)
 
     def stage(self, version: Version, folder: str, prepared: object) -> None:
         """Hold prepared weights beside the live ones, as `version`.
@@ -330,27 +361,39 @@ class Engine:
         """Fill the cache of all running samples under the live weights."""
         sequences = [self._rows.cached_tokens(row) for row in range(len(self._rows))]
         rows = np.arange(len(sequences))
-        self._prefill(sequences, slots=rows, prompts=rows)
+        self.adapters.place(self._rows.adapters())
+        self._prefill(sequences, self._rows.adapters(), slots=rows, prompts=rows)
 
     def weights(self) -> tuple[Version, dict[str, Tensor]]:
         """The live version and its tensors under their Hugging Face names; they are never changed, so any thread may read them."""
         return self.version, self._forward.tensors()
 
     @torch.inference_mode()
-    def score(self, tokens: Sequence[int]) -> tuple[Version, list[float]]:
+    def live_adapter(self, name: str) -> tuple[Version, Adapter]:
+        """The live version, and a copy of an adapter's weights as they serve; raises UnknownAdapterError."""
+        self.adapters.use(name)
+        self.adapters.place([*self._rows.adapters(), name])
+        return self.version, self.adapters.live(name)
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], *, adapter: str = "") -> tuple[Version, list[float]]:
         """The live version and the log-probability, at temperature 1, of each token after the first; through the forward that serves.
 
         Raises:
-            RefusedError: fewer than two tokens, too many, or one outside the vocabulary.
+            RefusedError: fewer than two tokens, too many, or one outside the vocabulary; or the adapter is not held.
             EngineError: the logits are not finite.
         """
         if len(tokens) < 2 or len(tokens) > self.max_context:
             raise RefusedError(f"scoring takes 2 to {self.max_context} tokens, got {len(tokens)}")
         if min(tokens) < 0 or max(tokens) >= self._forward.vocab_size:
             raise RefusedError(f"tokens to score must lie in the vocabulary of {self._forward.vocab_size} tokens")
+        self.adapters.use(adapter)
+        self.adapters.place([*self._rows.adapters(), adapter])
         ids = torch.tensor(tokens, dtype=torch.int64).to(self._forward.device)
-        logprobs = self._forward.score(ids)[:-1].float().log_softmax(dim=-1)
+        logits = self._forward.score(ids, lora=self.adapters.rows([adapter], repeat=len(tokens)))
+        logprobs = logits[:-1].float().log_softmax(dim=-1)
         scores = logprobs.gather(1, ids[1:, None]).squeeze(1).cpu()
         if not scores.isfinite().all():
-            raise EngineError(f"the logits of version {self.version} are not finite: its weights have diverged or are damaged")
+            weights = f"adapter {adapter}" if adapter else f"version {self.version}"
+            raise EngineError(f"the logits of {weights} are not finite: its weights have diverged or are damaged")
         return self.version, scores.tolist()

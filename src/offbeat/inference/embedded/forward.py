@@ -14,20 +14,29 @@ from torch import Tensor
 
 from offbeat.errors import ModelError
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache
+from offbeat.inference.embedded.lora import AdapterRows, Groups
 
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-probability between a decode step and a full forward of the same tokens."""
 
 
 class Forward(Protocol):
-    """A model that prefills, decodes and scores. Not thread-safe, except for `prepare`."""
+    """A model that prefills, decodes and scores. Not thread-safe, except for `prepare`.
+
+    Attributes:
+        lora_groups: its linear layers that adapters may stand beside. `lora`, where given, has an adapter for each row of a batch, which is
+            each token of a prefill.
+    """
 
     device: torch.device
     cache_shape: CacheShape
     vocab_size: int
     max_positions: int
+    lora_groups: Groups
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows) -> Tensor:
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
+    ) -> Tensor:
         """Run prompts and store their keys and values.
 
         Args:
@@ -41,11 +50,11 @@ class Forward(Protocol):
         """
         ...
 
-    def decode(self, tokens: Tensor, step: DecodeStep) -> Tensor:
+    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
         """Run one token per slot, [B] int64, store its keys and values; returns the logits after it, [B, V]."""
         ...
 
-    def score(self, tokens: Tensor) -> Tensor:
+    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Tensor:
         """Logits after every token of one sequence: [L] int64 in, [L, V] out. Touches no cache."""
         ...
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
 from offbeat.inference.embedded.forward import take
+from offbeat.inference.embedded.lora import AdapterRows, Groups, Linear
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class DirectForward:
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_position_embeddings
         self.cache_shape = CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
+        self.lora_groups: Groups = {name: group for i in range(self.num_layers) for name, group in self._layer_groups(i).items()}
         self._scale = self.head_dim**-0.5
         self._rope_theta = config.rope_parameters["rope_theta"]
         self._cos, self._sin = self._rotary(0)
@@ -140,6 +142,16 @@ class DirectForward:
         kv = self.num_kv_heads * self.head_dim
         return {"q": self.num_heads * self.head_dim, "k": kv, "v": kv}
 
+    def _layer_groups(self, i: int) -> dict[str, tuple[Linear, ...]]:
+        hidden, inner, attended = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
+        prefix = f"model.layers.{i}."
+        return {
+            f"{i}.qkv": tuple(Linear(f"{prefix}self_attn.{p}_proj", hidden, size) for p, size in self._qkv_sizes().items()),
+            f"{i}.out": (Linear(f"{prefix}self_attn.o_proj", attended, hidden),),
+            f"{i}.gate_up": tuple(Linear(f"{prefix}mlp.{p}_proj", hidden, inner) for p in ("gate", "up")),
+            f"{i}.down": (Linear(f"{prefix}mlp.down_proj", inner, hidden),),
+        }
+
     def install(self, prepared: Weights) -> None:
         self._weights = prepared
 
@@ -175,27 +187,31 @@ class DirectForward:
 
     # -- forward -----------------------------------------------------------------------------------------------------------------------
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows) -> Tensor:
-        hidden = self._run_prompts(tokens, cache=cache, rows=rows)
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
+    ) -> Tensor:
+        hidden = self._run_prompts(tokens, cache=cache, rows=rows, lora=lora)
         return self._logits(hidden[torch.arange(len(tokens), device=self.device), lengths - 1])
 
-    def score(self, tokens: Tensor) -> Tensor:
-        return self._logits(self._run_prompts(tokens[None], cache=None, rows=None)[0])
+    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Tensor:
+        return self._logits(self._run_prompts(tokens[None], cache=None, rows=None, lora=lora)[0])
 
-    def decode(self, tokens: Tensor, step: DecodeStep) -> Tensor:
+    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
         weights, rows = self._weights, step.rows
         self._grow_rotary(step.width)
         cos, sin = self._cos[step.positions, None], self._sin[step.positions, None]
         x = F.embedding(tokens, weights.embed)
         for i, layer in enumerate(weights.layers):
-            queries, keys, values = self._project(x, layer, cos, sin)
+            queries, keys, values = self._project(x, i, layer, cos, sin, lora)
             keys, values = step.extend(i, keys, values)
             queries = queries.reshape(rows * self.num_kv_heads, -1, self.head_dim)
             attended = attend(queries, keys, values, mask=step.mask, scale=self._scale)
-            x = self._finish_layer(x, attended.view(rows, -1), layer)
+            x = self._finish_layer(x, attended.view(rows, -1), i, layer, lora)
         return self._logits(x)
 
-    def _run_prompts(self, tokens: Tensor, *, cache: SlotCache | None, rows: PromptRows | None) -> Tensor:
+    def _run_prompts(
+        self, tokens: Tensor, *, cache: SlotCache | None, rows: PromptRows | None, lora: AdapterRows | None
+    ) -> Tensor:
         """[N, L] token ids to the last layer's output [N, L, hidden]. Causal attention alone hides padding on the right."""
         weights = self._weights
         num, length = tokens.shape
@@ -203,28 +219,43 @@ class DirectForward:
         cos, sin = (table[:length, None].repeat(num, 1, 1) for table in (self._cos, self._sin))
         x = F.embedding(tokens.flatten(), weights.embed)
         for i, layer in enumerate(weights.layers):
-            heads = self._project(x, layer, cos, sin)
+            heads = self._project(x, i, layer, cos, sin, lora)
             queries, keys, values = (part.unflatten(0, (num, length)).transpose(1, 2) for part in heads)
             if cache is not None and rows is not None:
                 cache.write_prompts(i, keys, values, rows)
             attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale, enable_gqa=True)
-            x = self._finish_layer(x, attended.transpose(1, 2).reshape(num * length, -1), layer)
+            x = self._finish_layer(x, attended.transpose(1, 2).reshape(num * length, -1), i, layer, lora)
         return x.view(num, length, -1)
 
-    def _project(self, x: Tensor, layer: Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, x: Tensor, i: int, layer: Layer, cos: Tensor, sin: Tensor, lora: AdapterRows | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """[rows, hidden] to rotated queries [rows, heads, head_dim], rotated keys and values [rows, kv_heads, head_dim]."""
         normed = self._norm(x, layer.norm1)
-        heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(1, (-1, self.head_dim))
+        projected = F.linear(normed, layer.qkv, layer.qkv_bias)
+        if lora is not None:
+            lora.add(f"{i}.qkv", normed, projected)
+        heads = projected.unflatten(1, (-1, self.head_dim))
         rotated, values = heads[:, : self.num_heads + self.num_kv_heads], heads[:, self.num_heads + self.num_kv_heads :]
         if layer.qk_norm is not None:
             rotated = self._norm(rotated, layer.qk_norm)
         rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], values
 
-    def _finish_layer(self, x: Tensor, attended: Tensor, layer: Layer) -> Tensor:
+    def _finish_layer(self, x: Tensor, attended: Tensor, i: int, layer: Layer, lora: AdapterRows | None) -> Tensor:
         x = torch.addmm(x, attended, layer.out.t())
-        gate, up = F.linear(self._norm(x, layer.norm2), layer.gate_up).chunk(2, dim=-1)
-        return torch.addmm(x, F.silu(gate) * up, layer.down.t())
+        if lora is not None:
+            lora.add(f"{i}.out", attended, x)
+        normed = self._norm(x, layer.norm2)
+        gate_up = F.linear(normed, layer.gate_up)
+        if lora is not None:
+            lora.add(f"{i}.gate_up", normed, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = F.silu(gate) * up
+        x = torch.addmm(x, inner, layer.down.t())
+        if lora is not None:
+            lora.add(f"{i}.down", inner, x)
+        return x
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self._norm(hidden, self._weights.norm), self._weights.head)

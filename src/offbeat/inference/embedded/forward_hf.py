@@ -7,6 +7,7 @@ state (recurrent layers, soft-capped scores, attention sinks) are refused by nam
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from offbeat.errors import ModelError
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
 from offbeat.inference.embedded.forward import take
+from offbeat.inference.embedded.lora import AdapterRows, Groups, Linear
 from offbeat.model.load import context_length
 
 ATTENTION = "offbeat_slots"
@@ -114,21 +116,42 @@ class HFForward:
         self.cache_shape = CacheShape(config.num_hidden_layers, heads, head_dim, dtype)
         self.vocab_size = config.vocab_size
         self.max_positions = context_length(config)
+        # Without the head: it sees the last token of each row alone.
+        head = model.get_output_embeddings()
+        self._linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+        self.lora_groups: Groups = {name: (Linear(name, m.in_features, m.out_features),) for name, m in self._linears.items()}
+        self._lora: AdapterRows | None = None
+        self._hooked = False
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows) -> Tensor:
-        return self._run(tokens, self._positions(tokens.shape[1]), PromptStep(cache, rows), keep=(lengths - 1)[:, None])[:, 0]
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
+    ) -> Tensor:
+        step = PromptStep(cache, rows)
+        return self._run(tokens, self._positions(tokens.shape[1]), step, keep=(lengths - 1)[:, None], lora=lora)[:, 0]
 
-    def decode(self, tokens: Tensor, step: DecodeStep) -> Tensor:
-        return self._run(tokens[:, None], step.positions[:, None], SlotStep(step), keep=1)[:, 0]
+    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
+        return self._run(tokens[:, None], step.positions[:, None], SlotStep(step), keep=1, lora=lora)[:, 0]
 
-    def score(self, tokens: Tensor) -> Tensor:
-        return self._run(tokens[None], self._positions(len(tokens)), PromptStep(None, None), keep=0)[0]
+    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Tensor:
+        return self._run(tokens[None], self._positions(len(tokens)), PromptStep(None, None), keep=0, lora=lora)[0]
 
     def _positions(self, length: int) -> Tensor:
         return torch.arange(length, device=self.device)[None]
 
-    def _run(self, tokens: Tensor, positions: Tensor, step: PromptStep | SlotStep, *, keep: int | Tensor) -> Tensor:
+    def _run(
+        self, tokens: Tensor, positions: Tensor, step: PromptStep | SlotStep, *, keep: int | Tensor, lora: AdapterRows | None
+    ) -> Tensor:
+        self._lora = lora
+        if lora is not None and not self._hooked:  # not before: a hook slows every call down
+            self._hooked = True
+            for name, linear in self._linears.items():
+                linear.register_forward_hook(partial(self._add_lora, name))
         return self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, offbeat_step=step).logits
+
+    def _add_lora(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if self._lora is not None:
+            x = inputs[0]
+            self._lora.add(name, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
 
     def prepare(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: take(state, name, shape=p.shape, dtype=self.dtype, device=self.device) for name, p in self._model.named_parameters()}

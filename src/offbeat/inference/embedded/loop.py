@@ -86,15 +86,26 @@ class EngineLoop:
         """See `Engine.pause`."""
         return self.call(lambda: self._events.extend(self.engine.pause(mode)))
 
-    def stage(self, version: Version, folder: str) -> None:
-        """Load a folder's weights in the calling thread, beside the steps, and hold them as `version`. Blocks.
+    def stage(self, version: Version, folder: str, broadcast: str = "") -> None:
+        """Load a folder's weights, or receive them, in the calling thread, beside the steps, and hold them as `version`. Blocks.
 
         Raises:
-            RefusedError, ModelError: as `Engine.prepare` and `Engine.stage`; the live weights go on serving.
+            RefusedError, ModelError, EngineError: as `Engine.prepare` and `Engine.stage`; the live weights go on serving.
         """
         if not self.call(lambda: self.engine.is_staged(version, folder)).result():
-            prepared = self.engine.prepare(folder)
+            prepared = self.engine.prepare(folder, broadcast)
             self.call(lambda: self.engine.stage(version, folder, prepared)).result()
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a PEFT folder in the calling thread, beside the steps, and hold it as `name`. Blocks.
+
+        Raises:
+            RefusedError, ModelError, BusyError: as `Adapters.read` and `Adapters.add`.
+        """
+        adapters = self.engine.adapters
+        if not self.call(lambda: adapters.has(name, folder)).result():
+            adapter = adapters.read(folder)
+            self.call(lambda: adapters.add(name, folder, adapter)).result()
 
     def _post(self, command: Command) -> None:
         with self._wake:

@@ -24,6 +24,9 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("offbeat_engine_cache_bytes", "Memory of the key and value cache.", value=engine.cache_bytes)
         yield CounterMetricFamily("offbeat_engine_prompt_tokens", "Prompt tokens computed.", value=engine.num_prompt_tokens)
         yield CounterMetricFamily("offbeat_engine_generated_tokens", "Tokens sampled.", value=engine.num_generated_tokens)
+        yield GaugeMetricFamily("offbeat_engine_adapters", "Adapters that requests may use.", value=len(engine.adapters.names))
+        evicted = engine.adapters.num_evicted
+        yield CounterMetricFamily("offbeat_engine_adapter_evictions", "Adapters that made room for another.", value=evicted)
         samples = CounterMetricFamily("offbeat_engine_samples", "Samples finished, by reason.", labels=["reason"])
         for reason, count in sorted(engine.finished.items()):
             samples.add_metric([reason], count)

@@ -20,6 +20,8 @@ class EngineOptions:
         max_queued: requests that wait before a further one is refused (HTTP 429).
         max_context: longest prompt plus generation in tokens; 0 takes the model's context.
         max_prefill_tokens: prompt tokens, padding included, computed in one step before decoding goes on.
+        max_adapters: LoRA adapters held at once; the least recently used that no request uses makes room for a new one.
+        max_adapter_rank: largest rank of an adapter.
         seed: of the engine's own generator, which serves requests without a seed.
         api_key: bearer token that every request must carry; empty for none.
         version: of the weights in `model`; -1 before a run has published any.
@@ -33,12 +35,15 @@ class EngineOptions:
     max_queued: int = 4096
     max_context: int = 0
     max_prefill_tokens: int = 8192
+    max_adapters: int = 32
+    max_adapter_rank: int = 64
     seed: int = 0
     api_key: str = ""
     version: Version = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_running", 1), ("max_queued", 1), ("max_context", 0), ("max_prefill_tokens", 1), ("version", -1)):
+        ones = ("max_running", "max_queued", "max_prefill_tokens", "max_adapters", "max_adapter_rank")
+        for name, least in (*((name, 1) for name in ones), ("max_context", 0), ("version", -1)):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"engine option {name} must be >= {least}, got {value}")

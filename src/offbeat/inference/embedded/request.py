@@ -65,6 +65,7 @@ class Request:
         id: unique among requests in the engine.
         prompt: token ids, at least one.
         n: samples.
+        adapter: name of the LoRA adapter that generates; empty for the base model.
         stream: answer after every decode step instead of once.
     """
 
@@ -72,6 +73,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
+    adapter: str = ""
     stream: bool = False
 
     def __post_init__(self) -> None:

@@ -51,6 +51,7 @@ class Rows:
         self._device = device
         self._sampling: SamplingRows | None = None
         self._watched: list[int] | None = None
+        self._adapters: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -69,7 +70,7 @@ class Rows:
         self._stop_ids[rows] = NO_TOKEN
         self._stop_ids[rows, : len(stop_ids)] = stop_ids
         self.samples += [Sample(request, i, TextStream(tokenizer, params.stop) if params.stop else None) for i in range(request.n)]
-        self._sampling = self._watched = None
+        self._sampling = self._watched = self._adapters = None
 
     def _reserve(self, *, positions: int, stop_ids: int) -> None:
         wider = round_up(positions, BUCKET) - self._tokens.shape[1]
@@ -94,6 +95,12 @@ class Rows:
         if self._watched is None:
             self._watched = [row for row, sample in enumerate(self.samples) if sample.request.stream or sample.text is not None]
         return self._watched
+
+    def adapters(self) -> tuple[str, ...]:
+        """[B] the adapter of each row, empty for the base model."""
+        if self._adapters is None:
+            self._adapters = tuple(sample.request.adapter for sample in self.samples)
+        return self._adapters
 
     def uniforms(self) -> np.ndarray:
         """[B] float64 in [0, 1), for each row's next token."""
@@ -137,4 +144,4 @@ class Rows:
         for source, target in zip(sources, targets, strict=True):
             self.samples[target] = self.samples[source]
         del self.samples[running:]
-        self._sampling = self._watched = None
+        self._sampling = self._watched = self._adapters = None

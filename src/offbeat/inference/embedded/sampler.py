@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.errors import EngineError
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -81,7 +79,7 @@ def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
     return torch.empty_like(logits).scatter_(1, order, values)
 
 
-def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draw one token per row. What it returns crosses to the host in one transfer.
 
     Args:
@@ -90,10 +88,8 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.
         uniform: [B] float64 in [0, 1), see `uniforms`.
 
     Returns:
-        tokens [B] int64 and their log-probabilities [B] float32, see the module's text for which.
-
-    Raises:
-        EngineError: a row of logits is no distribution (NaN or infinite).
+        tokens [B] int64, their log-probabilities [B] float32, see the module's text for which, and valid [B] bool: False where a row of
+        logits is no distribution (NaN or infinite), so that its token means nothing.
     """
     logits = logits.float()
     if rows.scale is not None:
@@ -110,6 +106,4 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
     drawn = torch.cat([tokens.double(), logprobs.gather(1, tokens).double(), total], dim=1).cpu().numpy()
-    if not np.isfinite(drawn[:, 2]).all():
-        raise EngineError("the model's logits are not finite: its weights have diverged or are damaged")
-    return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32)
+    return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32), np.isfinite(drawn[:, 2])

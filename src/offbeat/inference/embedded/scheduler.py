@@ -5,7 +5,7 @@ filled by the last running one (`compact`). Requests are admitted first in, firs
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -37,6 +37,10 @@ class Scheduler:
     @property
     def num_free(self) -> int:
         return self.max_running - self.running
+
+    def waiting(self) -> Iterator[Request]:
+        """Requests that have not started, in order."""
+        return iter(self._waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request.

@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, PortBusyError, RefusedError, UserError
+from offbeat.inference.embedded.adapters import UnknownAdapterError
 from offbeat.inference.embedded.answers import DONE, Answer, ChatFormat, CompletionFormat, Format, error_body
 from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.loop import EngineLoop
@@ -29,7 +30,18 @@ from offbeat.inference.embedded.metrics import registry_of
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.request import Event, Output, Request
 from offbeat.inference.embedded.versions import fingerprint_tensors
-from offbeat.inference.embedded.wire import ChatBody, CompletionBody, GenerateBody, PauseBody, ScoreBody, StageBody, SwitchBody, read_body
+from offbeat.inference.embedded.wire import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    LoadAdapterBody,
+    PauseBody,
+    ScoreBody,
+    StageBody,
+    SwitchBody,
+    UnloadAdapterBody,
+    read_body,
+)
 
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
 
@@ -136,6 +148,8 @@ class EngineServer:
             ("POST", "/v1/weights/switch", self._switch),
             ("GET", "/v1/weights/fingerprint", self._fingerprint),
             ("POST", "/v1/score", self._score),
+            ("POST", "/v1/load_lora_adapter", self._load_adapter),
+            ("POST", "/v1/unload_lora_adapter", self._unload_adapter),
             ("POST", "/pause", self._pause),
             ("POST", "/resume", self._resume),
         ]
@@ -152,6 +166,8 @@ class EngineServer:
                 return await handler(http)
             except BusyError as exc:
                 return _error(str(exc), status=429, headers={"Retry-After": "1"})
+            except UnknownAdapterError as exc:
+                return _error(str(exc), status=404)
             except (RefusedError, UserError) as exc:
                 return _error(str(exc), status=400)
             except Disconnected:
@@ -182,16 +198,22 @@ class EngineServer:
         self, http: HttpRequest, body: GenerateBody, prompt: list[int], form: Format, *, default_max_tokens: int
     ) -> Response:
         params = body.params(default_max_tokens=default_max_tokens)
-        request = Request(id=f"{form.prefix}-{uuid.uuid4().hex}", prompt=prompt, params=params, n=body.n, stream=body.stream)
-        answer = Answer(
-            request.id, form, body, tokenizer=self._tokenizer, model=self._model_name, prompt_len=len(prompt), stops=params.stop
-        )
+        adapter = self._adapter_of(body.model or "")
+        name = f"{form.prefix}-{uuid.uuid4().hex}"
+        request = Request(id=name, prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
+        model = adapter or self._model_name
+        answer = Answer(name, form, body, tokenizer=self._tokenizer, model=model, prompt_len=len(prompt), stops=params.stop)
         outputs = self._outputs(http, request)
         if not body.stream:
             return _json(answer.whole([output async for output in outputs]))
         # The first output before the headers: a refusal must be able to set the status.
         first = await anext(outputs)
         return StreamingResponse(_stream(answer, first, outputs), media_type="text/event-stream")
+
+    def _adapter_of(self, model: str) -> str:
+        """The adapter that a request's `model` means; empty for the base model, whose clients may call it anything without an "@"."""
+        base = model == self._model_name or not ("@" in model or model in self._engine.adapters.names)
+        return "" if base else model
 
     async def _outputs(self, http: HttpRequest, request: Request) -> AsyncGenerator[Output]:
         """Run a request; yields its outputs until all n samples are done, and aborts it if left early.
@@ -226,8 +248,9 @@ class EngineServer:
             self._inboxes[request_id].put_nowait(Disconnected())
 
     async def _models(self, _: HttpRequest) -> Response:
-        model = {"id": self._model_name, "object": "model", "owned_by": "offbeat", "max_model_len": self._engine.max_context}
-        return _json(msgspec.json.encode({"object": "list", "data": [model]}))
+        rest = {"object": "model", "owned_by": "offbeat", "max_model_len": self._engine.max_context}
+        adapters = [{"id": name, **rest, "parent": self._model_name} for name in self._engine.adapters.names]
+        return _json(msgspec.json.encode({"object": "list", "data": [{"id": self._model_name, **rest}, *adapters]}))
 
     async def _health(self, _: HttpRequest) -> Response:
         engine, error = self._engine, self._loop.error
@@ -247,7 +270,7 @@ class EngineServer:
 
     async def _stage(self, http: HttpRequest) -> Response:
         body = read_body(StageBody, await http.body())
-        await asyncio.to_thread(self._loop.stage, body.version, body.folder)
+        await asyncio.to_thread(self._loop.stage, body.version, body.folder, body.broadcast)
         return _json(msgspec.json.encode({"version": body.version, "folder": body.folder}))
 
     async def _switch(self, http: HttpRequest) -> Response:
@@ -256,15 +279,31 @@ class EngineServer:
         switch_s = await asyncio.wrap_future(done)
         return _json(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
 
-    async def _fingerprint(self, _: HttpRequest) -> Response:
-        version, tensors = await asyncio.wrap_future(self._loop.call(self._engine.weights))
-        name = await asyncio.to_thread(fingerprint_tensors, tensors)
-        return _json(msgspec.json.encode({"version": version, "fingerprint": name}))
+    async def _fingerprint(self, http: HttpRequest) -> Response:
+        if name := http.query_params.get("adapter"):
+            version, adapter = await asyncio.wrap_future(self._loop.call(lambda: self._engine.live_adapter(name)))
+            fingerprint = await asyncio.to_thread(adapter.fingerprint)
+        else:
+            version, tensors = await asyncio.wrap_future(self._loop.call(self._engine.weights))
+            fingerprint = await asyncio.to_thread(fingerprint_tensors, tensors)
+        return _json(msgspec.json.encode({"version": version, "fingerprint": fingerprint}))
 
     async def _score(self, http: HttpRequest) -> Response:
         body = read_body(ScoreBody, await http.body())
-        version, logprobs = await asyncio.wrap_future(self._loop.call(lambda: self._engine.score(body.tokens)))
+        version, logprobs = await asyncio.wrap_future(self._loop.call(lambda: self._engine.score(body.tokens, adapter=body.adapter)))
         return _json(msgspec.json.encode({"version": version, "logprobs": logprobs}))
+
+    async def _load_adapter(self, http: HttpRequest) -> Response:
+        body = read_body(LoadAdapterBody, await http.body())
+        if body.lora_name == self._model_name:
+            raise RefusedError(f"{body.lora_name!r} is the base model's name; give the adapter another")
+        await asyncio.to_thread(self._loop.load_adapter, body.lora_name, body.lora_path)
+        return _json(msgspec.json.encode({"status": "ok"}))
+
+    async def _unload_adapter(self, http: HttpRequest) -> Response:
+        body = read_body(UnloadAdapterBody, await http.body())
+        await asyncio.wrap_future(self._loop.call(lambda: self._engine.adapters.unload(body.lora_name)))
+        return _json(msgspec.json.encode({"status": "ok"}))
 
     async def _pause(self, http: HttpRequest) -> Response:
         body = read_body(PauseBody, await http.body())

@@ -11,18 +11,25 @@ from torch import Tensor
 
 from offbeat.errors import RefusedError
 from offbeat.inference.embedded.forward import Forward
+from offbeat.inference.embedded.receive import receive_weights
+from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.types import Version
-from offbeat.weights.fingerprint import fingerprint
 
 
-def read_weights(forward: Forward, folder: str) -> Any:
-    """A folder's weights, ready for `Forward.install`. May run beside the engine's thread.
+def read_weights(forward: Forward, folder: str, broadcast: str = "") -> Any:
+    """A version's weights, ready for `Forward.install`. May run beside the engine's thread.
+
+    Args:
+        folder: where they are written.
+        broadcast: where they are offered instead, `host:port`; then the folder is read only if the sender says so.
 
     Raises:
-        ModelError: the folder does not hold this model's weights.
+        ModelError: the folder, or the offer, does not hold this model's weights.
+        EngineError: they were not received.
     """
-    return forward.prepare(dict(read_safetensors(folder)))
+    state = receive_weights(broadcast, device=forward.device) if broadcast else None
+    return forward.prepare(dict(read_safetensors(folder)) if state is None else state)
 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:

@@ -18,11 +18,13 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     """What completions and chats share.
 
     Attributes:
+        model: the name of a loaded adapter; anything else without an "@" is the base model.
         max_tokens: None takes the endpoint's default: 16 for completions, the rest of the context for chats.
         logprobs: anything but null or false returns the log-probability of each sampled token; others are not offered.
         return_token_ids: return token ids, and with them the weight version of each token.
     """
 
+    model: str | None = None
     max_tokens: int | None = None
     n: int = 1
     temperature: float | None = None
@@ -80,10 +82,11 @@ class ChatBody(GenerateBody, kw_only=True):
 
 
 class StageBody(msgspec.Struct):
-    """POST /v1/weights/stage."""
+    """POST /v1/weights/stage; with `broadcast`, the `host:port` where the version is offered, the folder need not exist."""
 
     version: int
     folder: str
+    broadcast: str = ""
 
 
 class SwitchBody(msgspec.Struct):
@@ -94,9 +97,23 @@ class SwitchBody(msgspec.Struct):
 
 
 class ScoreBody(msgspec.Struct):
-    """POST /v1/score."""
+    """POST /v1/score; by the base model, or by an adapter."""
 
     tokens: list[int]
+    adapter: str = ""
+
+
+class LoadAdapterBody(msgspec.Struct):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(msgspec.Struct):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
 
 
 class PauseBody(msgspec.Struct):

@@ -1,0 +1,84 @@
+"""Checkpoints of single adapters: weights, Adam's moments and step count in one safetensors file, whatever bank they came from.
+
+Written by rank 0 of an adapter engine and read by all ranks. A checkpoint appears complete or not at all, and nothing in it is unpickled.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offbeat.errors import StorageError
+from offbeat.model.peft_io import Adapter
+
+FILE = "adapter_state.safetensors"
+_PARTS = ("weights", "exp_avg", "exp_avg_sq")
+_KEY = re.compile(rf"(?P<part>{'|'.join(_PARTS)})\.(?P<module>.+)\.(?P<side>[AB])")
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterState:
+    """All that training an adapter goes on from.
+
+    Attributes:
+        step: optimizer steps done.
+        weights: the adapter.
+        exp_avg, exp_avg_sq: Adam's moments, in the same form.
+    """
+
+    step: int
+    weights: Adapter
+    exp_avg: Adapter
+    exp_avg_sq: Adapter
+
+
+def write_adapter_state(state: AdapterState, folder: Path) -> None:
+    """Write a checkpoint, replacing the one that is there.
+
+    Raises:
+        StorageError: it cannot be written; what was there before is intact.
+    """
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    tensors = {
+        f"{name}.{module}.{side}": tensor
+        for name in _PARTS for module, pair in getattr(state, name).pairs.items() for side, tensor in zip("AB", pair, strict=True)}
+    about = {"step": str(state.step), "rank": str(state.weights.rank), "scaling": repr(state.weights.scaling)}
+    try:
+        part.mkdir(parents=True)
+        save_file(tensors, part / FILE, metadata=about)
+        if folder.exists():
+            shutil.rmtree(folder)
+        part.rename(folder)
+    except (OSError, SafetensorError) as exc:
+        raise StorageError(f"the adapter's checkpoint {folder} could not be written: {exc}; free space or choose another folder") from exc
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def read_adapter_state(folder: Path) -> AdapterState:
+    """Read a checkpoint.
+
+    Raises:
+        StorageError: there is none, or it is damaged.
+    """
+    pairs: dict[str, dict[str, dict[str, Tensor]]] = {name: {} for name in _PARTS}
+    try:
+        with safe_open(folder / FILE, framework="pt") as file:
+            about: Mapping[str, str] = file.metadata() or {}
+            for key in file.keys():  # noqa: SIM118
+                match = _KEY.fullmatch(key)
+                if match is None:
+                    raise ValueError(f"it holds {key!r}")
+                pairs[match["part"]].setdefault(match["module"], {})[match["side"]] = file.get_tensor(key)
+        rank, scaling = int(about["rank"]), float(about["scaling"])
+        weights, exp_avg, exp_avg_sq = (
+            Adapter(rank, scaling, {module: (sides["A"], sides["B"]) for module, sides in pairs[name].items()}) for name in _PARTS)
+        return AdapterState(int(about["step"]), weights, exp_avg, exp_avg_sq)
+    except (OSError, SafetensorError, ValueError, KeyError) as exc:
+        raise StorageError(f"{folder} is no checkpoint of an adapter, or a damaged one: {exc}") from exc

@@ -1,0 +1,95 @@
+"""How engines of other makes are started: the command line and the environment of one server, from the configuration. Torch-free.
+
+What each flag is for stands beside it; `inference.arguments` come last and win.
+"""
+
+from pathlib import Path
+
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError
+from offbeat.inference import inside
+
+_CPU_CACHE_BYTES = 1 << 29
+"""Without a number vLLM takes most of the machine's memory, and each engine would."""
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as --max-lora-rank."""
+
+
+def server_command(config: Config, *, model: str, tokenizer: str, version: int, seed: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command, without its address, and the environment variables of one server of kind `inference.engine`.
+
+    Raises:
+        ConfigError: there is no such environment, or a rank that the engine cannot serve.
+    """
+    python = engine_python(config)
+    if config.inference.engine == "vllm":
+        command, env = _vllm(config, model, tokenizer, seed)
+        env["OFFBEAT_VERSION"] = str(version)
+    else:
+        command, env = _sglang(config, model, tokenizer, seed)
+    return (str(python), *command, *config.inference.arguments), env
+
+
+def engine_python(config: Config) -> Path:
+    """The Python that starts the servers; not resolved, for it is a link that leads out of its environment.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    kind = config.inference.engine
+    python = Path(config.inference.python or f".venv-{kind}/bin/python").absolute()
+    if not python.is_file():
+        make = "run `make vllm`, or " if kind == "vllm" else ""
+        raise ConfigError(
+            f"inference.engine = {kind!r} needs a Python with {kind} in it, and {python} is not there; "
+            f"{make}set inference.python to the Python of an environment that has it")
+    return python
+
+
+def _vllm(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[str], dict[str, str]]:
+    inference, lora = config.inference, config.model.lora
+    command = [
+        "-m", "vllm.entrypoints.cli.main", "serve", model, "--tokenizer", tokenizer, "--dtype", config.model.dtype, "--seed", str(seed),
+        "--max-num-seqs", str(inference.max_running),
+        "--generation-config", "vllm",  # else the model's own sampling defaults get into every request
+        "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled
+        "--middleware", "vllm_inside.Inside", "--worker-extension-cls", "vllm_inside.WorkerExtension"]
+    env = {"PYTHONPATH": str(Path(inside.__file__ or "").parent), "VLLM_NO_USAGE_STATS": "1"}
+    if inference.max_context:
+        command += ["--max-model-len", str(inference.max_context)]
+    if config.weights.interrupt == "keep":
+        command += ["--no-enable-prefix-caching"]  # new requests must not find what old weights computed
+    if lora.rank:
+        most = str(inference.max_adapters)
+        # As many in memory as are loaded: one that makes room and is asked for again is read from a folder that may be gone.
+        command += ["--enable-lora", "--max-loras", most, "--max-cpu-loras", most, "--max-lora-rank", str(_lora_rank(config))]
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if not config.cluster.devices_per_worker:
+        command += ["--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES), "--enforce-eager"]
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every engine binds itself to the same first core
+    elif config.cluster.devices_per_worker > 1:
+        command += ["--tensor-parallel-size", str(config.cluster.devices_per_worker)]
+    return command, env
+
+
+def _lora_rank(config: Config) -> int:
+    wanted = config.inference.max_adapter_rank
+    if wanted > _LORA_RANKS[-1]:
+        raise ConfigError(f"inference.max_adapter_rank must be <= {_LORA_RANKS[-1]} with vLLM, got {wanted}")
+    return min(rank for rank in _LORA_RANKS if rank >= wanted)
+
+
+def _sglang(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[str], dict[str, str]]:
+    inference, lora = config.inference, config.model.lora
+    command = [
+        "-m", "sglang.launch_server", "--model-path", model, "--tokenizer-path", tokenizer, "--dtype", config.model.dtype,
+        "--random-seed", str(seed), "--max-running-requests", str(inference.max_running)]
+    if inference.max_context:
+        command += ["--context-length", str(inference.max_context)]
+    if lora.rank:
+        command += [
+            "--enable-lora", "--max-lora-rank", str(inference.max_adapter_rank), "--lora-target-modules", "all",
+            "--max-loras-per-batch", str(inference.max_adapters), "--max-loaded-loras", str(inference.max_adapters)]
+    if config.cluster.devices_per_worker > 1:
+        command += ["--tp-size", str(config.cluster.devices_per_worker)]
+    return command, {}

@@ -1,0 +1,106 @@
+"""The engines of a run in service: a pool that routes to them, a fleet for adapters, and what keeps both well. Torch-free.
+
+Opened by the controller, by rank 0 in SPMD mode, and by processes that serve tenants; other ranks of SPMD mode open a pool alone.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.aio import gather_all, run_beside
+from offbeat.cluster.engine_group import EngineGroup
+from offbeat.config.root import Config
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.dialects.base import Dialect
+from offbeat.inference.dialects.embedded import EmbeddedDialect
+from offbeat.inference.dialects.sglang import SGLangDialect
+from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.inference.fleet import AdapterFleet
+from offbeat.inference.health import Healer
+from offbeat.inference.pool import EnginePool
+from offbeat.telemetry.record import RunRecord
+from offbeat.types import Version
+
+UNPUBLISHED: Version = -1
+"""What a new engine serves until its first publication: the initial weights, unproven, routed to by nobody."""
+
+Reload = Callable[[EngineClient], Awaitable[Version | None]]
+"""Brings an engine to what is current, and gives the version of its whole weights."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Engines in service.
+
+    Attributes:
+        engines: the processes that this run has started; none where only others' engines are used.
+    """
+
+    engines: EngineGroup
+    pool: EnginePool
+    fleet: AdapterFleet
+    config: Config
+    record: RunRecord
+
+    async def watch(self, reload: Reload | None = None) -> None:
+        """Until cancelled, notice engines that die or hang, and heal them; `reload` brings one to what is current, adapters by default."""
+        healer = Healer(
+            self.pool, reload=reload or self._refill, restart=self.engines.restart if self.engines.workers else None,
+            probe_interval_s=self.config.inference.probe_interval_s, probe_timeout_s=self.config.inference.probe_timeout_s,
+            on_event=self._on_event)
+        await run_beside(healer.run(), self.engines.watch(self.pool.quarantine))
+
+    async def _refill(self, client: EngineClient) -> None:
+        await self.fleet.refill(client)
+
+    def _on_event(self, kind: str, **fields: Any) -> None:
+        self.record.events.record(kind, **fields)
+        if kind == "healed":
+            self.record.console.note(f"{fields['engine']} is healed after {fields['seconds']:.1f} s and serves again")
+
+
+async def open_serving(
+    stack: AsyncExitStack, engines: EngineGroup, urls: Mapping[str, str], config: Config, record: RunRecord, *, model: str,
+) -> Serving:
+    """Connect to the engines at these URLs, by name, which have to serve `model`.
+
+    Raises:
+        EngineError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
+    """
+    pool = await open_pool(stack, urls, config, record, model=model)
+    fleet = await stack.enter_async_context(AdapterFleet(
+        pool, capacity=config.inference.max_adapters, tolerance=config.weights.proof_tolerance, timeout_s=config.weights.stage_timeout_s,
+        keep=config.weights.keep, on_event=record.events.record))
+    return Serving(engines, pool, fleet, config, record)
+
+
+async def open_pool(stack: AsyncExitStack, urls: Mapping[str, str], config: Config, record: RunRecord, *, model: str) -> EnginePool:
+    """Connect to the engines at these URLs, by name; see `open_serving`."""
+
+    def on_quarantine(name: str, reason: str) -> None:
+        record.events.record("quarantine", engine=name, reason=reason)
+        record.console.note(f"{name} is quarantined: {reason}")
+
+    http = await stack.enter_async_context(EngineSession())
+    dialect, inference = make_dialect(config, model), config.inference
+    clients = [EngineClient(name, url, http.session, dialect=dialect) for name, url in urls.items()]
+    if inference.urls:
+        await gather_all(client.check(timeout_s=inference.start_timeout_s) for client in clients)
+    return EnginePool(
+        clients, request_timeout_s=inference.request_timeout_s, probe_timeout_s=inference.probe_timeout_s,
+        min_engines=inference.min_engines, heal_timeout_s=inference.heal_timeout_s,
+        on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason), on_quarantine=on_quarantine,
+        on_busy=record.on_span, note=record.console.note)
+
+
+def make_dialect(config: Config, model: str) -> Dialect:
+    """How `inference.engine` is spoken to."""
+    lora = config.model.lora.rank > 0
+    match config.inference.engine:
+        case "embedded":
+            return EmbeddedDialect()
+        case "vllm":
+            return VllmDialect(model=model, whole_weights=not lora, lora=lora)
+        case "sglang":
+            return SGLangDialect()

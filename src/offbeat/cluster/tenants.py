@@ -1,0 +1,223 @@
+"""Many tenants in one process: each trains an adapter of its own on one base model, and samples from what it has published.
+
+`open_tenants` starts the ranks and the engines; services and programs call `Tenants`. Any of the tenants train together in one pass, a
+publish of one never waits for another, and what fails for one is an error of its own call.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from offbeat.aio import beside, both
+from offbeat.algorithms.adam import AdamParams
+from offbeat.cluster.assemble import make_launcher
+from offbeat.cluster.engine_group import EngineGroup
+from offbeat.cluster.messages import BuildRequest
+from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
+from offbeat.cluster.tenant_group import Passed, TenantGroup
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.root import Config
+from offbeat.data.batch import TokenBatch
+from offbeat.data.model_folder import check_model_folder
+from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from offbeat.errors import ConfigError
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.telemetry.record import RunRecord
+from offbeat.types import Version
+from offbeat.weights.adapters import adapter_name, check_tenant
+from offbeat.weights.lora_fanout import FanoutReport
+
+_DEFAULT_ALGORITHM = AlgorithmConfig()
+
+
+@dataclass
+class Tenant:
+    """One tenant's standing.
+
+    Attributes:
+        published: its newest version, also of an earlier tenant of this name; -1 before the first.
+        publishing: one publish at a time.
+    """
+
+    published: Version = -1
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Tenants:
+    """Adds, trains, publishes and samples tenants' adapters.
+
+    Attributes:
+        tokenizer: of the base model.
+        serving: the engines.
+    """
+
+    def __init__(
+        self, config: Config, record: RunRecord, trainers: TenantGroup, serving: Serving, *, tokenizer: Tokenizer,
+        canary: tuple[int, ...],
+    ) -> None:
+        """`canary` are the tokens that prove each publish."""
+        self.tokenizer = tokenizer
+        self.serving = serving
+        self._config = config
+        self._record = record
+        self._trainers = trainers
+        self._canary = canary
+        self._tenants: dict[str, Tenant] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tenants."""
+        return tuple(self._tenants)
+
+    async def add(
+        self, tenant: str, *, rank: int | None = None, alpha: float | None = None, seed: int = 0, folder: str | Path = "",
+    ) -> None:
+        """Give a tenant a fresh adapter that changes nothing yet, or one that goes on from a PEFT folder.
+
+        Args:
+            rank: at most `model.lora.rank`, which is the default; alpha likewise from the configuration.
+
+        Raises:
+            ConfigError: the name is taken or cannot be one, or the rank is out of range.
+            ModelError: the folder is no adapter that fits.
+        """
+        lora = self._config.model.lora
+        rank = lora.rank if rank is None else rank
+        if check_tenant(tenant) in self._tenants:
+            raise ConfigError(f"there is a tenant {tenant!r} already; choose another name, or remove it first")
+        if not 1 <= rank <= lora.rank:
+            raise ConfigError(f"the rank of tenant {tenant!r} must be 1 to model.lora.rank = {lora.rank}, got {rank}")
+        self._tenants[tenant] = Tenant(self._newest_folder(tenant))  # taken while it is made
+        try:
+            await self._trainers.add(tenant, rank=rank, alpha=lora.alpha if alpha is None else alpha, seed=seed, folder=str(folder))
+        except BaseException:
+            del self._tenants[tenant]
+            raise
+
+    async def remove(self, tenant: str) -> None:
+        """Forget a tenant; its requests in flight finish."""
+        async with self._find(tenant).publishing:
+            del self._tenants[tenant]
+            self.serving.fleet.remove(tenant)
+            await self._trainers.remove(tenant)
+
+    async def learn(
+        self, batches: Mapping[str, TokenBatch], *, objective: Literal["ppo", "sft"] = "sft",
+        algorithm: AlgorithmConfig = _DEFAULT_ALGORITHM,
+    ) -> Passed:
+        """Add the gradients of each tenant's batch to those it has gathered, all in one pass.
+
+        Returns:
+            Metrics by tenant, and log-probabilities of the batches one after the other.
+        """
+        for tenant in batches:
+            self._find(tenant)
+        tenants = [tenant for tenant, batch in batches.items() for _ in range(len(batch))]
+        return await self._trainers.learn(TokenBatch.concatenate(list(batches.values())), tenants, objective=objective, algorithm=algorithm)
+
+    async def update(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
+        """One optimizer step for each tenant named; norms of their gradients, not finite where the update was left out."""
+        for tenant in params:
+            self._find(tenant)
+        return await self._trainers.update(params)
+
+    async def train_step(
+        self, batches: Mapping[str, TokenBatch], params: AdamParams, *, objective: Literal["ppo", "sft"] = "sft",
+        algorithm: AlgorithmConfig = _DEFAULT_ALGORITHM,
+    ) -> dict[str, dict[str, float]]:
+        """`learn`, then `update` of the same tenants; metrics by tenant."""
+        passed = await self.learn(batches, objective=objective, algorithm=algorithm)
+        norms = await self.update(dict.fromkeys(batches, params))
+        return {tenant: {**metrics, "train/grad_norm": norms[tenant]} for tenant, metrics in passed.metrics.items()}
+
+    async def publish(self, tenant: str) -> FanoutReport:
+        """Make the tenant's adapter as it is now its next version, and bring that to the engines.
+
+        Raises:
+            PublishError: no engine serves it; each engine's reason. Its older version, and all other tenants, go on.
+        """
+        state = self._find(tenant)
+        async with state.publishing:
+            version = state.published + 1
+            folder = self._folder(tenant) / f"v{version:08d}"
+            manifest = await self._trainers.publish(tenant, version, folder, canary=self._canary)
+            state.published = version  # also of a publish that fails: a version is written once
+            report = await self.serving.fleet.publish(manifest)
+        self._record.events.record(
+            "publish", adapter=manifest.name, total_s=report.total_s, num_bytes=manifest.num_bytes,
+            engines={name: {"seconds": d.seconds, "reason": d.reason, "retries": d.num_retries} for name, d in report.deliveries.items()})
+        return report
+
+    async def sample(
+        self, tenant: str, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, version: Version | None = None, session: str = "",
+    ) -> list[Sample]:
+        """n continuations by the tenant's newest published version, or by an older one whose folder is still kept.
+
+        Raises:
+            RefusedError: there is no such version, or the engine says that the request is wrong.
+        """
+        self._find(tenant)
+        name = tenant if version is None else adapter_name(tenant, version)
+        return await self.serving.fleet.generate(name, tuple(prompt), sampling, n=n, session=session)
+
+    async def save(self, tenant: str, folder: Path) -> None:
+        """Write all that the tenant's training needs to go on exactly."""
+        self._find(tenant)
+        await self._trainers.save(tenant, folder)
+
+    async def restore(self, tenant: str, folder: Path) -> None:
+        """Go on from what `save` wrote, in place of the tenant's adapter if there is one."""
+        await self._trainers.restore(check_tenant(tenant), folder)
+        self._tenants.setdefault(tenant, Tenant(self._newest_folder(tenant)))
+
+    def _folder(self, tenant: str) -> Path:
+        return self._config.weights_dir.resolve() / tenant
+
+    def _newest_folder(self, tenant: str) -> Version:
+        return max((int(folder.name[1:]) for folder in self._folder(tenant).glob("v????????")), default=-1)
+
+    def _find(self, tenant: str) -> Tenant:
+        if tenant not in self._tenants:
+            raise ConfigError(f"there is no tenant {tenant[:120]!r}, only {', '.join(self._tenants) or 'none'}; add it first")
+        return self._tenants[tenant]
+
+
+@asynccontextmanager
+async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenants]:
+    """Start `train.num_ranks` ranks and the engines on one base model; all is gone when the body ends.
+
+    Raises:
+        ConfigError: `model.lora.rank` is 0.
+        ModelError: the folder holds no model or tokenizer.
+    """
+    if not config.model.lora.rank:
+        raise ConfigError("model.lora.rank must be at least 1 to serve tenants, got 0; give the largest rank of any of them")
+    model, tokenizer_folder, tokenizer, build = _read_base(config)
+    if build is not None:
+        tokenizer.save(build.folder)
+    async with AsyncExitStack() as stack:
+        launcher = await stack.enter_async_context(make_launcher(config))
+        trainers, engines = await both(
+            TenantGroup.start(launcher, config, model=model, build=build, log_dir=record.log_dir),
+            EngineGroup.start(launcher, config, log_dir=record.log_dir))
+        urls = await engines.serve(model=model, tokenizer=tokenizer_folder, version=UNPUBLISHED)
+        serving = await open_serving(stack, engines, urls, config, record, model=model)
+        canary = tuple(int(token) for token in range(min(tokenizer.vocab_size, 16)))
+        async with beside(serving.watch()):
+            yield Tenants(config, record, trainers, serving, tokenizer=tokenizer, canary=canary)
+
+
+def _read_base(config: Config) -> tuple[str, str, Tokenizer, BuildRequest | None]:
+    """Model folder, tokenizer folder, tokenizer, and how to make the model first."""
+    if config.model.path:
+        model = str(check_model_folder(config.model.path))
+        folder = config.model.tokenizer or model
+        return model, folder, load_tokenizer(folder), None
+    model = str(config.run_dir / "model")
+    tokenizer = load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer()
+    build = BuildRequest(
+        model, config.model.tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, config.run.seed)
+    return model, model, tokenizer, build

@@ -1,0 +1,195 @@
+"""Weights by broadcast: how a receiver gets a version that a sender (`dist.offer`) holds ready at an address.
+
+Called by engines, on any thread; needs only torch and the standard library, so that it also runs inside another engine's process.
+Receivers arrive at the sender's store and get a ticket: a place in a process group made for one round of broadcasts, or the word to read
+the version's folder instead. A round that breaks, because a member died or hangs, is forgotten by all, and whoever is left arrives again.
+Every wait has a deadline.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 32 << 20
+_CONNECT_TIMEOUT_S = 10.0
+_POLL_S = 0.0005
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor of a version; `dtype` is torch's name of it, such as "bfloat16"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Spec":
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """
+        Raises:
+            ValueError: there is no such type.
+        """
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{self.name!r} was offered as {self.dtype!r}, which is no type of torch's")
+        return dtype
+
+
+def cut(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The bytes of contiguous tensors in order, as views [bytes] uint8, in lists of `BUCKET_BYTES` together; the last may have less."""
+    bucket: list[Tensor] = []
+    room = BUCKET_BYTES
+    for tensor in tensors:
+        rest = tensor.view(-1).view(torch.uint8)
+        while len(rest):
+            part, rest = rest[:room], rest[room:]
+            bucket.append(part)
+            room -= len(part)
+            if not room:
+                yield bucket
+                bucket, room = [], BUCKET_BYTES
+    if bucket:
+        yield bucket
+
+
+def device_name(device: torch.device) -> str:
+    """Names an accelerator among those of all machines; empty for a CPU, or where it has no such name."""
+    return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+class Group:
+    """A process group beside any that this process has, for one round.
+
+    >>> with Group("gloo", store, rank=0, world=3, timeout_s=15) as group:
+    ...     group.broadcast(tensors, device=torch.device("cpu"))
+    """
+
+    def __init__(self, backend: str, store: dist.Store, *, rank: int, world: int, timeout_s: float) -> None:
+        """`timeout_s` is for all members to come, and for one bucket.
+
+        Raises:
+            RuntimeError: not all members came.
+        """
+        self._rank = rank
+        self._timeout_s = timeout_s
+        if backend == "nccl":
+            with _errors_left_to_us():
+                self._group: Any = dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close the connections, by which the other members notice that this one has gone."""
+        self._group.abort()
+        self._group = None  # gloo's close with the last reference; an error's traceback must not hold one
+
+    def broadcast(self, tensors: Sequence[Tensor], *, device: torch.device) -> None:
+        """Send the bytes of rank 0's tensors into everyone's, bucket by bucket.
+
+        Args:
+            tensors: contiguous, on any device; of the same types and shapes in the same order everywhere.
+            device: where the group communicates.
+
+        Raises:
+            RuntimeError: a member died, or a bucket was late.
+        """
+        for parts in cut(tensors):
+            if self._rank == 0:
+                self._broadcast(torch.cat(parts).to(device))
+            else:
+                bucket = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=device)
+                self._broadcast(bucket)
+                for part, received in zip(parts, bucket.split([len(part) for part in parts]), strict=True):
+                    part.copy_(received)
+
+    def _broadcast(self, bucket: Tensor) -> None:
+        """Not by `work.wait` alone: on nccl it only queues behind the broadcast, and one that hangs could not be left."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=self._timeout_s)
+        give_up_at = time.monotonic() + self._timeout_s
+        work = self._group.broadcast([bucket], options)
+        try:
+            while not work.is_completed():
+                if time.monotonic() > give_up_at:
+                    raise RuntimeError(f"a bucket of weights was not broadcast within {self._timeout_s:g} s")
+                time.sleep(_POLL_S)
+            work.wait()
+        finally:
+            del work  # see __exit__
+
+
+@contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """For a new nccl group: torch's watchdog would end this whole process when another member dies."""
+    before = os.environ.get(_NCCL_ERRORS)
+    os.environ[_NCCL_ERRORS] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_NCCL_ERRORS)
+        if before is not None:
+            os.environ[_NCCL_ERRORS] = before
+
+
+def receive(address: str, *, device: torch.device) -> dict[str, Tensor] | None:
+    """The tensors that are offered at `host:port`, on `device` or the CPU; None where they are to be read from the version's folder.
+
+    Raises:
+        OSError, RuntimeError: nobody offers them there any more, no ticket came in time, or the sender could not write the folder.
+    """
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()  # the store itself would try for long where nobody is
+    store = dist.TCPStore(
+        host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S))
+    offer = json.loads(store.get("offer"))
+    specs = [Spec(name, dtype, tuple(shape)) for name, dtype, shape in offer["tensors"]]
+    for attempt in count():
+        ticket = _arrive(store, attempt, device, timeout_s=offer["timeout_s"])
+        if "error" in ticket:
+            raise RuntimeError(ticket["error"])
+        if "rank" not in ticket:
+            return None
+        try:
+            return _take_part(store, ticket, specs, device)
+        except RuntimeError:  # of the group; without the store, the next arrival raises
+            continue
+    raise AssertionError("attempts are counted for ever")
+
+
+def _arrive(store: dist.Store, attempt: int, device: torch.device, *, timeout_s: float) -> dict[str, Any]:
+    number = store.add("arrivals", 1)
+    store.set(f"arrival/{number}", json.dumps({"attempt": attempt, "device": device_name(device)}))
+    store.wait([f"ticket/{number}"], timedelta(seconds=timeout_s))
+    return json.loads(store.get(f"ticket/{number}"))
+
+
+def _take_part(store: dist.Store, ticket: dict[str, Any], specs: list[Spec], device: torch.device) -> dict[str, Tensor]:
+    name, timeout_s = ticket["round"], ticket["timeout_s"]
+    place = device if ticket["backend"] == "nccl" else torch.device("cpu")
+    state = {spec.name: torch.empty(spec.shape, dtype=spec.torch_dtype, device=place) for spec in specs}
+    try:
+        members = dist.PrefixStore(name, store)
+        with Group(ticket["backend"], members, rank=ticket["rank"], world=ticket["world"], timeout_s=timeout_s) as group:
+            group.broadcast(list(state.values()), device=place)
+    finally:
+        store.set(f"{name}/left/{ticket['rank']}", "")
+    return state

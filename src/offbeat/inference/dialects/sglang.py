@@ -1,0 +1,132 @@
+"""SGLang (0.5.23 or later) by its documented native HTTP interface: `/generate`, and weights and adapters with endpoints of their own.
+
+Its quirks: it has one set of weights, so a version is loaded at the switch; an update waits for requests in flight unless generation is
+paused; and cached prefixes cannot be dropped beside requests that keep their cache, so each version has a namespace of prefixes.
+Log-probabilities are at the sampling temperature, before top_p and top_k.
+"""
+
+from collections.abc import Mapping
+from itertools import chain, repeat
+from typing import Any
+
+from offbeat.aio import deadline, gather_all
+from offbeat.errors import EngineError, RefusedError
+from offbeat.inference.dialects.base import Wire
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.types import Version
+from offbeat.weights.adapters import split_adapter_name
+from offbeat.weights.protocol import Interrupt, Manifest, Proof
+
+_PAUSES: dict[Interrupt, str] = {"recompute": "retract", "keep": "in_place"}
+_CONTINUE_TIMEOUT_S = 10.0
+_UNPUBLISHED: Version = -1
+_ANY_TOKENS = (0, 0)
+
+
+class SGLangDialect:
+    """See `Dialect`. Fingerprints are unknown: the canary alone proves a version."""
+
+    def __init__(self) -> None:
+        self._namespaces: dict[str, str] = {}
+
+    async def check(self, wire: Wire) -> None:
+        await wire.call("GET", "/health")
+        meta = await self._score(wire, _ANY_TOKENS, adapter="")
+        if missing := {"weight_version", "weight_versions", "input_token_logprobs"} - meta.keys():
+            raise EngineError(
+                f"{wire.name} answers /generate without {', '.join(sorted(missing))}, by which versions are told apart; it takes"
+                " SGLang 0.5.23 or later")
+
+    async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
+        params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1, "stop": list(sampling.stop)}
+        seeds = [None] * n if sampling.seed is None else [sampling.seed + i for i in range(n)]
+        # One request per sample: they share the prompt's prefix in the cache.
+        answers = await gather_all(
+            self._generate(wire, prompt, params if seed is None else params | {"sampling_seed": seed}, adapter=adapter) for seed in seeds)
+        return [_sample(wire, answer, adapter) for answer in answers]
+
+    async def stage(self, wire: Wire, manifest: Manifest) -> None:
+        if manifest.broadcast:
+            raise EngineError(f"{wire.name} reads versions from folders; set weights.channel to disk")
+
+    async def switch(self, wire: Wire, manifest: Manifest, interrupt: Interrupt) -> None:
+        body = {
+            "model_path": manifest.folder, "weight_version": str(manifest.version), "abort_all_requests": False,
+            "flush_cache": interrupt != "keep"}
+        if interrupt == "drain":  # unpaused, an update waits for all requests in flight, and holds new ones
+            await wire.call("POST", "/update_weights_from_disk", body)
+        else:
+            await wire.call("POST", "/pause_generation", {"mode": _PAUSES[interrupt]})
+            try:
+                await wire.call("POST", "/update_weights_from_disk", body)
+            finally:  # also past the deadline, and then with one of its own
+                async with deadline(f"continue_generation on {wire.name}", _CONTINUE_TIMEOUT_S):
+                    await wire.call("POST", "/continue_generation", {})
+        self._namespaces[wire.name] = f"v{manifest.version}"
+
+    async def prove(self, wire: Wire, canary: tuple[int, ...], *, adapter: str) -> Proof:
+        meta = await self._score(wire, canary, adapter=adapter)
+        logprobs = [logprob for logprob, *_ in meta["input_token_logprobs"][1:]]  # the first token has none
+        if len(logprobs) != len(canary) - 1 or None in logprobs:
+            raise EngineError(f"{wire.name} scored {len(logprobs)} tokens of a canary of {len(canary)}")
+        version = split_adapter_name(adapter)[1] if adapter else _version(meta["weight_version"])
+        return Proof(version, None, sum(logprobs) / len(logprobs))
+
+    async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
+        try:
+            await wire.call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        except RefusedError:
+            if (await self._adapters(wire)).get(name) != folder:
+                raise
+
+    async def unload_adapter(self, wire: Wire, name: str) -> None:
+        try:
+            await wire.call("POST", "/unload_lora_adapter", {"lora_name": name})
+        except RefusedError:
+            if name in await self._adapters(wire):
+                raise
+
+    async def health(self, wire: Wire) -> dict[str, Any]:
+        await wire.call("GET", "/health")
+        info = await wire.call("GET", "/model_info")
+        return info | {"version": _version(info["weight_version"])}
+
+    async def _adapters(self, wire: Wire) -> dict[str, str]:
+        """Folders of loaded adapters by name."""
+        models = await wire.call("GET", "/v1/models")
+        return {model["id"]: model.get("root", "") for model in models["data"]}
+
+    async def _score(self, wire: Wire, tokens: tuple[int, ...], *, adapter: str) -> dict[str, Any]:
+        answer = await self._generate(wire, tokens, {"max_new_tokens": 1, "temperature": 1.0}, adapter=adapter, logprob_start_len=0)
+        return answer["meta_info"]
+
+    async def _generate(
+        self, wire: Wire, prompt: tuple[int, ...], params: Mapping[str, Any], *, adapter: str, **fields: Any,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, **fields}
+        if adapter:
+            body["lora_path"] = adapter
+        if wire.name in self._namespaces:
+            body["extra_key"] = self._namespaces[wire.name]
+        return await wire.call("POST", "/generate", body)
+
+
+def _sample(wire: Wire, answer: Mapping[str, Any], adapter: str) -> Sample:
+    meta = answer["meta_info"]
+    logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+    tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
+    if adapter:
+        versions = [split_adapter_name(adapter)[1]] * len(tokens)
+    else:
+        spans = meta["weight_versions"]
+        if [span["start"] for span in spans] != [0, *(span["end"] for span in spans[:-1])]:
+            raise EngineError(f"{wire.name} told versions of its tokens with gaps: {spans}")
+        versions = list(chain.from_iterable(repeat(_version(span["version"]), span["end"] - span["start"]) for span in spans))
+    return Sample(tuple(tokens), tuple(logprobs), tuple(versions), answer["text"], meta["finish_reason"]["type"]).check()
+
+
+def _version(label: str) -> Version:
+    """The version that a label says; weights that a run did not label were not published by it."""
+    return int(label) if label.isascii() and label.isdecimal() else _UNPUBLISHED

@@ -1,0 +1,126 @@
+"""vLLM 0.32 or later: its OpenAI front, its LoRA interface, and for whole weights the endpoints of `inside/vllm_inside.py`.
+
+All of vLLM's quirks are known here and in that file. Torch-free.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from offbeat.errors import EngineError, RefusedError
+from offbeat.inference.dialects.base import Wire
+from offbeat.inference.dialects.embedded import EmbeddedDialect
+from offbeat.inference.sampling import Sample
+from offbeat.types import Version
+from offbeat.weights.adapters import split_adapter_name
+from offbeat.weights.protocol import Proof
+
+_GUIDE = "docs/engines.md says how to start it"
+_NARROW_TOP_P = 1e-6
+_INITIAL: Version = -1
+"""What a server without our endpoints always serves: the weights that it was started with."""
+
+
+class VllmDialect(EmbeddedDialect):
+    """See `Dialect`. `stage` and `switch` are the embedded engine's: `vllm_inside` offers the same endpoints."""
+
+    def __init__(self, *, model: str, whole_weights: bool, lora: bool) -> None:
+        """`model` is the folder or hub id that must be served; the others are what will be published."""
+        self._model = model
+        self._whole_weights = whole_weights
+        self._lora = lora
+
+    async def check(self, wire: Wire) -> None:
+        await wire.call("GET", "/health")
+        await self._check_model(wire)
+        if self._whole_weights and await self._version(wire) is None:
+            raise EngineError(
+                f"{wire.name} cannot take new weights: it runs without --middleware vllm_inside.Inside and --worker-extension-cls "
+                f"vllm_inside.WorkerExtension; {_GUIDE}")
+        if self._lora and not await self._loads_adapters(wire):
+            raise EngineError(
+                f"{wire.name} cannot load adapters: it runs without --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; {_GUIDE}")
+        await self._check_logprobs(wire)
+
+    def _sample(self, choice: Mapping[str, Any], adapter: str) -> Sample:
+        return super()._sample({"versions": (_INITIAL,) * len(choice["token_ids"]), **choice}, adapter)
+
+    async def prove(self, wire: Wire, canary: tuple[int, ...], *, adapter: str) -> Proof:
+        # One new token per request: with LoRA on CPUs, log-probabilities of a prompt end the engine.
+        scored = await asyncio.gather(*(self._score(wire, canary[:end], canary[end], adapter) for end in range(1, len(canary))))
+        if adapter:
+            version = split_adapter_name(adapter)[1]
+        else:
+            versions = sorted({version for _, version in scored})
+            if len(versions) > 1:
+                raise EngineError(f"{wire.name} changed between versions {versions} during its proof")
+            (version,) = versions
+        return Proof(version, None, sum(logprob for logprob, _ in scored) / len(scored))
+
+    async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
+        # Never with load_inplace: requests in flight would change adapters in mid-stream, or never.
+        try:
+            await wire.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        except RefusedError:
+            if not any(model["id"] == name and model.get("root") == folder for model in await self._models(wire)):
+                raise
+        except EngineError as exc:
+            if "add_lora" in str(exc):  # the folder's fault: a rank above the largest, or files that are no adapter of this model
+                raise RefusedError(str(exc)) from exc
+            raise
+
+    async def unload_adapter(self, wire: Wire, name: str) -> None:
+        try:
+            await wire.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except RefusedError:
+            if any(model["id"] == name for model in await self._models(wire)):
+                raise
+
+    async def health(self, wire: Wire) -> dict[str, Any]:
+        await wire.call("GET", "/health")
+        version = await self._version(wire)
+        return {} if version is None else {"version": version}
+
+    async def _check_model(self, wire: Wire) -> None:
+        served = await self._models(wire)
+        names = {PurePath(str(model.get(key))).name for model in served for key in ("id", "root")}
+        if PurePath(self._model).name not in names:
+            raise EngineError(
+                f"{wire.name} serves {', '.join(repr(model['id']) for model in served)} instead of {self._model!r}; start it on that model "
+                "or under that --served-model-name, or set model.path")
+
+    async def _check_logprobs(self, wire: Wire) -> None:
+        """Processed log-probabilities are those of the distribution that was sampled: with nothing but the likeliest token in it, 0."""
+        answer = await wire.call("POST", "/v1/completions", {
+            "prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_p": _NARROW_TOP_P, "logprobs": 0})
+        if abs(answer["choices"][0]["logprobs"]["token_logprobs"][0]) > 1e-3:
+            raise EngineError(f"{wire.name} runs without --logprobs-mode processed_logprobs; {_GUIDE}")
+
+    async def _loads_adapters(self, wire: Wire) -> bool:
+        try:
+            await wire.call("POST", "/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})
+        except RefusedError as exc:
+            return "must be provided" in str(exc)
+        return True
+
+    async def _version(self, wire: Wire) -> Version | None:
+        """The version of the whole weights; None if the server cannot tell."""
+        try:
+            return (await wire.call("GET", "/v1/weights/fingerprint"))["version"]
+        except RefusedError:
+            return None
+
+    async def _models(self, wire: Wire) -> Sequence[Mapping[str, Any]]:
+        return (await wire.call("GET", "/v1/models"))["data"]
+
+    async def _score(self, wire: Wire, context: tuple[int, ...], token: int, adapter: str) -> tuple[float, Version]:
+        """The log-probability of a token after a context, and the version that gives it."""
+        answer = await wire.call("POST", "/v1/completions", {
+            "prompt": context, "max_tokens": 1, "temperature": 1.0, "logprobs": 1, "logprob_token_ids": [token],
+            "return_tokens_as_token_ids": True} | ({"model": adapter} if adapter else {}))
+        choice = answer["choices"][0]
+        try:
+            return choice["logprobs"]["top_logprobs"][0][f"token_id:{token}"], choice.get("versions", (_INITIAL,))[0]
+        except KeyError as exc:
+            raise EngineError(f"{wire.name} gave no log-probability for the token that was asked for; use vLLM 0.32 or later") from exc

@@ -1,0 +1,101 @@
+"""Keeps engines in service: probes them, and brings quarantined ones back. Runs beside the loop until cancelled.
+
+    _care   one per engine; consumes time and quarantines; produces probes and, for a quarantined engine, attempts to heal it; woken by the
+            interval and by the engine's quarantine; waits for nothing without a deadline
+
+An engine that is dead, stopped or hangs is noticed within `probe_interval_s` plus the pool's probe timeout, or by the first request that it
+fails. It is healed by a reload, and if that fails by a restart and a reload. It never serves before it has proven itself.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from offbeat.errors import OffbeatError
+from offbeat.inference.client import EngineClient
+from offbeat.inference.members import State
+from offbeat.inference.pool import EnginePool
+from offbeat.types import Version
+
+_MAX_BACKOFF_S = 30.0
+
+
+class Healer:
+    """Probes and heals every engine of a pool, each in a task of its own."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        reload: Callable[[EngineClient], Awaitable[Version | None]],
+        restart: Callable[[str], Awaitable[str]] | None = None,
+        probe_interval_s: float,
+        probe_timeout_s: float,
+        on_event: Callable[..., None] = lambda _kind, **_fields: None,
+    ) -> None:
+        """
+        Args:
+            reload: brings an engine to what is current at the moment in which it returns, and gives the version of its whole weights, None
+                before the first publication; see `Publisher.bring` and `AdapterFleet.refill`. Its waits have deadlines.
+            restart: ends the process of the engine of that name, starts another and gives its URL; None where engines are not ours. Its
+                waits have deadlines.
+            on_event: hears "heal_attempt" (engine, attempt, by, reason, seconds) of each reload and restart, reason "" if it succeeded,
+                and "healed" (engine, attempts, seconds).
+        """
+        self._pool = pool
+        self._reload_engine = reload
+        self._restart_engine = restart
+        self._probe_interval_s = probe_interval_s
+        self._probe_timeout_s = probe_timeout_s
+        self._on_event = on_event
+
+    async def run(self) -> None:
+        """Until cancelled, keep engines in service."""
+        async with asyncio.TaskGroup() as tasks:
+            for name in self._pool.states:
+                tasks.create_task(self._care(name), name=f"care of {name}")
+
+    async def _care(self, name: str) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._probe_interval_s):
+                    await self._pool.wait_quarantined(name)
+            if self._pool.states[name] is not State.QUARANTINED:
+                await self._pool.examine(name)
+            if self._pool.states[name] is State.QUARANTINED:
+                await self._heal(name)
+
+    async def _heal(self, name: str) -> None:
+        """Try until it serves; the run's other waits have deadlines."""
+        start = time.monotonic()
+        self._pool.mark_healing(name)
+        for attempt in itertools.count(1):
+            healed = await self._succeeds("reload", self._reload, name, attempt)
+            if not healed and self._restart_engine is not None and await self._succeeds("restart", self._restart, name, attempt):
+                healed = await self._succeeds("reload", self._reload, name, attempt)
+            if healed:
+                self._on_event("healed", engine=name, attempts=attempt, seconds=round(time.monotonic() - start, 3))
+                return
+            await asyncio.sleep(min(self._probe_interval_s * 2 ** (attempt - 1), _MAX_BACKOFF_S))
+
+    async def _succeeds(self, by: str, act: Callable[[str], Awaitable[None]], name: str, attempt: int) -> bool:
+        start = time.monotonic()
+        reason = ""
+        try:
+            await act(name)
+        except OffbeatError as exc:
+            reason = str(exc)
+        self._on_event("heal_attempt", engine=name, attempt=attempt, by=by, reason=reason, seconds=round(time.monotonic() - start, 3))
+        return not reason
+
+    async def _reload(self, name: str) -> None:
+        client = self._pool.client(name)
+        await client.health(timeout_s=self._probe_timeout_s)  # a dead or stopped engine says so sooner than by a reload's deadline
+        version = await self._reload_engine(client)
+        self._pool.restore(name, version)  # at once: nothing may be published between the proof and this
+
+    async def _restart(self, name: str) -> None:
+        assert self._restart_engine is not None, "these engines are not ours to restart"
+        self._pool.mark_healing(name, url=await self._restart_engine(name))

@@ -1,0 +1,40 @@
+"""Which engine gets a request: the one with the least outstanding tokens, or the one that knows the session if it is not much busier.
+
+Decisions only, for `offbeat.inference.pool`: what engines there are, hold and do is told to it with every question.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+YIELD_FACTOR = 1.5
+YIELD_REQUESTS = 4
+_MAX_SESSIONS = 65_536
+
+
+class Router:
+    """Remembers where sessions were last, and which engine had its turn."""
+
+    def __init__(self, *, max_sessions: int = _MAX_SESSIONS) -> None:
+        """The `max_sessions` most recent sessions are remembered; sessions do not say when they end."""
+        self._max_sessions = max_sessions
+        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._turns: dict[str, int] = {}
+        self._turn = 0
+
+    def choose(self, loads: Mapping[str, int], *, cost: int, session: str = "") -> str:
+        """Choose among `loads`, the outstanding tokens of every engine that may take a request of `cost` tokens.
+
+        The engine that had the session's last request has its prefix in the cache. It is taken again unless it is more than YIELD_FACTOR
+        times as busy as the least busy one, and YIELD_REQUESTS requests like this on top: then the session moves. Equal engines take turns.
+        """
+        least = min(loads, key=lambda name: (loads[name], self._turns.get(name, 0)))
+        home = self._homes.get(session, least) if session else least
+        chosen = home if home in loads and loads[home] <= YIELD_FACTOR * loads[least] + YIELD_REQUESTS * cost else least
+        self._turn += 1
+        self._turns[chosen] = self._turn
+        if session:
+            self._homes[session] = chosen
+            self._homes.move_to_end(session)
+            if len(self._homes) > self._max_sessions:
+                self._homes.popitem(last=False)
+        return chosen

@@ -1,0 +1,300 @@
+"""LoRA adapters over one frozen model: a bank of them, many of which can take part in one forward and backward.
+
+Used by the trainer. All parameters of an adapter are one row of a flat matrix, and its gradient one row of another, so that clipping,
+optimizer, reduction over ranks and saving work on rows; each adapted linear layer sees its part of them as A [N, in, R] and B [N, R, out].
+An adapter of a lower rank than the bank's is padded with zeros, which stay zero: there the gradient of A is a product with B's zeros and
+the other way around. The model's own names, weights and state_dict stay as they are; hooks add what the adapters do.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offbeat.data.packing import PackedRow
+from offbeat.errors import ModelError
+from offbeat.model.lora_routes import EqualRoute, OneRoute, Route, SpanRoute
+from offbeat.model.peft_io import Adapter
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """An adapted linear layer, and where its numbers begin in an adapter's row: A, then B."""
+
+    name: str
+    num_in: int
+    num_out: int
+    start: int
+
+
+@dataclass(frozen=True)
+class _Slot:
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """What the hooks do in the forward passes of one `using`."""
+
+    route: Route
+    dropout_seed: tuple[int, ...]  # empty: nothing is dropped
+
+
+class AdapterBank(nn.Module):
+    """N slots for adapters over one model, whose own parameters are frozen from here on.
+
+    Attributes:
+        rank: largest of an adapter here.
+        weights: [N, P] float32, a row per slot; zeros where the slot is free. Backward passes add to `gradients`, never to the model.
+        num_passes: passes that trained so far, of which each drops other inputs; saved with the weights.
+    """
+
+    num_passes: Tensor
+
+    def __init__(
+        self, model: nn.Module, *, rank: int, targets: Sequence[str] = (ALL_LINEAR,), dropout: float = 0.0, seed: tuple[int, ...] = (0,),
+    ) -> None:
+        """Hook into `model`, on the device where it lies.
+
+        Args:
+            dropout: share of each adapted layer's inputs that the adapters do not see in a pass that trains.
+            seed: of the dropout; differs between ranks.
+
+        Raises:
+            ModelError: a target matches no linear layer; says which there are.
+        """
+        super().__init__()
+        self.rank = rank
+        self._dropout = dropout
+        self._seed = seed
+        self._layers: list[_Layer] = []
+        self._slots: list[_Slot | None] = [None]
+        self._pass: _Pass | None = None
+        model.requires_grad_(False)
+        size = 0
+        for index, (name, layer) in enumerate(find_targets(model, targets).items()):
+            self._layers.append(_Layer(name, layer.in_features, layer.out_features, size))
+            size += rank * (layer.in_features + layer.out_features)
+            layer.register_forward_hook(partial(self._add_delta, index))
+        self.weights = nn.Parameter(torch.zeros(1, size, device=next(model.parameters()).device))
+        self.register_buffer("num_passes", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def gradients(self) -> Tensor:
+        """[N, P] float32, `weights.grad`; made here where there is none."""
+        if self.weights.grad is None:
+            self.weights.grad = torch.zeros_like(self.weights)
+        return self.weights.grad
+
+    def add(self, *, rank: int, scaling: float, seed: int) -> int:
+        """Put a fresh adapter into a free slot, which is returned: A uniform as in PEFT and equal for equal seeds, B zero.
+
+        Raises:
+            ModelError: the rank is below 1 or exceeds the bank's.
+        """
+        self._check_rank(rank)
+        generator = torch.Generator().manual_seed(seed)
+        pairs = {}
+        for layer in self._layers:
+            bound = 1.0 / math.sqrt(layer.num_in)  # kaiming_uniform with a = sqrt(5)
+            a = torch.empty(rank, layer.num_in).uniform_(-bound, bound, generator=generator)
+            pairs[layer.name] = (a, torch.zeros(layer.num_out, rank))
+        return self.put(Adapter(rank, scaling, pairs))
+
+    @torch.no_grad()
+    def put(self, adapter: Adapter) -> int:
+        """Put an adapter into a free slot, which is returned. Raises as `check`."""
+        row = self.pack(adapter)
+        if None not in self._slots:
+            self._grow()
+        slot = self._slots.index(None)
+        self._slots[slot] = _Slot(adapter.rank, adapter.scaling)
+        self.weights[slot] = row
+        return slot
+
+    @torch.no_grad()
+    def remove(self, slot: int) -> None:
+        """Free a slot."""
+        self._slots[slot] = None
+        self.weights[slot] = 0.0
+        self.gradients[slot] = 0.0
+
+    def adapter(self, slot: int) -> Adapter:
+        """A copy of the adapter in a slot, on the CPU."""
+        return self.unpack(self.weights.detach()[slot], slot)
+
+    def unpack(self, row: Tensor, slot: int) -> Adapter:
+        """A row [P], weights or their moments, in the form of the adapter in `slot`; copied to the CPU."""
+        held = self._held(slot)
+        flat = row.cpu().unsqueeze(0)
+        pairs = {}
+        for layer in self._layers:
+            a, b = self._parts(flat, layer)
+            pairs[layer.name] = (a[0, :, : held.rank].T.clone(memory_format=torch.contiguous_format),
+                                 b[0, : held.rank].T.clone(memory_format=torch.contiguous_format))
+        return Adapter(held.rank, held.scaling, pairs)
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises:
+            ModelError: the adapter cannot stand here: its rank exceeds the bank's, or it is of other layers.
+        """
+        self._check_rank(adapter.rank)
+        own = {layer.name: (layer.num_in, layer.num_out) for layer in self._layers}
+        given = {name: (a.shape[1], len(b)) for name, (a, b) in adapter.pairs.items()}
+        for problem, names in (("lacks", own.keys() - given.keys()), ("adapts also", given.keys() - own.keys())):
+            if names:
+                raise ModelError(f"the adapter {problem} {min(names)!r}; it must adapt the layers that model.lora.targets names, no others")
+        for name, (num_in, num_out) in own.items():
+            if given[name] != (num_in, num_out):
+                raise ModelError(
+                    f"the adapter takes {name!r} from {given[name][0]} to {given[name][1]} features, the layer goes from {num_in} to"
+                    f" {num_out}; it must be of the same base model")
+
+    def pack(self, adapter: Adapter) -> Tensor:
+        """The row [P] of an adapter, on the CPU, padded with zeros; the inverse of `unpack`. Raises as `check`."""
+        self.check(adapter)
+        row = torch.zeros(self.weights.shape[1])
+        for layer in self._layers:
+            a, b = self._parts(row.unsqueeze(0), layer)
+            own_a, own_b = adapter.pairs[layer.name]
+            a[0, :, : adapter.rank] = own_a.T
+            b[0, : adapter.rank] = own_b.T
+        return row
+
+    def route(self, row: PackedRow, slots: np.ndarray) -> Route:
+        """How the tokens of a row reach their adapters; fastest where those of one adapter stand together.
+
+        Args:
+            row: its owners are sequences of a batch.
+            slots: [N] int64, of each sequence of that batch.
+        """
+        of_segment = slots[row.owner]
+        firsts = np.flatnonzero(np.diff(of_segment, prepend=-1))
+        spans = of_segment[firsts].tolist()
+        if len(spans) == 1:
+            return OneRoute(spans[0], self._held(spans[0]).scaling)
+        lengths = [high - low for low, high in pairwise([*row.segments.starts[firsts].tolist(), len(row)])]
+        scalings = torch.tensor([self._held(slot).scaling for slot in spans]).repeat_interleave(torch.tensor(lengths))
+        scaling = scalings.unsqueeze(1).to(self.weights.device)
+        return EqualRoute(spans, scaling) if len(set(lengths)) == 1 else SpanRoute(spans, lengths, scaling)
+
+    def route_all(self, slot: int) -> Route:
+        """Every token to one adapter."""
+        return OneRoute(slot, self._held(slot).scaling)
+
+    @contextmanager
+    def using(self, route: Route, *, trains: bool) -> Iterator[None]:
+        """Surrounds a forward pass in which the adapters take part, and its backward; outside, the model is the bare one."""
+        around = self._pass
+        drops = trains and self._dropout > 0
+        self._pass = _Pass(route, (*self._seed, int(self.num_passes)) if drops else ())
+        self.num_passes += trains
+        try:
+            yield
+        finally:
+            self._pass = around
+
+    def _check_rank(self, rank: int) -> None:
+        if not 1 <= rank <= self.rank:
+            raise ModelError(f"an adapter's rank must be in 1..{self.rank}, got {rank}; choose another, or raise model.lora.rank")
+
+    def _held(self, slot: int) -> _Slot:
+        held = self._slots[slot]
+        assert held is not None, f"slot {slot} holds no adapter"
+        return held
+
+    def _grow(self) -> None:
+        gradients, self.weights.grad = self.weights.grad, None
+        self.weights.data = doubled(self.weights.data)
+        self.weights.grad = None if gradients is None else doubled(gradients)
+        self._slots += [None] * len(self._slots)
+
+    def _parts(self, flat: Tensor, layer: _Layer) -> tuple[Tensor, Tensor]:
+        """Views A [N, in, R] and B [N, R, out] of [N, P] numbers."""
+        middle = layer.start + layer.num_in * self.rank
+        a = flat[:, layer.start : middle].unflatten(1, (layer.num_in, self.rank))
+        return a, flat[:, middle : middle + self.rank * layer.num_out].unflatten(1, (self.rank, layer.num_out))
+
+    def _add_delta(self, index: int, _module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if self._pass is None:
+            return output
+        x = args[0]
+        if self._pass.dropout_seed:
+            x = x * self._keep_mask(x, (*self._pass.dropout_seed, index))
+        return _Delta.apply(x, output, self.weights, self, self._layers[index], self._pass.route)
+
+    def _keep_mask(self, x: Tensor, seed: tuple[int, ...]) -> Tensor:
+        # From a seed of its own, not from the global state: a layer that is computed again in the backward pass draws the same.
+        state = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+        generator = torch.Generator(x.device).manual_seed(state % 2**63)
+        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self._dropout
+        return kept.to(x.dtype) / (1.0 - self._dropout)
+
+
+class _Delta(torch.autograd.Function):
+    """output += scaling * (x A) B. The gradients of A and B are added to the bank's; through autograd each would be a dense [N, P]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output: Tensor, _weights: Tensor, bank: AdapterBank, layer: _Layer, route: Route) -> Tensor:
+        """`_weights` stands here so that the result has a gradient even where neither x nor output has."""
+        device_type = x.device.type
+        ctx.dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
+        ctx.bank, ctx.layer, ctx.route = bank, layer, route
+        a, b = bank._parts(bank.weights.detach(), layer)
+        narrow = route.multiply(x.flatten(0, -2).to(ctx.dtype), a).mul_(route.scaling)
+        route.add_product(output.view(-1, layer.num_out), narrow, b)
+        ctx.save_for_backward(x, narrow)
+        ctx.mark_dirty(output)  # a linear layer's backward does not need what it gave
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Of x and output; that of the bank's weights goes to `bank.gradients`."""
+        (grad,) = grads
+        x, narrow = ctx.saved_tensors
+        a, b = ctx.bank._parts(ctx.bank.weights.detach(), ctx.layer)
+        grad_a, grad_b = ctx.bank._parts(ctx.bank.gradients, ctx.layer)
+        g = grad.flatten(0, -2).to(ctx.dtype)
+        grad_narrow = ctx.route.multiply(g, b.mT).mul_(ctx.route.scaling)
+        ctx.route.add_outer(grad_b, narrow, g)
+        ctx.route.add_outer(grad_a, x.flatten(0, -2).to(ctx.dtype), grad_narrow)
+        grad_x = ctx.route.multiply(grad_narrow, a.mT).to(x.dtype).view_as(x) if ctx.needs_input_grad[0] else None
+        return grad_x, grad, None, None, None, None
+
+
+def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers of the decoder's layers that `targets` name by the last parts of their names; "all-linear" is every one.
+
+    Raises:
+        ModelError: a target matches none; says which there are.
+    """
+    stacks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.startswith(stacks)}
+    if not linear:
+        raise ModelError(f"{type(model).__name__} has no linear layers in its decoder's layers, which model.lora could adapt")
+    if ALL_LINEAR in targets:
+        return linear
+    for target in targets:
+        if not any(_is_named(name, target) for name in linear):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ModelError(f"model.lora.targets has {target!r}, which is no linear layer of the decoder; use {there} or {ALL_LINEAR}")
+    return {name: module for name, module in linear.items() if any(_is_named(name, target) for target in targets)}
+
+
+def _is_named(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def doubled(rows: Tensor) -> Tensor:
+    """[N, P] rows and as many of zeros."""
+    return torch.cat([rows, torch.zeros_like(rows)])

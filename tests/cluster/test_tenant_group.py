@@ -1,0 +1,57 @@
+"""Ranks that train tenants: two give what one gives, and scores come back in the order of the batch. See also `test_tenants.py`."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.cluster.local import LocalLauncher
+from offbeat.cluster.tenant_group import TenantGroup
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.errors import ConfigError
+from offbeat.model.peft_io import read_adapter
+from small_run import small_config
+from train_samples import make_batch
+
+TENANTS = ("alice", "bob", "alice", "bob", "bob", "alice")
+
+
+async def train(num_ranks: int, folder: Path, model: str) -> tuple[dict, np.ndarray, np.ndarray, dict]:
+    config = small_config(folder, model, model__lora__rank="4", train__num_ranks=str(num_ranks))
+    async with LocalLauncher(stop_timeout_s=5) as launcher:
+        group = await TenantGroup.start(launcher, config, model=model, build=None, log_dir=folder)
+        for seed, name in enumerate(("alice", "bob")):
+            await group.add(name, rank=4, alpha=8.0, seed=seed)
+        batch = make_batch(6, 1)
+        metrics, logprobs = {}, batch.rollout_logprobs
+        for _ in range(2):
+            passed = await group.learn(batch, TENANTS, objective="sft", algorithm=AlgorithmConfig())
+            metrics, logprobs = passed.metrics, passed.logprobs
+            norms = await group.update(dict.fromkeys(("alice", "bob"), AdamParams(lr=1e-2, eps=1e-5)))
+        with pytest.raises(ConfigError, match="carol"):
+            await group.learn(batch, (*TENANTS[:-1], "carol"), objective="sft", algorithm=AlgorithmConfig())
+        scores = await group.score(batch, TENANTS)
+        assert np.all(scores[~batch.loss_mask] == 0) and np.all(scores[batch.loss_mask] < 0)
+        manifest = await group.publish("alice", 3, folder / "alice", canary=(5, 6, 7))
+        assert manifest.name == "alice@3" and manifest.fingerprint == read_adapter(folder / "alice").fingerprint()
+        again = await group.update(dict.fromkeys(("alice", "bob"), AdamParams(lr=1e-2)))
+        assert again == {"alice": 0.0, "bob": 0.0}  # what the failed pass had added is gone
+        return metrics, logprobs, scores, norms
+
+
+def test_two_ranks_train_tenants_as_one_does(tmp_path: Path, model_dir: str) -> None:
+    async def main() -> list:
+        folders = [tmp_path / "one", tmp_path / "two"]
+        for folder in folders:
+            folder.mkdir()
+        return await asyncio.gather(*(train(n, folder, model_dir) for n, folder in zip((1, 2), folders, strict=True)))
+
+    (metrics, logprobs, scores, norms), (metrics_2, logprobs_2, scores_2, norms_2) = asyncio.run(main())
+    np.testing.assert_allclose(logprobs_2, logprobs, atol=1e-4)
+    np.testing.assert_allclose(scores_2, scores, atol=1e-4)
+    for name in ("alice", "bob"):
+        assert norms_2[name] == pytest.approx(norms[name], rel=1e-4)
+        assert metrics_2[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6)
+        assert metrics[name]["train/tokens"] > 0

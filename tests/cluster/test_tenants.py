@@ -1,0 +1,175 @@
+"""Many tenants on real ranks and engines: what one does leaves no trace in another, and what is sampled is what was trained."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.algorithms.experience import sft_batch
+from offbeat.cluster.tenants import Tenants, open_tenants
+from offbeat.data.batch import TokenBatch
+from offbeat.errors import ConfigError, ModelError, RefusedError
+from offbeat.inference.sampling import Sampling
+from offbeat.telemetry.record import SilentRecord
+from small_run import small_config
+from waiting import until
+
+PROMPT = (13, 14, 15)
+STEP = AdamParams(lr=1e-2, weight_decay=0.1, clip_norm=1.0)
+GREEDY = Sampling(6, temperature=0.0)
+SETTINGS = {
+    "model__lora__rank": "4", "inference__num_engines": "2", "train__num_ranks": "2", "inference__probe_interval_s": "0.3"}
+
+
+
+Run = Callable[[Callable[[Tenants], Awaitable[None]]], None]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[Run]:
+    """Runs a test's body on one set of ranks and engines."""
+    config = small_config(tmp_path_factory.mktemp("tenants"), model_dir, **SETTINGS)
+    (config.run_dir / "logs").mkdir(parents=True)
+
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        tenants = runner.run(stack.enter_async_context(open_tenants(config, SilentRecord(config.run_dir))))
+
+        async def clean(body: Callable[[Tenants], Awaitable[None]]) -> None:
+            try:
+                await body(tenants)
+            finally:
+                for name in tenants.names:
+                    await tenants.remove(name)
+
+        yield lambda body: runner.run(clean(body))
+        runner.run(stack.aclose())
+
+
+def batch(seed: int) -> TokenBatch:
+    rng = np.random.default_rng(seed)
+    return sft_batch([(rng.integers(5, 15, 8).astype(np.int32), np.arange(8) >= 3) for _ in range(3)])
+
+
+def saved(folder: Path) -> dict[str, np.ndarray]:
+    """Weights and moments; the step count stands beside them."""
+    (path,) = folder.glob("*.safetensors")
+    with safe_open(path, framework="np") as file:
+        return {"step": np.array(int(file.metadata()["step"])), **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+
+
+def test_tenants_train_together_and_sample_what_each_has_published(run: Run, model_dir: str) -> None:
+    @torch.inference_mode()
+    def reference(adapter: str, tokens: tuple[int, ...]) -> list[float]:
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), adapter)
+        logits = model(input_ids=torch.tensor([tokens])).logits[0].float()
+        return logits[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
+
+    async def body(tenants: Tenants) -> None:
+        for seed, name in enumerate(("alice", "bob", "idle")):
+            await tenants.add(name, seed=seed, rank=2 + seed % 2)
+        for name in tenants.names:
+            await tenants.publish(name)
+        (base,) = await tenants.sample("idle", PROMPT, GREEDY)
+        for step in range(3):
+            metrics = await tenants.train_step({"alice": batch(step), "bob": batch(10 + step)}, STEP)
+            assert metrics["alice"]["train/tokens"] == 15 and metrics["bob"]["train/grad_norm"] > 0
+        reports = await asyncio.gather(*(tenants.publish(name) for name in ("alice", "bob")))
+        assert all(report.serving for report in reports)
+        samples = {name: (await tenants.sample(name, PROMPT, Sampling(6, seed=1)))[0] for name in ("alice", "bob")}
+        for name, sample in samples.items():
+            assert set(sample.versions) == {1}
+            folder = tenants.serving.config.weights_dir / name / "v00000001"
+            expected = reference(str(folder), PROMPT + sample.token_ids)
+            assert sample.logprobs == pytest.approx(expected[len(PROMPT) - 1 :], abs=1e-4)
+        (old,) = await tenants.sample("alice", PROMPT, GREEDY, version=0)
+        assert old.token_ids == base.token_ids and set(old.versions) == {0}
+        await tenants.remove("bob")
+        with pytest.raises(ConfigError, match="there is no tenant 'bob', only alice, idle"):
+            await tenants.sample("bob", PROMPT, GREEDY)
+
+    run(body)
+
+
+def test_a_tenant_that_is_left_alone_keeps_every_bit_and_goes_on_exactly(run: Run, tmp_path: Path) -> None:
+    async def body(tenants: Tenants) -> None:
+        for seed, name in enumerate(("alice", "bob")):
+            await tenants.add(name, seed=seed)
+            await tenants.train_step({name: batch(seed)}, STEP)
+        await tenants.save("bob", tmp_path / "before")
+        for step in range(3):
+            await tenants.train_step({"alice": batch(step)}, STEP)
+        await tenants.publish("alice")
+        await tenants.sample("alice", PROMPT, GREEDY)
+        await tenants.save("bob", tmp_path / "after")
+        before, after = saved(tmp_path / "before"), saved(tmp_path / "after")
+        assert before.keys() == after.keys() and len(before) > 3
+        assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+        await tenants.train_step({"bob": batch(5)}, STEP)
+        await tenants.save("bob", tmp_path / "once")
+        await tenants.restore("bob", tmp_path / "before")
+        await tenants.train_step({"bob": batch(5), "alice": batch(6)}, STEP)
+        await tenants.save("bob", tmp_path / "again")
+        once, again = saved(tmp_path / "once"), saved(tmp_path / "again")
+        for name in once:
+            np.testing.assert_allclose(again[name], once[name], atol=1e-5)
+
+    run(body)
+
+
+def test_what_one_tenant_gets_wrong_is_one_sentence_and_disturbs_nobody(run: Run, tmp_path: Path) -> None:
+    async def body(tenants: Tenants) -> None:
+        await tenants.add("alice")
+        with pytest.raises(ConfigError, match="there is a tenant 'alice' already"):
+            await tenants.add("alice")
+        with pytest.raises(ConfigError, match=r"the rank of tenant 'bob' must be 1 to model.lora.rank = 4, got 5"):
+            await tenants.add("bob", rank=5)
+        with pytest.raises(ConfigError, match="a tenant's name is"):
+            await tenants.add("../bob")
+        with pytest.raises(ModelError, match="is no adapter"):
+            await tenants.add("bob", folder=tmp_path)
+        with pytest.raises(ConfigError, match="there is no tenant 'bob'"):
+            await tenants.learn({"bob": batch(1)})
+        with pytest.raises(RefusedError, match="no adapter 'alice'"):
+            await tenants.sample("alice", PROMPT, GREEDY)
+        assert (await tenants.train_step({"alice": batch(1)}, STEP))["alice"]["train/tokens"] == 15
+        await tenants.publish("alice")
+        with pytest.raises(RefusedError):
+            await tenants.sample("alice", (9999,), GREEDY)
+        assert len(await tenants.sample("alice", PROMPT, GREEDY, n=2)) == 2
+
+    run(body)
+
+
+def test_an_adapter_is_needed() -> None:
+    async def main() -> None:
+        async with open_tenants(small_config(Path("unused")), SilentRecord(Path("unused"))):
+            pass
+
+    with pytest.raises(ConfigError, match=r"model.lora.rank must be at least 1 to serve tenants, got 0"):
+        asyncio.run(main())
+
+
+def test_tenants_go_on_while_an_engine_is_killed_and_comes_back(run: Run) -> None:
+    async def body(tenants: Tenants) -> None:
+        await tenants.add("alice")
+        await tenants.publish("alice")
+        (before,) = await tenants.sample("alice", PROMPT, GREEDY)
+        serving = tenants.serving
+        await serving.engines.workers[0].stop(timeout_s=0.1)
+        for _ in range(4):
+            assert (await tenants.sample("alice", PROMPT, GREEDY))[0].token_ids == before.token_ids
+        await until(lambda: len(serving.pool.healthy) == 2, timeout_s=60)
+        await tenants.train_step({"alice": batch(1)}, STEP)
+        report = await tenants.publish("alice")
+        assert sorted(report.serving) == ["engine 0", "engine 1"]
+
+    run(body)

@@ -1,0 +1,62 @@
+"""Servers that somebody else has started, and that cannot do what a run needs of them: one sentence each."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from contract import WITH_VLLM, Engine, Models
+from offbeat.cluster.group import WorkerSpec, ask
+from offbeat.cluster.local import LocalLauncher
+from offbeat.cluster.messages import EngineAddress, ServerStart
+from offbeat.errors import EngineError
+from offbeat.inference.dialects.vllm import VllmDialect
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")]
+FLAGS = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "134217728")
+
+
+@pytest.fixture(scope="module")
+def plain(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """vLLM as anybody starts it."""
+    model = models.folder()
+    python = str(Path(".venv-vllm/bin/python").absolute())
+    start = ServerStart((python, "-m", "vllm.entrypoints.cli.main", "serve", model, *FLAGS), {"VLLM_NO_USAGE_STATS": "1"}, "127.0.0.1", 240)
+    launcher = LocalLauncher(stop_timeout_s=5)
+
+    async def serve() -> str:
+        log = tmp_path_factory.mktemp("plain") / "log"
+        worker = await launcher.start(WorkerSpec("plain", "offbeat.cluster.server_worker:ServerWorker", log), timeout_s=60)
+        return (await ask(worker, "start", start, EngineAddress, timeout_s=250)).url
+
+    with asyncio.Runner() as runner, ExitStack() as stack:
+        stack.callback(lambda: runner.run(launcher.__aexit__(None)))
+        yield Engine("vllm", runner.run(serve()), VllmDialect(model=model, whole_weights=True, lora=True), model, model)
+
+
+def check(engine: Engine, **needs: object) -> None:
+    settings = {"model": engine.model, "whole_weights": False, "lora": False} | needs
+    engine.dialect = VllmDialect(**settings)  # type: ignore[arg-type]
+    engine.run(lambda client: client.check(timeout_s=60))
+
+
+def test_a_server_of_another_model(plain: Engine, models: Models) -> None:
+    with pytest.raises(EngineError, match=r"engine 0 serves '.*tied-0' instead of 'Qwen/Qwen3-8B'; start it on that model"):
+        check(plain, model="Qwen/Qwen3-8B")
+
+
+def test_a_server_without_our_endpoints(plain: Engine) -> None:
+    with pytest.raises(EngineError, match="cannot take new weights: it runs without --middleware vllm_inside.Inside"):
+        check(plain, whole_weights=True)
+
+
+def test_a_server_without_adapters(plain: Engine) -> None:
+    with pytest.raises(EngineError, match="cannot load adapters: it runs without --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        check(plain, lora=True)
+
+
+def test_a_server_whose_log_probabilities_are_of_another_distribution(plain: Engine) -> None:
+    with pytest.raises(EngineError, match="runs without --logprobs-mode processed_logprobs"):
+        check(plain)

@@ -1,0 +1,175 @@
+"""What every engine must do with a request, whoever made it: tokens, log-probabilities, stops, seeds, aborts, errors, pauses."""
+
+import asyncio
+import re
+import urllib.request
+
+import pytest
+import torch
+
+from contract import CANARY, Engine, Models
+from offbeat.data.tokenizer import load_tokenizer
+from offbeat.errors import DeadlineError, RefusedError
+from offbeat.inference.client import EngineClient
+from offbeat.inference.sampling import Sample, Sampling
+from waiting import until
+
+pytestmark = pytest.mark.timeout(400)  # the first test of a kind starts the servers
+PROMPT = (13, 14, 15, 5, 6)
+TIMEOUT_S = 60.0
+
+
+def generate(engine: Engine, sampling: Sampling, *, prompt: tuple[int, ...] = PROMPT, n: int = 1) -> list[Sample]:
+    return engine.run(lambda client: client.generate(prompt, sampling, n=n, timeout_s=TIMEOUT_S))
+
+
+def largest_gap(sample: Sample, expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(sample.logprobs, expected, strict=True))
+
+
+def test_an_engine_passes_its_check_and_tells_its_version(engine: Engine, models: Models) -> None:
+    engine.serve(models.folder())
+    engine.run(lambda client: client.check(timeout_s=TIMEOUT_S))
+    assert engine.run(lambda client: client.health(timeout_s=TIMEOUT_S))["version"] == engine.version
+
+
+def test_log_probabilities_of_sampled_tokens_are_hugging_faces(engine: Engine, models: Models) -> None:
+    reference = models.reference(engine.serve(models.folder()).folder)
+    tokenizer = load_tokenizer(models.folder())
+    samples = generate(engine, Sampling(40), n=4)
+    assert len({sample.token_ids for sample in samples}) == 4
+    for sample in samples:
+        assert largest_gap(sample, reference.logprobs(PROMPT, sample.token_ids)) < 1e-4
+        assert set(sample.versions) == {engine.version}
+        assert sample.finish_reason == ("stop" if sample.token_ids[-1] == tokenizer.eos_token_id else "length")
+        assert len(sample.token_ids) == 40 or sample.finish_reason == "stop"
+        assert sample.text == tokenizer.decode([token for token in sample.token_ids if token != tokenizer.eos_token_id])
+
+
+def test_temperature_zero_takes_the_likeliest_tokens(engine: Engine, models: Models) -> None:
+    reference = models.reference(engine.serve(models.folder()).folder)
+    (sample,) = generate(engine, Sampling(20, temperature=0.0))
+    for end, token in enumerate(sample.token_ids):
+        assert reference.logits((*PROMPT, *sample.token_ids[:end]))[-1].argmax() == token
+    assert largest_gap(sample, reference.logprobs(PROMPT, sample.token_ids)) < 1e-4
+
+
+@pytest.mark.parametrize("sampling", [
+    Sampling(12, temperature=0.7), Sampling(12, top_k=3), Sampling(12, top_p=0.6), Sampling(12, temperature=1.3, top_k=8, top_p=0.8)])
+def test_log_probabilities_are_of_the_distribution_that_was_sampled(engine: Engine, models: Models, sampling: Sampling) -> None:
+    # vLLM's default gives those of temperature 1, of all tokens.
+    reference = models.reference(engine.serve(models.folder()).folder)
+    (sample,) = generate(engine, sampling)
+    for end, token in enumerate(sample.token_ids):
+        logits = reference.logits((*PROMPT, *sample.token_ids[:end]))[-1] / sampling.temperature
+        if sampling.top_k:
+            logits[logits < logits.topk(sampling.top_k).values[-1]] = -torch.inf
+        ordered, order = logits.softmax(-1).sort(descending=True)
+        logits[order[ordered.cumsum(-1) - ordered >= sampling.top_p]] = -torch.inf
+        assert abs(logits.log_softmax(-1)[token] - sample.logprobs[end]) < 1e-4
+
+
+def test_a_stop_string_ends_a_sample_and_is_not_in_its_text(engine: Engine, models: Models) -> None:
+    engine.serve(models.folder())
+    (whole,) = generate(engine, Sampling(30, temperature=0.0))
+    stop = whole.text[4]
+    (sample,) = generate(engine, Sampling(30, temperature=0.0, stop=(stop,)))
+    assert sample.finish_reason == "stop"
+    assert sample.text == whole.text[: whole.text.index(stop)]
+    assert sample.token_ids == whole.token_ids[: len(sample.token_ids)]
+    assert len(sample.text) < len(sample.token_ids) + 1
+
+
+def test_seeds_repeat_samples(engine: Engine, models: Models) -> None:
+    engine.serve(models.folder())
+    one, same, other = (generate(engine, Sampling(20, seed=seed), n=2) for seed in (7, 7, 70))
+    assert [sample.token_ids for sample in one] == [sample.token_ids for sample in same]
+    assert len({sample.token_ids for sample in (*one, *other)}) == 4  # also the two of one request
+
+
+def test_closing_the_connection_aborts(engine: Engine, models: Models) -> None:
+    engine.serve(models.folder())
+
+    async def body(client: EngineClient) -> None:
+        calls = [asyncio.create_task(client.generate((5, 6, n), Sampling(480), n=2, timeout_s=TIMEOUT_S)) for n in range(7, 15)]
+        await until(lambda: num_running(engine) > 0, timeout_s=TIMEOUT_S)
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        await until(lambda: num_running(engine) == 0, timeout_s=5)
+        with pytest.raises(DeadlineError, match="generate on engine 0"):
+            await client.generate(PROMPT, Sampling(480), n=32, timeout_s=0.05)
+
+    engine.run(body)
+
+
+def num_running(engine: Engine) -> int:
+    with urllib.request.urlopen(f"{engine.url}/metrics", timeout=TIMEOUT_S) as response:
+        text = response.read().decode()
+    (count,) = re.findall(r"^(?:vllm:num_requests_running|offbeat_engine_running)(?:\{.*\})? (\d+)", text, re.M)
+    return int(count)
+
+
+@pytest.mark.parametrize("prompt", [(1, 2, 10**6), tuple([5] * 600)])
+def test_a_wrong_request_is_refused_and_disturbs_nobody(engine: Engine, models: Models, prompt: tuple[int, ...]) -> None:
+    reference = models.reference(engine.serve(models.folder()).folder)
+
+    async def body(client: EngineClient) -> Sample:
+        other = asyncio.create_task(client.generate(PROMPT, Sampling(100), n=1, timeout_s=TIMEOUT_S))
+        with pytest.raises(RefusedError):
+            await client.generate(prompt, Sampling(5), n=1, timeout_s=TIMEOUT_S)
+        with pytest.raises(RefusedError, match="nobody@3"):
+            await client.generate(PROMPT, Sampling(5), n=1, timeout_s=TIMEOUT_S, adapter="nobody@3")
+        return (await other)[0]
+
+    sample = engine.run(body)
+    assert largest_gap(sample, reference.logprobs(PROMPT, sample.token_ids)) < 1e-4
+
+
+def test_a_proof_beside_generation_is_right_and_disturbs_nobody(engine: Engine, models: Models) -> None:
+    # vLLM pads a batch in which a token's log-probability was asked for; and those of whole prompts end it, with adapters on CPUs.
+    reference = models.reference(engine.serve(models.folder()).folder)
+
+    async def body(client: EngineClient) -> list[Sample]:
+        calls = [asyncio.create_task(client.generate((5, n), Sampling(60), n=4, timeout_s=TIMEOUT_S)) for n in range(6, 12)]
+        while not all(call.done() for call in calls):
+            proof = await client.prove(CANARY, timeout_s=TIMEOUT_S)
+            assert proof.version == engine.version
+            assert abs(proof.canary_logprob - reference.score(CANARY)) < 1e-4
+        return [sample for call in calls for sample in call.result()]
+
+    samples = engine.run(body)
+    assert any(sample.token_ids[-1] == 0 for sample in samples), "token 0, which is padded with, is sampled in this test"
+    for index, sample in enumerate(samples):
+        assert largest_gap(sample, reference.logprobs((5, 6 + index // 4), sample.token_ids)) < 1e-4
+
+
+def test_what_comes_while_an_engine_is_paused_waits(engine: Engine, models: Models) -> None:
+    reference = models.reference(engine.serve(models.folder()).folder)
+
+    async def body(client: EngineClient) -> list[Sample]:
+        early = asyncio.create_task(client.generate(PROMPT, Sampling(200), n=1, timeout_s=TIMEOUT_S))
+        await asyncio.sleep(0.05)
+        await client.call("POST", "/pause?mode=keep", {"mode": "keep"})
+        late = asyncio.create_task(client.generate((7, 8), Sampling(5), n=1, timeout_s=TIMEOUT_S))
+        await asyncio.sleep(0.3)
+        assert not late.done()
+        await client.call("POST", "/resume", {})
+        return [*await early, *await late]
+
+    samples = engine.run(body)
+    for prompt, sample in zip((PROMPT, (7, 8)), samples, strict=True):
+        assert largest_gap(sample, reference.logprobs(prompt, sample.token_ids)) < 1e-4
+
+
+def test_a_connection_that_idled_is_not_used_again_while_the_server_closes_it(engine: Engine, models: Models) -> None:
+    if engine.kind == "embedded":
+        pytest.skip("it keeps idle connections for longer")
+    engine.serve(models.folder())
+
+    async def body(client: EngineClient) -> None:
+        for idle_s in (0.0, 4.98, 5.0):  # vLLM closes after 5 s
+            await asyncio.sleep(idle_s)
+            await client.generate(PROMPT, Sampling(1), n=1, timeout_s=TIMEOUT_S)
+
+    engine.run(body)

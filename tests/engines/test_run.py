@@ -1,0 +1,54 @@
+"""A run on vLLM: it publishes with proofs, heals an engine that dies, and leaves nothing however it ends."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from contract import WITH_VLLM, Models
+from offbeat.data.trajectory import PROMPT_VERSION
+from small_run import SmallRun, start_offbeat
+from waiting import wait_until
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")]
+START_TIMEOUT_S = 200.0
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Files in shared memory that the processes hold."""
+    maps = {Path(each.path) for process in alive(processes) for each in process.memory_maps()}
+    return {path for path in maps if Path("/dev/shm") in path.parents}
+
+
+def test_a_run_publishes_with_proofs_heals_a_dead_server_and_leaves_nothing_when_it_is_killed(tmp_path: Path, models: Models) -> None:
+    run = SmallRun(tmp_path, models.folder())
+    settings = {
+        "run__total_steps": "100000", "inference__engine": "vllm", "inference__start_timeout_s": "200", "inference__max_running": "16",
+        "inference__heal_timeout_s": "200"}
+    with start_offbeat("train", *run.arguments(**settings), "--json") as controller:
+        wait_until(lambda: len(run.metrics()) > 2 or controller.poll() is not None, timeout_s=START_TIMEOUT_S)
+        assert controller.poll() is None, controller.communicate()
+        tree = psutil.Process(controller.pid).children(recursive=True)
+        try:
+            versions = {version for row in run.groups(2) for sample in row["trajectories"] for version in sample["versions"]}
+            assert versions <= {PROMPT_VERSION, 0, 1, 2} and versions & {0, 1}, versions
+            assert all(event["canary_gap"] < 1e-3 and not event["quarantined"] for event in run.events("publish"))
+            os.kill(next(each for each in tree if "VLLM::EngineCore" in " ".join(each.cmdline())).pid, signal.SIGKILL)
+            wait_until(lambda: run.events("healed"), timeout_s=START_TIMEOUT_S)
+            steps = len(run.metrics())
+            wait_until(lambda: len(run.metrics()) > steps + 1, timeout_s=60)
+            tree = psutil.Process(controller.pid).children(recursive=True)
+            held = shared_memory(tree)
+            assert held, "vLLM's processes share memory"
+            controller.kill()
+            wait_until(lambda: not alive(tree), timeout_s=10)
+            assert not [path for path in held if path.exists()]
+        finally:
+            for process in (*alive(tree), controller):
+                process.kill()

@@ -1,0 +1,167 @@
+"""SGLang's dialect against a server that answers as SGLang's documentation says, over a real model; SGLang itself does not run on a CPU."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offbeat.errors import DeadlineError, EngineError, RefusedError
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.dialects.sglang import SGLangDialect
+from offbeat.inference.sampling import Sampling
+from offbeat.model.load import load_causal_lm
+from offbeat.model.peft_io import Adapter, write_adapter
+from offbeat.weights.protocol import Manifest
+from small_run import build_small_model
+from support.sglang_server import SGLangServer, serve_sglang
+
+CANARY = (13, 14, 15, 5, 6, 7, 0)
+PROMPT = (13, 14, 15)
+LONG = Sampling(50)
+Body = Callable[[EngineClient, SGLangServer], Awaitable[None]]
+
+
+def using(engine_url: str, body: Body) -> None:
+    async def main() -> None:
+        async with serve_sglang(engine_url) as (server, url), EngineSession() as http:
+            await body(EngineClient("engine 0", url, http.session, dialect=SGLangDialect()), server)
+
+    asyncio.run(main())
+
+
+@torch.inference_mode()
+def reference_logprobs(folder: str, tokens: tuple[int, ...]) -> list[float]:
+    """Log-probability of each token after the first, by Hugging Face's own modules."""
+    logits = load_causal_lm(folder, attention="sdpa")(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+    return logits[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    folder = build_small_model(tmp_path_factory.mktemp("newer"), seed=2)
+    logprobs = reference_logprobs(folder, CANARY)
+    return Manifest(5, folder, "unknown to SGLang", CANARY, sum(logprobs) / len(logprobs))
+
+
+def test_samples_have_tokens_logprobs_and_a_version_each(start_engine, model_dir: str) -> None:
+    async def body(client: EngineClient, server: SGLangServer) -> None:
+        await client.check(timeout_s=10)
+        sampling = Sampling(6, temperature=0.5, top_p=0.9, stop=("?",), seed=3)
+        samples = await client.generate(PROMPT, sampling, n=3, timeout_s=30)
+        for sample in samples:
+            assert 1 <= len(sample.token_ids) <= 6 and set(sample.versions) == {3}
+        plain = (await client.generate(PROMPT, Sampling(6), n=1, timeout_s=30))[0]
+        assert plain.logprobs == pytest.approx(reference_logprobs(model_dir, PROMPT + plain.token_ids)[len(PROMPT) - 1 :], abs=1e-4)
+        asked = [body["sampling_params"] for body in server.bodies("/generate")][1:]
+        assert asked[0] == {"max_new_tokens": 6, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "stop": ["?"], "sampling_seed": 3}
+        assert sorted(params.get("sampling_seed", 0) for params in asked) == [0, 3, 4, 5]
+        assert (await client.health(timeout_s=5))["version"] == 3
+
+    using(start_engine(version=3)[1], body)
+
+
+@pytest.mark.parametrize("interrupt", ["recompute", "keep", "drain"])
+def test_a_switch_in_the_middle_of_samples_shows_in_the_versions_of_their_tokens(start_engine, newer: Manifest, interrupt) -> None:
+    async def body(client: EngineClient, server: SGLangServer) -> None:
+        await client.generate(PROMPT, Sampling(1), n=1, timeout_s=30)
+        running = asyncio.gather(*(client.generate(PROMPT, LONG, n=1, timeout_s=30) for _ in range(8)))
+        await asyncio.sleep(0.02)
+        await client.stage(newer, timeout_s=30)
+        await client.switch(newer, interrupt=interrupt, timeout_s=30)
+        proof = await client.prove(CANARY, timeout_s=30)
+        assert (proof.version, proof.fingerprint) == (5, None)
+        assert proof.canary_logprob == pytest.approx(newer.canary_logprob, abs=1e-4)
+        for (sample,) in await running:
+            assert set(sample.versions) <= {-1, 5} and list(sample.versions) == sorted(sample.versions)
+            assert interrupt != "drain" or len(set(sample.versions)) == 1
+        (update,) = server.bodies("/update_weights_from_disk")
+        assert update["weight_version"] == "5" and update["flush_cache"] == (interrupt != "keep")
+        modes = {"recompute": [{"mode": "retract"}], "keep": [{"mode": "in_place"}], "drain": []}
+        assert server.bodies("/pause_generation") == modes[interrupt]
+        assert len(server.bodies("/continue_generation")) == len(modes[interrupt])
+        # No prefix that the old weights computed is looked up under the new.
+        assert [body.get("extra_key") for body in server.bodies("/generate")] == [None] * 9 + ["v5"]
+
+    using(start_engine(version=-1)[1], body)
+
+
+def test_generation_goes_on_after_an_update_that_is_refused_or_late(start_engine, newer: Manifest, tmp_path: Path) -> None:
+    async def body(client: EngineClient, server: SGLangServer) -> None:
+        with pytest.raises(RefusedError, match="holds no model.safetensors"):
+            await client.switch(replace(newer, folder=str(tmp_path)), interrupt="recompute", timeout_s=30)
+        assert set((await client.generate(PROMPT, Sampling(3), n=1, timeout_s=30))[0].versions) == {0}
+
+        late = asyncio.Event()
+        server.before_update = late.wait
+        with pytest.raises(DeadlineError, match="switch on engine 0"):
+            await client.switch(newer, interrupt="recompute", timeout_s=0.5)
+        assert set((await client.generate(PROMPT, Sampling(3), n=1, timeout_s=30))[0].versions) == {0}
+        assert (await client.prove(CANARY, timeout_s=30)).version == 0
+        late.set()
+
+    using(start_engine(version=0)[1], body)
+
+
+def make_adapter(folder: str) -> Adapter:
+    """An adapter of rank 2 on every query projection."""
+    model = load_causal_lm(folder)
+    pairs: dict[str, tuple[Tensor, Tensor]] = {
+        name: (torch.randn(2, module.in_features), torch.randn(module.out_features, 2))
+        for name, module in model.named_modules() if name.endswith("q_proj") and isinstance(module, torch.nn.Linear)}
+    return Adapter(2, 1.0, pairs)
+
+
+def test_adapters_are_loaded_once_used_by_name_and_forgotten(start_engine, model_dir: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "alice")
+    write_adapter(make_adapter(model_dir), tmp_path / "alice", base_model=model_dir, dropout=0.0)
+
+    async def body(client: EngineClient, server: SGLangServer) -> None:
+        for _ in range(2):
+            await client.load_adapter("alice@7", folder, timeout_s=30)
+        with pytest.raises(RefusedError, match="already exists"):
+            await client.load_adapter("alice@7", str(tmp_path), timeout_s=30)
+        (sample,) = await client.generate(PROMPT, Sampling(3), n=1, timeout_s=30, adapter="alice@7")
+        assert set(sample.versions) == {7} and server.bodies("/generate")[-1]["lora_path"] == "alice@7"
+        proof, base = [await client.prove(CANARY, timeout_s=30, adapter=adapter) for adapter in ("alice@7", "")]
+        assert (proof.version, base.version) == (7, 0) and not math.isclose(proof.canary_logprob, base.canary_logprob, abs_tol=1e-3)
+        for _ in range(2):
+            await client.unload_adapter("alice@7", timeout_s=30)
+        with pytest.raises(RefusedError, match="not loaded: alice@7"):
+            await client.generate(PROMPT, Sampling(3), n=1, timeout_s=30, adapter="alice@7")
+
+    using(start_engine(version=0)[1], body)
+
+
+def test_a_server_that_does_not_tell_versions_apart_is_refused(start_engine) -> None:
+    async def body(client: EngineClient, server: SGLangServer) -> None:
+        server.drops = ("weight_versions",)
+        with pytest.raises(EngineError, match=r"without weight_versions, by which versions .* takes SGLang 0.5.23 or later"):
+            await client.check(timeout_s=10)
+
+    using(start_engine()[1], body)
+
+
+def test_versions_with_gaps_and_a_canary_scored_in_part_are_errors(start_engine, newer: Manifest) -> None:
+    async def body(client: EngineClient, server: SGLangServer) -> None:
+        class Broken:
+            name = "engine 0"
+
+            async def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+                return {"text": "", "meta_info": {
+                    "output_token_logprobs": [[-1.0, 3, None]], "finish_reason": {"type": "stop"}, "weight_version": "1",
+                    "weight_versions": [{"version": "1", "start": 1, "end": 2}], "input_token_logprobs": [[None, 3, None]]}}
+
+        with pytest.raises(EngineError, match="with gaps"):
+            await SGLangDialect().generate(Broken(), PROMPT, Sampling(3), n=1, adapter="")
+        with pytest.raises(EngineError, match="scored 0 tokens of a canary of 7"):
+            await SGLangDialect().prove(Broken(), CANARY, adapter="")
+        with pytest.raises(EngineError, match="set weights.channel to disk"):
+            await client.stage(replace(newer, broadcast="127.0.0.1:1"), timeout_s=5)
+
+    using(start_engine()[1], body)

@@ -1,0 +1,139 @@
+"""What is said to vLLM and how its answers are read; `tests/engines` says it to a real one."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from offbeat.errors import BusyError, EngineError, RefusedError
+from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.weights.protocol import Proof
+
+MODELS = {"data": [{"id": "/models/small", "root": "/models/small"}, {"id": "alice@3", "root": "/a/3"}]}
+FINE: dict[str, Any] = {
+    "/health": {}, "/v1/models": MODELS, "/v1/weights/fingerprint": {"version": 4, "fingerprint": None},
+    "/v1/load_lora_adapter": RefusedError("Both 'lora_name' and 'lora_path' must be provided."),
+    "/v1/completions": {"choices": [{"logprobs": {"token_logprobs": [0.0]}}]}}
+
+
+class Wire:
+    """Gives the answers, or raises the errors, of a table by path, and keeps what it was asked."""
+
+    name = "engine 0"
+
+    def __init__(self, answers: Mapping[str, Any]) -> None:
+        self.answers = answers
+        self.asked: list[Any] = []
+
+    async def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        self.asked.append((method, path, body))
+        answer = self.answers[path]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(body) if callable(answer) else answer
+
+
+def dialect(**changes: Any) -> VllmDialect:
+    return VllmDialect(**{"model": "runs/small", "whole_weights": True, "lora": True} | changes)
+
+
+def check(**changes: Any) -> None:
+    answers = FINE | {path.replace("__", "/"): answer for path, answer in changes.items()}
+    asyncio.run(dialect().check(Wire(answers)))
+
+
+def test_a_server_that_can_do_all_that_is_needed_passes() -> None:
+    check()
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"__v1__models": {"data": [{"id": "other"}]}}, "serves 'other' instead of 'runs/small'; start it on that model or under that"),
+    ({"__v1__weights__fingerprint": RefusedError("Not Found")}, "cannot take new weights: it runs without --middleware vllm_inside.Inside"),
+    ({"__v1__load_lora_adapter": RefusedError("Not Found")}, "cannot load adapters: it runs without --enable-lora"),
+    ({"__v1__completions": {"choices": [{"logprobs": {"token_logprobs": [-1.3]}}]}}, "without --logprobs-mode processed_logprobs"),
+])
+def test_a_server_that_lacks_something_is_told_in_a_sentence(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(EngineError, match=f"engine 0 .*{reason}"):
+        check(**changes)
+
+
+def test_only_what_is_published_has_to_be_offered() -> None:
+    answers = FINE | {"/v1/weights/fingerprint": RefusedError("Not Found"), "/v1/load_lora_adapter": RefusedError("Not Found")}
+    asyncio.run(dialect(whole_weights=False, lora=False).check(Wire(answers)))
+
+
+def test_tokens_of_a_server_without_our_endpoints_are_its_first_weights() -> None:
+    choice = {"token_ids": [4, 5], "logprobs": {"token_logprobs": [-0.1, -0.2]}, "text": "ab", "finish_reason": "stop"}
+    wire = Wire({"/v1/completions": {"choices": [choice]}})
+    (sample,) = asyncio.run(dialect().generate(wire, (1,), Sampling(2), n=1, adapter=""))
+    assert sample == Sample((4, 5), (-0.1, -0.2), (-1, -1), "ab", "stop")
+    (sample,) = asyncio.run(dialect().generate(wire, (1,), Sampling(2), n=1, adapter="alice@3"))
+    assert sample.versions == (3, 3)
+
+
+def scored(body: Mapping[str, Any], *, version: int = 4) -> dict[str, Any]:
+    """One token's log-probability: minus a tenth of it, minus one for every token before it."""
+    (token,) = body["logprob_token_ids"]
+    logprobs = {"top_logprobs": [{"token_id:99": -9.0, f"token_id:{token}": -token / 10 - len(body["prompt"])}]}
+    return {"choices": [{"logprobs": logprobs, "versions": [version]}]}
+
+
+def test_a_proof_scores_one_token_at_a_time() -> None:
+    wire = Wire({"/v1/completions": scored})
+    assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="")) == Proof(4, None, ((-0.1 - 1) + (-0.2 - 2)) / 2)
+    assert [body["prompt"] for _, _, body in wire.asked] == [(7,), (7, 1)]
+    assert all(body["max_tokens"] == 1 and "prompt_logprobs" not in body and "model" not in body for _, _, body in wire.asked)
+    assert asyncio.run(dialect().prove(wire, (7, 1), adapter="alice@3")).version == 3
+    assert wire.asked[-1][2]["model"] == "alice@3"
+
+
+def test_a_proof_in_which_the_version_changes_is_none() -> None:
+    wire = Wire({"/v1/completions": lambda body: scored(body, version=len(body["prompt"]))})
+    with pytest.raises(EngineError, match=r"engine 0 changed between versions \[1, 2\] during its proof"):
+        asyncio.run(dialect().prove(wire, (7, 1, 2), adapter=""))
+
+
+def test_a_server_that_gives_no_log_probability_is_told_to_be_newer() -> None:
+    wire = Wire({"/v1/completions": {"choices": [{"logprobs": {"top_logprobs": [{"a": -1.0}]}}]}})
+    with pytest.raises(EngineError, match="use vLLM 0.32 or later"):
+        asyncio.run(dialect().prove(wire, (7, 1), adapter=""))
+
+
+def test_an_adapter_is_loaded_under_a_new_name_and_never_in_place() -> None:
+    wire = Wire({"/v1/load_lora_adapter": {}})
+    asyncio.run(dialect().load_adapter(wire, "alice@3", "/a/3"))
+    assert wire.asked == [("POST", "/v1/load_lora_adapter", {"lora_name": "alice@3", "lora_path": "/a/3"})]
+
+
+@pytest.mark.parametrize(("folder", "refused"), [("/a/3", False), ("/a/4", True)])
+def test_a_name_that_is_loaded_is_fine_with_the_same_folder_only(folder: str, refused: bool) -> None:
+    wire = Wire(FINE | {"/v1/load_lora_adapter": RefusedError("The lora adapter 'alice@3' has already been loaded.")})
+    load = dialect().load_adapter(wire, "alice@3", folder)
+    if refused:
+        with pytest.raises(RefusedError, match="already been loaded"):
+            asyncio.run(load)
+    else:
+        asyncio.run(load)
+
+
+def test_a_folder_that_the_worker_cannot_load_is_the_folders_fault_and_a_failing_server_is_its_own() -> None:
+    for words, kind in (("500: Call to add_lora method failed: rank 64", RefusedError), ("500: dead", EngineError)):
+        with pytest.raises(EngineError) as told:
+            asyncio.run(dialect().load_adapter(Wire({"/v1/load_lora_adapter": EngineError(words)}), "bob@1", "/b"))
+        assert type(told.value) is kind
+
+
+def test_unloading_an_unknown_adapter_is_fine_and_a_refusal_for_a_known_one_is_not() -> None:
+    wire = Wire(FINE | {"/v1/unload_lora_adapter": RefusedError("cannot be found")})
+    asyncio.run(dialect().unload_adapter(wire, "bob@1"))
+    with pytest.raises(RefusedError):
+        asyncio.run(dialect().unload_adapter(wire, "alice@3"))
+
+
+def test_health_tells_the_version_where_the_server_can() -> None:
+    assert asyncio.run(dialect().health(Wire(FINE))) == {"version": 4}
+    assert asyncio.run(dialect().health(Wire(FINE | {"/v1/weights/fingerprint": RefusedError("Not Found")}))) == {}
+    with pytest.raises(BusyError):
+        asyncio.run(dialect().health(Wire(FINE | {"/health": BusyError("full")})))

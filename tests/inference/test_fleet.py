@@ -1,0 +1,461 @@
+"""The fleet as a cache of adapters: over engines in memory for random histories and balance, and over real engines with real faults."""
+
+import asyncio
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import BusyError, EngineError, PublishError, RefusedError
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.fleet import AdapterFleet
+from offbeat.inference.health import Healer
+from offbeat.inference.members import State
+from offbeat.inference.pool import EnginePool
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.model.peft_io import Adapter, write_adapter
+from offbeat.weights.adapters import AdapterManifest, split_adapter_name
+from offbeat.weights.protocol import Proof
+from waiting import until
+
+PROMPT = (13, 14, 15)
+SAMPLING = Sampling(3)
+
+
+@dataclass
+class Engine:
+    """An engine in memory: holds `capacity` adapters, answers after `pace_s`, and knows nothing of an adapter that it does not hold."""
+
+    name: str
+    capacity: int = 32
+    pace_s: float = 0.0
+    fault: str = ""
+    url: str = ""
+    held: dict[str, str] = field(default_factory=dict)
+    running: Counter[str] = field(default_factory=Counter)
+    num_requests: int = 0
+    num_unknown: int = 0
+    loads: list[str] = field(default_factory=list)
+    loading: int = 0
+    most_loading: int = 0
+
+    async def health(self, *, timeout_s: float) -> dict[str, Any]:
+        if self.fault == "dead":
+            raise EngineError(f"{self.name} cannot be reached")
+        return {}
+
+    async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, timeout_s: float, adapter: str = "") -> list[Sample]:
+        await self.health(timeout_s=timeout_s)
+        if adapter not in self.held:
+            self.num_unknown += 1
+            raise RefusedError(f"{self.name} answered with 404: no adapter {adapter}")
+        self.num_requests += 1
+        self.running[adapter] += 1
+        try:
+            await asyncio.sleep(self.pace_s)
+        finally:
+            self.running[adapter] -= 1
+        return [Sample((1,), (-1.0,), (split_adapter_name(adapter)[1],), adapter, "stop")] * n
+
+    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
+        self.loading += 1
+        self.most_loading = max(self.loading, self.most_loading)
+        try:
+            await self.health(timeout_s=timeout_s)
+            await asyncio.sleep(60 if self.fault == "hung" else self.pace_s)
+        finally:
+            self.loading -= 1
+        if "bad" in folder:
+            raise RefusedError(f"{self.name} answered with 400: {folder} is no adapter")
+        if name not in self.held and len(self.held) >= self.capacity:
+            raise BusyError(f"{self.name} answered with 429: full")
+        self.held[name] = folder
+        self.loads.append(name)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        assert not self.running[name], f"{name} is unloaded while a request uses it"
+        self.held.pop(name, None)
+
+    async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
+        if adapter not in self.held:
+            raise RefusedError("404")
+        return Proof(split_adapter_name(adapter)[1], self.held[adapter], -1.0)
+
+
+def manifest(tenant: str, version: int, *, folder: str = "") -> AdapterManifest:
+    """An engine in memory shows the folder as the adapter's fingerprint."""
+    folder = folder or f"{tenant}-{version}"
+    return AdapterManifest(tenant, version, folder, folder, (1, 2), -1.0)
+
+
+def using(
+    engines: list[Engine], body: Callable[[EnginePool, AdapterFleet], Awaitable[None]], *, capacity: int = 32, timeout_s: float = 5.0,
+    heal_timeout_s: float = 0.0,
+) -> None:
+    async def main() -> None:
+        pool = EnginePool(engines, request_timeout_s=10, heal_timeout_s=heal_timeout_s)
+        async with AdapterFleet(pool, capacity=capacity, tolerance=1e-3, timeout_s=timeout_s) as fleet:
+            await body(pool, fleet)
+
+    asyncio.run(main())
+
+
+async def ask(fleet: AdapterFleet, adapter: str) -> str:
+    (sample,) = await fleet.generate(adapter, PROMPT, SAMPLING, n=1)
+    return sample.text
+
+
+def test_a_tenant_is_served_by_its_newest_version_and_the_old_leaves_with_its_last_request() -> None:
+    engines = [Engine(name, pace_s=0.02) for name in "ab"]
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        report = await fleet.publish(manifest("alice", 1))
+        assert sorted(report.serving) == ["a", "b"]
+        old = [asyncio.create_task(ask(fleet, "alice")) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        await fleet.publish(manifest("alice", 2))
+        assert fleet.current("alice") == "alice@2"
+        assert await ask(fleet, "alice") == "alice@2"
+        assert await asyncio.gather(*old) == ["alice@1"] * 4
+        await until(lambda: all(list(engine.held) == ["alice@2"] for engine in engines))
+
+    using(engines, body)
+
+
+def test_an_old_version_that_is_asked_for_is_loaded_again_and_unknown_ones_are_refused() -> None:
+    engines = [Engine(name) for name in "ab"]
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        for version in (1, 2, 3):
+            await fleet.publish(manifest("alice", version))
+        assert await ask(fleet, "alice@2") == "alice@2"
+        assert await ask(fleet, "alice") == "alice@3"
+        for unknown, hint in {"alice@1": "alice@3 is current", "alice@9": "alice@3 is current", "bob": "publish it first"}.items():
+            with pytest.raises(RefusedError, match=f"there is no adapter '{unknown}'; {hint}"):  # the first is older than what is kept
+                await ask(fleet, unknown)
+        with pytest.raises(PublishError, match="alice@3 is not newer than alice@3"):
+            await fleet.publish(manifest("alice", 3))
+        fleet.remove("alice")
+        with pytest.raises(RefusedError, match="no adapter 'alice'; publish it first"):
+            await ask(fleet, "alice")
+        await until(lambda: not any(engine.held for engine in engines))
+
+    using(engines, body)
+
+
+def test_a_tenant_that_returns_under_a_name_gets_nothing_of_the_one_before() -> None:
+    engine = Engine("a", pace_s=0.02)
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        await fleet.publish(manifest("alice", 1))
+        call = asyncio.create_task(ask(fleet, "alice"))
+        await asyncio.sleep(0.01)
+        fleet.remove("alice")
+        with pytest.raises(PublishError, match="requests still use alice@1 of a removed tenant alice"):
+            await fleet.publish(manifest("alice", 1, folder="another"))
+        assert await call == "alice@1"
+        await until(lambda: not engine.held)
+        await fleet.publish(manifest("alice", 1, folder="another"))
+        assert engine.held == {"alice@1": "another"}
+
+    using([engine], body)
+
+
+@pytest.mark.parametrize(("capacity", "at_once"), [(32, 1), (32, 64), (8, 64), (4, 64)])
+def test_equal_load_of_16_tenants_is_spread_evenly_over_4_engines(capacity: int, at_once: int) -> None:
+    engines = [Engine(name, capacity, pace_s=0.001) for name in "abcd"]
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        await asyncio.gather(*(fleet.publish(manifest(f"t{i}", 1)) for i in range(16)))
+        slots = asyncio.Semaphore(at_once)
+
+        async def one(tenant: str) -> None:
+            async with slots:
+                assert await ask(fleet, tenant) == f"{tenant}@1"
+
+        await asyncio.gather(*(one(f"t{i}") for _ in range(20) for i in range(16)))
+        counts = [engine.num_requests for engine in engines]
+        assert sum(counts) == 320
+        assert max(counts) / (sum(counts) / 4) <= 1.1, counts
+
+    using(engines, body, capacity=capacity)
+    assert sum(engine.num_unknown for engine in engines) == 0
+
+
+def test_more_adapters_than_fit_take_turns_and_no_request_meets_an_engine_that_lacks_its_adapter() -> None:
+    engines = [Engine(name, 2, pace_s=0.001) for name in "ab"]
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        await asyncio.gather(*(fleet.publish(manifest(f"t{i}", 1)) for i in range(10)))
+        answers = await asyncio.gather(*(ask(fleet, f"t{i}") for _ in range(5) for i in range(10)))
+        assert answers == [f"t{i}@1" for _ in range(5) for i in range(10)]
+
+    using(engines, body, capacity=2)
+    assert not any(engine.num_unknown for engine in engines)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_through_publishes_faults_and_evictions_every_answer_is_of_a_version_that_was_asked_for(seed: int) -> None:
+    chance = random.Random(seed)
+    engines = [Engine(name, 4, pace_s=0.0005) for name in "abc"]
+    published: dict[str, int] = dict.fromkeys("xyzuv", 0)
+
+    async def body(pool: EnginePool, fleet: AdapterFleet) -> None:
+        async def publish(tenant: str) -> None:
+            version = published[tenant] = published[tenant] + 1
+            bad = chance.random() < 0.2 and version > 1
+            with suppress(PublishError):
+                await fleet.publish(manifest(tenant, version, folder=f"bad {version}" if bad else ""))
+                assert not bad
+
+        async def request(tenant: str) -> None:
+            before = fleet.current(tenant) or ""
+            answer = await ask(fleet, tenant)
+            assert answer.startswith(f"{tenant}@") and split_adapter_name(answer)[1] >= split_adapter_name(before)[1]
+
+        async def lose_all(engine: Engine) -> None:
+            if engine not in lost:  # it was restarted, and nobody knows
+                lost.append(engine)
+                engine.held.clear()
+
+        async def die(engine: Engine) -> None:
+            if not any(other.fault for other in engines):
+                engine.fault = "dead"
+                await asyncio.sleep(0.005)
+                engine.held.clear()
+                engine.fault = ""
+
+        lost: list[Engine] = []
+        healer = asyncio.create_task(Healer(pool, reload=fleet.refill, probe_interval_s=0.002, probe_timeout_s=1.0).run())
+        for tenant in published:
+            await publish(tenant)
+        tasks = []
+        for _ in range(60):
+            act = chance.choices([publish, request, lose_all, die], [2, 10, 1, 1])[0]
+            tasks.append(asyncio.create_task(act(chance.choice(engines if act in (lose_all, die) else "xyzuv"))))
+            await asyncio.sleep(chance.choice([0, 0.001]))
+        await asyncio.gather(*tasks)
+        await until(lambda: len(pool.healthy) == 3 and not fleet._chores)
+        healer.cancel()
+        assert all(not book.shelf.in_use and not book.shelf.coming and not book.shelf.num_loading for book in fleet._books.values())
+
+    using(engines, body, capacity=4, heal_timeout_s=5.0)
+
+
+def test_a_bad_adapter_fails_its_tenant_alone_and_its_old_version_goes_on() -> None:
+    engines = [Engine(name) for name in "abc"]
+
+    async def body(pool: EnginePool, fleet: AdapterFleet) -> None:
+        await fleet.publish(manifest("alice", 1))
+        bad, good = await asyncio.gather(
+            fleet.publish(manifest("alice", 2, folder="bad")), fleet.publish(manifest("bob", 1)), return_exceptions=True)
+        assert isinstance(bad, PublishError)
+        assert "alice@2 is bad: no engine takes it; a: a answered with 400: bad is no adapter; b:" in str(bad)
+        assert not isinstance(good, BaseException) and len(good.serving) == 3
+        assert await ask(fleet, "alice") == "alice@1"
+        assert len(pool.healthy) == 3
+        assert len((await fleet.publish(manifest("alice", 2))).serving) == 3  # mended, it may take its name
+
+    using(engines, body)
+
+
+def test_an_engine_that_hangs_is_lost_to_16_publishes_and_not_one_tenant_fails() -> None:
+    engines = [Engine("a"), Engine("b", fault="hung"), Engine("c")]
+
+    async def body(pool: EnginePool, fleet: AdapterFleet) -> None:
+        reports = await asyncio.gather(*(fleet.publish(manifest(f"t{i}", 1)) for i in range(16)))
+        assert all(sorted(report.serving) == ["a", "c"] for report in reports)
+        assert all("b" in report.deliveries and report.deliveries["b"].reason for report in reports)
+        assert pool.states["b"] is State.QUARANTINED
+        assert max(report.total_s for report in reports) < 2.0
+
+    using(engines, body, timeout_s=0.3)
+    assert max(engine.most_loading for engine in engines) == 4
+
+
+def test_a_publish_that_lost_every_engine_goes_on_when_one_heals() -> None:
+    engine = Engine("a", fault="dead")
+
+    async def body(pool: EnginePool, fleet: AdapterFleet) -> None:
+        publish = asyncio.create_task(fleet.publish(manifest("alice", 1)))
+        await pool.wait_quarantined("a")
+        engine.fault = ""
+        pool.mark_healing("a")
+        await fleet.refill(engine)
+        pool.restore("a", None)
+        assert (await publish).serving == ["a"]
+
+    using([engine], body, heal_timeout_s=5.0)
+
+
+def test_a_publish_that_no_engine_can_take_says_why() -> None:
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        with pytest.raises(PublishError, match="alice@1 could not be published: no engine can serve: a: a cannot be reached"):
+            await fleet.publish(manifest("alice", 1))
+        with pytest.raises(RefusedError, match="no adapter 'alice'; publish it first"):
+            await ask(fleet, "alice")
+
+    using([Engine("a", fault="dead")], body, heal_timeout_s=0.1)
+
+
+def test_an_engine_that_lost_an_adapter_is_given_it_again_and_a_wrong_request_is_refused_once() -> None:
+    engine = Engine("a")
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        await fleet.publish(manifest("alice", 1))
+        engine.held.clear()
+        assert await ask(fleet, "alice") == "alice@1"
+        assert (engine.num_unknown, engine.loads) == (1, ["alice@1"] * 2)
+        engine.held["alice@1"] = "something else"  # it holds other weights under this name
+
+        async def refuse_once(*_: Any, **__: Any) -> list[Sample]:
+            del engine.generate
+            raise RefusedError("400: not with this adapter")
+
+        engine.generate = refuse_once
+        assert await ask(fleet, "alice") == "alice@1"
+        assert engine.held == {"alice@1": "alice-1"} and len(engine.loads) == 3
+
+        async def refuse(*_: Any, **__: Any) -> list[Sample]:
+            raise RefusedError("400: token 999 is none")
+
+        engine.generate = refuse
+        with pytest.raises(RefusedError, match="token 999"):
+            await ask(fleet, "alice")
+        assert len(engine.loads) == 3  # it still holds what it should
+
+    using([engine], body)
+
+
+def test_a_healed_engine_holds_what_the_others_hold_unless_the_folder_is_spoilt() -> None:
+    engines = [Engine(name) for name in "ab"]
+
+    async def body(pool: EnginePool, fleet: AdapterFleet) -> None:
+        await asyncio.gather(*(fleet.publish(manifest(f"t{i}", 1)) for i in range(6)))
+        a, b = engines
+        pool.quarantine("a", "it died")
+        a.held.clear()
+        await fleet.publish(manifest("t0", 2))
+        await fleet.publish(manifest("t9", 1))
+        pool.mark_healing("a")
+        await fleet.refill(a)
+        pool.restore("a", None)
+        assert sorted(a.held) == sorted(b.held) == ["t0@2", *(f"t{i}@1" for i in range(1, 6)), "t9@1"]
+        pool.quarantine("a", "it died again")
+        a.held.clear()
+        fleet._manifests["t1@1"] = replace(fleet._manifests["t1@1"], folder="bad")  # spoilt on disk, and b still holds it: a is to blame
+        with pytest.raises(RefusedError, match="bad is no adapter"):
+            await fleet.refill(a)
+        pool.quarantine("b", "it died, too")  # nobody holds it: it is left out
+        await fleet.refill(a)
+        assert sorted(a.held) == ["t0@2", *(f"t{i}@1" for i in range(2, 6)), "t9@1"]
+
+    using(engines, body)
+
+
+def test_folders_stay_while_anyone_may_read_them(tmp_path: Path) -> None:
+    engine = Engine("a", pace_s=0.05)
+
+    def write(version: int) -> AdapterManifest:
+        folder = tmp_path / f"v{version}"
+        folder.mkdir()
+        return manifest("alice", version, folder=str(folder))
+
+    def left() -> list[str]:
+        return sorted(folder.name for folder in tmp_path.iterdir())
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        await fleet.publish(write(1))
+        call = asyncio.create_task(ask(fleet, "alice"))
+        await asyncio.sleep(0.01)
+        engine.pace_s = 0.0
+        for version in (2, 3, 4):
+            await fleet.publish(write(version))
+        assert left() == ["v1", "v3", "v4"]  # a request still uses the first
+        assert await call == "alice@1"
+        fleet.prune()
+        assert left() == ["v3", "v4"]
+
+    using([engine], body)
+
+
+# -- real engines ----------------------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, tenant: str, version: int, model_dir: str, *, rank: int = 4) -> AdapterManifest:
+    """A random adapter of all attention outputs as a folder; what its canary is like, an engine that holds it says."""
+    config = json.loads((Path(model_dir) / "config.json").read_text())
+    width = config["num_attention_heads"] * (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    generator = torch.Generator().manual_seed(hash((tenant, version)) % 2**31)
+    adapter = Adapter(rank, 1.0, {"model.layers.0.self_attn.o_proj": (
+        torch.randn(rank, width, generator=generator), torch.randn(config["hidden_size"], rank, generator=generator))})
+    path = folder / f"{tenant}-{version}"
+    write_adapter(adapter, path, base_model=model_dir, dropout=0.0)
+    return AdapterManifest(tenant, version, str(path), adapter.fingerprint(), (13, 14, 15, 5, 6), 0.0, adapter.num_bytes)
+
+
+async def score(manifest: AdapterManifest, url: str) -> AdapterManifest:
+    """The manifest with the log-probability of its canary, from an engine that takes no part otherwise."""
+    async with EngineSession() as http:
+        client = EngineClient("reference", url, http.session)
+        await client.load_adapter(manifest.name, manifest.folder, timeout_s=20)
+        return replace(manifest, canary_logprob=(await client.prove(manifest.canary, timeout_s=20, adapter=manifest.name)).canary_logprob)
+
+
+def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_engine, model_dir, tmp_path) -> None:
+    (first, url_0), (_, url_1), (_, reference) = start_engine(), start_engine(), start_engine()
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    async def restart(name: str) -> str:
+        assert name == "engine 0"
+        return start_engine()[1]
+
+    async def main() -> None:
+        async with EngineSession() as http:
+            clients = [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate([url_0, url_1])]
+            pool = EnginePool(clients, request_timeout_s=20, heal_timeout_s=20)
+            async with AdapterFleet(pool, capacity=8, tolerance=1e-3, timeout_s=20) as fleet:
+                async def reload(client: EngineClient) -> None:
+                    await fleet.refill(client)
+
+                healer = asyncio.create_task(Healer(
+                    pool, reload=reload, restart=restart, probe_interval_s=0.1, probe_timeout_s=2,
+                    on_event=lambda kind, **fields: events.append((kind, fields))).run())
+                good = [await score(write(tmp_path, tenant, 1, model_dir), reference) for tenant in ("alice", "bob")]
+                reports = await asyncio.gather(*map(fleet.publish, good))
+                assert all(sorted(report.serving) == ["engine 0", "engine 1"] for report in reports)
+
+                corrupt = write(tmp_path, "alice", 2, model_dir)
+                (Path(corrupt.folder) / "adapter_model.safetensors").write_bytes(b"not an adapter")
+                lying = replace(await score(write(tmp_path, "bob", 2, model_dir), reference), canary_logprob=-9.0)
+                missing = write(tmp_path, "carol", 1, model_dir)
+                shutil.rmtree(missing.folder)
+                large = write(tmp_path, "dave", 1, model_dir, rank=65)
+                outcomes = await asyncio.gather(*map(fleet.publish, [corrupt, lying, missing, large]), return_exceptions=True)
+                assert all(isinstance(outcome, PublishError) and "is bad: no engine takes it" in str(outcome) for outcome in outcomes)
+                assert len(pool.healthy) == 2
+
+                await asyncio.to_thread(first.stop)
+                samples = [sample for tenant in ("alice", "bob") for sample in await fleet.generate(tenant, PROMPT, SAMPLING, n=4)]
+                assert {version for sample in samples for version in sample.versions} == {1}
+                await until(lambda: len(pool.healthy) == 2)
+                assert all(sorted(fleet.holders(m.name)) == ["engine 0", "engine 1"] for m in good)
+                await clients[0].unload_adapter("alice@1", timeout_s=20)  # behind our back
+                await asyncio.gather(*(fleet.generate("alice", PROMPT, SAMPLING, n=1) for _ in range(6)))
+                healer.cancel()
+                with suppress(asyncio.CancelledError):
+                    await healer
+
+    asyncio.run(main())
+    assert [kind for kind, _ in events][-1] == "healed"

@@ -1,0 +1,63 @@
+"""Rows that point into the whole batch, their losses, and a model without dropout. That steps are right is tested with the engines."""
+
+import numpy as np
+import pytest
+import torch
+
+from offbeat.algorithms.presets import objective
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.train import TrainConfig
+from offbeat.model.logprobs import token_logprobs
+from offbeat.trainer.policy import load_policy, mean_logprob, row_of, score_row
+from train_samples import build_model, make_batch
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_policy(build_model(tmp_path_factory.mktemp("model")), config=TrainConfig())
+
+
+def test_a_row_of_some_sequences_points_into_the_whole_batch():
+    batch = make_batch(3, 2)
+    families = np.array([1, 1, 0, 0, 2, 2])
+    row = row_of(batch, np.array([4, 0, 3]), share_prefix=True, families=families)
+    assert set(row.owner.tolist()) == {0, 3, 4}
+    assert (np.diff(families[row.owner]) >= 0).all()
+    assert batch.loss_mask[row.batch_index].all()
+    assert (batch.tokens[row.batch_index] == row.target).all()
+
+
+def test_sequences_that_score_nothing_make_no_row():
+    batch = make_batch(2, 2)
+    batch.loss_mask[:] = False
+    assert len(row_of(batch, np.array([0, 1]), share_prefix=True)) == 0
+    assert len(row_of(batch, np.array([], np.int64), share_prefix=True)) == 0
+
+
+@pytest.mark.parametrize("name, temperature", [("ppo", 0.7), ("sft", 1.0)])
+def test_losses_are_those_of_the_objective_at_its_temperature(model, name, temperature):
+    batch = make_batch(2, 2)
+    row = row_of(batch, np.arange(4), share_prefix=True)
+    chosen = objective(name, config=AlgorithmConfig(behave_weight="none"))
+    scored = score_row(model, batch, row, chosen=chosen, temperature=0.7)
+    expected = token_logprobs(model, row, temperature=temperature)
+    assert torch.equal(scored.logprobs, expected)
+    weights, advantages = (torch.from_numpy(values[row.batch_index]) for values in (batch.loss_weights, batch.advantages))
+    unit = -advantages if name == "ppo" else -expected
+    torch.testing.assert_close(scored.losses, unit * weights)
+    moved = score_row(model, batch, row, chosen=chosen, temperature=0.7, prox=expected.detach() - 0.1)
+    assert torch.equal(moved.losses, scored.losses) == (name == "sft")
+
+
+def test_the_mean_log_probability_is_that_of_transformers(model):
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(tokens, use_cache=False).logits, -1)[0, :-1].gather(1, tokens[0, 1:, None])
+        assert mean_logprob(model, tokens[0].tolist()) == pytest.approx(logprobs.mean().item(), abs=1e-6)
+
+
+def test_a_policy_trains_without_dropout(tmp_path):
+    model = load_policy(build_model(tmp_path), config=TrainConfig(gradient_checkpointing=True), dtype="bfloat16")
+    assert model.training
+    assert model.dtype == torch.bfloat16
+    assert not [module for module in model.modules() if getattr(module, "attention_dropout", 0.0)]

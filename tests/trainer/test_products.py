@@ -1,0 +1,93 @@
+"""What leaves the trainer: folders that any tool loads, whole or as an adapter, and that compute what the trainer does."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM
+
+from offbeat.config.model import LoraConfig
+from offbeat.errors import StorageError
+from offbeat.model.peft_io import read_adapter
+from ranks import run_alone
+from small_run import build_small_model
+from train_samples import build_engine, make_batch, train
+
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "up_proj"), dropout=0.1)
+TOKENS = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with what an adapter's engine gave out after two steps, and its canary."""
+    folder = tmp_path_factory.mktemp("given")
+    base = build_small_model(folder / "model", seed=1)
+
+    def body(groups, _):
+        engine = build_engine(groups, base, lora=LORA)
+        train(engine, [make_batch(2, 2, seed=seed) for seed in range(2)])
+        fingerprint = engine.publish(folder / "published", dtype="float32")
+        assert engine.offer(folder / "offered", dtype="float32", host="127.0.0.1", num_receivers=1, timeout_s=5) == (fingerprint, None)
+        for dtype in ("float32", "bfloat16"):
+            engine.export(folder / dtype, tokenizer_folder=Path(base), dtype=dtype)
+        with pytest.raises(StorageError, match="a version is written once"):
+            engine.publish(folder / "published", dtype="float32")
+        return fingerprint, engine.fingerprint("bfloat16"), engine.canary(TOKENS)
+
+    return folder, *run_alone(body)
+
+
+def mean_logprob(model):
+    tokens = torch.tensor([TOKENS])
+    with torch.no_grad():
+        return log_softmax(model(tokens).logits.float(), -1)[0, :-1].gather(1, tokens[0, 1:, None]).mean().item()
+
+
+def test_an_adapter_is_published_in_the_format_of_peft_with_its_fingerprint(trained):
+    folder, fingerprint, same, canary = trained
+    assert fingerprint == same == read_adapter(folder / "published").fingerprint() == read_adapter(folder / "offered").fingerprint()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), folder / "published")
+    assert mean_logprob(model) == pytest.approx(canary, abs=1e-5)
+    assert model.peft_config["default"].lora_dropout == LORA.dropout
+    assert model.peft_config["default"].base_model_name_or_path == str(folder / "model")
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_an_export_is_the_merged_model_with_the_adapter_inside(trained, dtype, tolerance):
+    folder, fingerprint, _, canary = trained
+    model = AutoModelForCausalLM.from_pretrained(folder / dtype)
+    assert str(model.dtype) == f"torch.{dtype}"
+    assert mean_logprob(model) == pytest.approx(canary, abs=tolerance)
+    assert read_adapter(folder / dtype / "adapter").fingerprint() == fingerprint
+    assert (folder / dtype / "tokenizer.json").exists()
+
+
+def test_a_whole_model_is_offered_under_the_fingerprint_it_is_published_with(tmp_path):
+    base = build_small_model(tmp_path / "model", seed=1)
+
+    def body(groups, _):
+        engine = build_engine(groups, base)
+        fingerprint, offer = engine.offer(tmp_path / "offered", dtype="float32", host="127.0.0.1", num_receivers=1, timeout_s=5)
+        offer.close()
+        assert fingerprint == engine.publish(tmp_path / "published", dtype="float32")
+        assert not (tmp_path / "offered").exists()
+        state = engine.copy("bfloat16").state
+        assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+        assert "lm_head.weight" not in state
+        return True
+
+    assert run_alone(body)
+
+
+def test_scoring_with_an_adapter_drops_nothing(tmp_path):
+    base = build_small_model(tmp_path / "model", seed=1)
+    batch = make_batch(2, 2)
+
+    def scores(groups, dropout):
+        engine = build_engine(groups, base, lora=LORA.model_copy(update={"dropout": dropout}))
+        return engine.logprobs(batch, [np.arange(4)])
+
+    np.testing.assert_allclose(run_alone(scores, argument=0.5), run_alone(scores, argument=0.0), atol=1e-6)
