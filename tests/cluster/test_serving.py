@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.serving import make_dialect, open_serving
-from offbeat.errors import EngineError
+from offbeat.errors import ConfigError
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.sglang import SGLangDialect
 from offbeat.inference.dialects.vllm import VllmDialect
@@ -45,7 +45,7 @@ def test_an_engine_by_url_that_is_not_there_is_named_with_its_url(tmp_path: Path
             await open_serving(stack, EngineGroup(config), {"engine 0": "http://127.0.0.1:9"}, config, record, model="model")
 
     with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
-        with pytest.raises(EngineError, match=r"engine 0 \(http://127.0.0.1:9\) cannot be reached"):
+        with pytest.raises(ConfigError, match=r"inference.urls names http://127.0.0.1:9, but engine 0 .* cannot be reached"):
             asyncio.run(main(record))
 
 

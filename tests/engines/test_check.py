@@ -1,6 +1,9 @@
 """Servers that somebody else has started, and that cannot do what a run needs of them: one sentence each."""
 
 import asyncio
+import os
+import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +15,7 @@ from offbeat.cluster.group import WorkerSpec, ask
 from offbeat.cluster.local import LocalLauncher
 from offbeat.cluster.messages import EngineAddress, ServerStart
 from offbeat.errors import EngineError
+from offbeat.inference import inside
 from offbeat.inference.dialects.vllm import VllmDialect
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")]
@@ -60,3 +64,19 @@ def test_a_server_without_adapters(plain: Engine) -> None:
 def test_a_server_whose_log_probabilities_are_of_another_distribution(plain: Engine) -> None:
     with pytest.raises(EngineError, match="runs without --logprobs-mode processed_logprobs"):
         check(plain)
+
+
+def test_a_version_of_vllm_without_what_is_needed_says_so_when_it_starts() -> None:
+    program = """
+from vllm.engine.protocol import EngineClient
+from vllm.v1.engine.async_llm import AsyncLLM
+del AsyncLLM.update_weight_version, EngineClient.update_weight_version
+import vllm_inside
+try:
+    vllm_inside.Inside(None)
+except RuntimeError as exc:
+    print(exc)
+"""
+    env = os.environ | {"PYTHONPATH": str(Path(inside.__file__ or "").parent)}
+    done = subprocess.run([".venv-vllm/bin/python", "-c", program], env=env, capture_output=True, text=True, timeout=200, check=True)
+    assert re.search(r"vLLM 0.*has no AsyncLLM.update_weight_version, which Offbeat needs; use vLLM 0.32 or later", done.stdout)

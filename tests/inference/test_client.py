@@ -201,13 +201,15 @@ def test_an_engine_that_is_gone_is_named(start_engine) -> None:
 
 
 @contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
+def answering(status: int, body: bytes, *, content_type: str = "text/html") -> Iterator[str]:
     """A server that is no engine."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            if content_type:
+                self.send_header("Content-Type", content_type)
             self.end_headers()
             self.wfile.write(body)
 
@@ -237,6 +239,15 @@ def test_answers_of_something_else_are_errors_of_the_engine(status: int, body: b
             await client.health(timeout_s=5)
 
     with answering(status, body) as url:
+        using(url, ask)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain; charset=utf-8", ""])
+def test_a_word_of_success_is_an_empty_answer(content_type: str) -> None:
+    async def ask(client: EngineClient) -> None:
+        assert await client.call("GET", "/") == {}
+
+    with answering(200, b"Success: adapter 'alice@3' added", content_type=content_type) as url:
         using(url, ask)
 
 

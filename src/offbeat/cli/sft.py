@@ -3,14 +3,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from offbeat.cli.common import add_config_argument, make_console, report_line
-from offbeat.cluster.session import Session
 from offbeat.config.load import load_config
-from offbeat.controller.run import execute
-from offbeat.controller.state import RunState
-from offbeat.controller.supervised import SftResult, fine_tune
+from offbeat.controller.run import run_supervised
 
 _EXAMPLES = """\
 examples:
@@ -31,14 +27,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Fine-tune, and print where the model is."""
     config = load_config(args.config, overrides)
-    console = make_console(config, args, sys.stdout)
-
-    async def body(session: Session, state: RunState) -> SftResult:
-        return await fine_tune(session, state, standalone=True)
-
-    result = execute(config, console, body, debug=args.debug, resumable=False)
+    result = run_supervised(config, make_console(config, args, sys.stdout), debug=args.debug)
     if result is None:  # a rank in SPMD mode, and the leader speaks for all
         return 0
-    console.finish(asdict(result))
     report_line(config, args)
     return 130 if result.stopped_early else 0

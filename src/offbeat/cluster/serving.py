@@ -11,6 +11,7 @@ from typing import Any
 from offbeat.aio import gather_all, run_beside
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.config.root import Config
+from offbeat.errors import ConfigError, EngineError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
@@ -66,7 +67,7 @@ async def open_serving(
     """Connect to the engines at these URLs, by name, which have to serve `model`.
 
     Raises:
-        EngineError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
+        ConfigError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
     """
     pool = await open_pool(stack, urls, config, record, model=model)
     fleet = await stack.enter_async_context(AdapterFleet(
@@ -86,12 +87,19 @@ async def open_pool(stack: AsyncExitStack, urls: Mapping[str, str], config: Conf
     dialect, inference = make_dialect(config, model), config.inference
     clients = [EngineClient(name, url, http.session, dialect=dialect) for name, url in urls.items()]
     if inference.urls:
-        await gather_all(client.check(timeout_s=inference.start_timeout_s) for client in clients)
+        await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
     return EnginePool(
         clients, request_timeout_s=inference.request_timeout_s, probe_timeout_s=inference.probe_timeout_s,
         min_engines=inference.min_engines, heal_timeout_s=inference.heal_timeout_s,
         on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason), on_quarantine=on_quarantine,
         on_busy=record.on_span, note=record.console.note)
+
+
+async def _check(client: EngineClient, *, timeout_s: float) -> None:
+    try:
+        await client.check(timeout_s=timeout_s)
+    except EngineError as exc:
+        raise ConfigError(f"inference.urls names {client.url}, but {exc}") from exc
 
 
 def make_dialect(config: Config, model: str) -> Dialect:

@@ -72,6 +72,10 @@ class Config(Section):
             raise ValueError(
                 "rollout.single_rank_load must be true with model.lora.rank > 0, got false; one process routes to the engines that hold an"
                 " adapter, so leave it out")
+        if self.model.lora.rank and self.run.warm_up and not self.model.path and self.run.mode == "spmd":
+            raise ValueError(
+                "run.warm_up must be false with model.lora.rank > 0, no model.path and run.mode = 'spmd', got true; make the base with"
+                " `offbeat sft` first, and give its export as model.path")
         if self.model.lora.rank > self.inference.max_adapter_rank:
             raise ValueError(
                 f"model.lora.rank must be <= inference.max_adapter_rank = {self.inference.max_adapter_rank}, got {self.model.lora.rank}")

@@ -20,9 +20,10 @@ from offbeat.cluster.place import Place, read_place, resolve_ranks
 from offbeat.cluster.session import Session
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
+from offbeat.controller.base_model import needs_base, on_base
 from offbeat.controller.loop import TrainResult, train
 from offbeat.controller.state import Highlights, RunState
-from offbeat.controller.supervised import fine_tune
+from offbeat.controller.supervised import SftResult, fine_tune
 from offbeat.data import wire
 from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console
@@ -69,13 +70,16 @@ class RunResult:
 def run_training(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> RunResult | None:
     """`offbeat train`: warm-up if configured, then reinforcement learning; writes `result.json`. None on a rank that does not lead.
 
-    A `fresh` run never resumes: an older one of its name is moved aside.
+    A `fresh` run never resumes: an older one of its name is moved aside. An adapter on random weights gets a warmed-up base first.
     """
     start = time.monotonic()
+    base_steps, base_wall_s = 0, 0.0
+    if needs_base(config):
+        config, base_steps, base_wall_s = _make_base(config, console, debug=debug, fresh=fresh)
 
     async def body(session: Session, state: RunState) -> RunResult:
         ready = time.monotonic()
-        warm_up_steps = 0
+        warm_up_steps = base_steps
 
         async def begins() -> bool:
             return CheckpointIndex(config.run_dir / "checkpoints").newest() is None
@@ -84,12 +88,12 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
             warm_up_steps = (await fine_tune(session, state, standalone=False)).steps
             state.version += 1
         # A warm-up is not saved: it takes seconds, and the same command does it again.
-        interrupted = warm_up_steps > 0 and state.stopping
+        interrupted = warm_up_steps > base_steps and state.stopping
         result = TrainResult(0, Highlights(), stopped_early=True) if interrupted else await train(session, state)
         marks = result.highlights
         return RunResult(
             heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, warm_up_steps=warm_up_steps, steps=result.steps,
-            train_wall_s=round(time.monotonic() - ready, 3), startup_wall_s=round(ready - start, 3),
+            train_wall_s=round(time.monotonic() - ready + base_wall_s, 3), startup_wall_s=round(ready - start - base_wall_s, 3),
             max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
 
@@ -99,6 +103,35 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
     (config.run_dir / "result.json").write_bytes(wire.encode_json(result) + b"\n")
     console.finish(asdict(result))
     return result
+
+
+def run_supervised(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SftResult | None:
+    """`offbeat sft`: supervised fine-tuning, exported to the run's folder. None on a rank that does not lead."""
+
+    async def body(session: Session, state: RunState) -> SftResult:
+        return await fine_tune(session, state, standalone=True)
+
+    result = execute(config, console, body, debug=debug, fresh=fresh, resumable=False)
+    if result is not None:
+        console.finish(asdict(result))
+    return result
+
+
+def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) -> tuple[Config, int, float]:
+    """The configuration on its base, and the steps and seconds that this took."""
+    results: list[SftResult] = []
+    start = time.monotonic()
+
+    def make(base: Config) -> None:
+        console.note(f"the adapter needs a base that has learnt something: warming up a whole model as the run {base.run.name}")
+        result = run_supervised(base, console, debug=debug, fresh=True)
+        assert result is not None, "a controller leads"
+        if result.stopped_early:
+            raise KeyboardInterrupt
+        results.append(result)
+
+    config = on_base(config, make, fresh=fresh)
+    return config, sum(result.steps for result in results), time.monotonic() - start if results else 0.0
 
 
 def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, resumable: bool = True,

@@ -87,7 +87,7 @@ class EngineClient:
         try:
             answer = json.loads(data)
         except ValueError as exc:
-            if response.content_type == "text/plain":  # a word of success, as vLLM says it
+            if response.headers.get("Content-Type", "text/plain").startswith("text/plain"):  # a word of success; vLLM names no type
                 return {}
             raise EngineError(f"{self.name} answered {path} with something that is not JSON: {_message(data)}") from exc
         return answer if isinstance(answer, dict) else {}

@@ -1,0 +1,168 @@
+"""Publishing: the pause that requests in flight see when an engine switches to new weights.
+
+16 streams from one engine over HTTP, each of requests with 32 tokens of prompt and 128 of answer. Every second or so a new version is
+staged, switched to with `recompute`, and proven. The pause of a publish is the largest gap between two tokens of any stream from its start
+to its end, less the median gap; "quiet" is the same over a second without a publish, so what else the machine does. Versions are folders in
+/dev/shm or on disk.
+
+    python benchmarks/publish.py [--quick] [--models tiny 27M] [--engines embedded vllm] [--publishes 8]
+
+vLLM takes part where `.venv-vllm` is.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import torch
+from engine import MODELS, build
+from measure import ROOT, WORK, emit, note
+
+from offbeat.cluster.engine_group import EngineGroup
+from offbeat.cluster.local import LocalLauncher
+from offbeat.cluster.serving import make_dialect
+from offbeat.config.root import Config
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.model.tiny import build_tiny
+from offbeat.weights.protocol import Manifest
+
+AIM_S = 0.1
+"""For the embedded engine and the tiny model."""
+NUM_STREAMS, PROMPT_TOKENS, ANSWER_TOKENS = 16, 32, 128
+CANARY = tuple(range(3, 19))
+TIMEOUT_S = 120.0
+QUIET_S = 1.0
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Between two tokens of one stream: wall-clock seconds."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: the tiny model in the embedded engine, three publishes")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--engines", nargs="+", choices=["embedded", "vllm"], default=["embedded", "vllm"])
+    parser.add_argument("--publishes", type=int, default=8, help="of each kind (default: 8)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.quick:
+        args.models, args.engines, args.publishes = ["tiny"], ["embedded"], 3
+    if "vllm" in args.engines and not VLLM_PYTHON.exists():
+        note(f"there is no {VLLM_PYTHON}, so vLLM does not take part")
+        args.engines.remove("vllm")
+    for model in args.models:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, tempfile.TemporaryDirectory(dir=WORK) as disk:
+            places = {"/dev/shm": versions(model, Path(shm)), "disk": versions(model, Path(disk))}
+            for engine in args.engines:
+                asyncio.run(measure(model, engine, places, num_publishes=args.publishes))
+
+
+def versions(model: str, folder: Path) -> list[Path]:
+    """Two folders of weights to switch between."""
+    tiny, vocab_size = MODELS[model]
+    folders = [folder / "even", folder / "odd"]
+    for seed, to in enumerate(folders):
+        build_tiny(to, tiny=tiny, vocab_size=vocab_size, eos_token_id=0, pad_token_id=None, seed=seed)
+    return folders
+
+
+async def measure(model: str, engine: str, places: dict[str, list[Path]], *, num_publishes: int) -> None:
+    """One engine of one model, publishing from each place in turns."""
+    folder = str(build(model))
+    config = Config.model_validate({
+        "model": {"path": folder},
+        "inference": {"engine": engine, "python": str(VLLM_PYTHON) if engine == "vllm" else "", "max_running": 64}})
+    pauses: dict[str, list[float]] = {place: [] for place in places}
+    quiet: list[float] = []
+    async with AsyncExitStack() as stack:
+        launcher = await stack.enter_async_context(LocalLauncher(stop_timeout_s=5))
+        group = await EngineGroup.start(launcher, config, log_dir=WORK)
+        ((name, url),) = (await group.serve(model=folder, tokenizer=folder, version=-1)).items()
+        http = await stack.enter_async_context(EngineSession())
+        client = EngineClient(name, url, http.session, dialect=make_dialect(config, folder))
+        gaps: list[Gap] = []
+        streams = [
+            asyncio.create_task(stream(http.session, url, folder, gaps, vocab_size=MODELS[model][1], seed=seed))
+            for seed in range(NUM_STREAMS)]
+        await asyncio.sleep(2 * QUIET_S)  # the warm-up
+        for number in range(num_publishes + 1):
+            for place, folders in places.items():
+                rested = time.perf_counter()
+                await asyncio.sleep(QUIET_S)
+                start = time.perf_counter()
+                await publish(client, version=1 + 2 * number + list(places).index(place), folder=folders[number % 2])
+                end = time.perf_counter()
+                await asyncio.sleep(QUIET_S / 2)
+                if number:  # the first is the warm-up
+                    quiet.append(largest(gaps, rested, start))
+                    pauses[place].append(largest(gaps, start, end + QUIET_S / 4))
+                    note(f"{model} {engine} {place}: {pauses[place][-1] * 1e3:.0f} ms, quiet {quiet[-1] * 1e3:.0f} ms, "
+                         f"publish {end - start:.2f} s")
+                gaps.clear()
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    report(f"{model} {engine}", pauses, quiet, aim=1.0 if (model, engine) == ("tiny", "embedded") else None)
+
+
+def report(case: str, pauses: dict[str, list[float]], quiet: list[float], *, aim: float | None) -> None:
+    """Against what is wanted, and against quiet stretches."""
+    for place, seconds in pauses.items():
+        p50, most = statistics.median(seconds), max(seconds)
+        emit("publish", f"{case}, {place}: pause p50, vs wanted", ours=p50, peer=AIM_S, unit="s", aim=aim, less_is_better=True)
+        emit("publish", f"{case}, {place}: largest pause, vs wanted", ours=most, peer=AIM_S, unit="s", aim=aim, less_is_better=True)
+        emit("publish", f"{case}, {place}: pause p50, vs quiet", ours=p50, peer=statistics.median(quiet), unit="s", less_is_better=True)
+
+
+def largest(gaps: Iterable[Gap], start_s: float, end_s: float) -> float:
+    """The largest gap in that time, less the median of all."""
+    seconds = [gap.seconds for gap in gaps]
+    return max(gap.seconds for gap in gaps if gap.end_s > start_s and gap.start_s < end_s) - statistics.median(seconds)
+
+
+async def publish(client: EngineClient, *, version: int, folder: Path) -> None:
+    """As a publisher does it with one engine."""
+    manifest = Manifest(version, str(folder), "", CANARY, 0.0)
+    await client.stage(manifest, timeout_s=TIMEOUT_S)
+    await client.switch(manifest, interrupt="recompute", timeout_s=TIMEOUT_S)
+    proof = await client.prove(CANARY, timeout_s=TIMEOUT_S)
+    assert proof.version == version, f"{client.name} serves version {proof.version}"
+
+
+async def stream(session: aiohttp.ClientSession, url: str, model: str, gaps: list[Gap], *, vocab_size: int, seed: int) -> None:
+    """One request after the other, until cancelled; adds the gaps between its events."""
+    rng = np.random.default_rng(seed)
+    while True:
+        prompt = rng.integers(3, vocab_size, PROMPT_TOKENS).tolist()
+        body = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True, "temperature": 1.0}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            last = None
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    now = time.perf_counter()
+                    if last is not None:
+                        gaps.append(Gap(last, now))
+                    last = now
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The base of an adapter that would otherwise sit on random weights.
+
+An adapter cannot teach a model its first words, because embeddings and head stay as they are. So the warm-up of such a run trains a whole
+model first, as a run of its own.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from offbeat.checkpoint.recover import CheckpointIndex
+from offbeat.config.root import Config
+
+
+def needs_base(config: Config) -> bool:
+    """Whether the warm-up has to make the model that the adapter is for."""
+    return bool(config.run.warm_up and config.model.lora.rank and not config.model.path)
+
+
+def base_config(config: Config) -> Config:
+    """The run that makes it: the same supervised fine-tuning of the whole model, beside this run, as `NAME-base`."""
+    run = config.run.model_copy(update={"name": f"{config.run.name}-base"})
+    model = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 0})})
+    return config.model_copy(update={"run": run, "model": model})
+
+
+def on_base(config: Config, make: Callable[[Config], object], *, fresh: bool) -> Config:
+    """This run on its base, which `make` trains and exports unless this run goes on from a checkpoint."""
+    base = base_config(config)
+    export = base.run_dir / "export"
+    goes_on = not fresh and CheckpointIndex(config.run_dir / "checkpoints").newest() is not None
+    if not (goes_on and _is_there(export)):
+        make(base)
+    model = config.model.model_copy(update={"path": str(export), "tokenizer": ""})
+    return config.model_copy(update={"model": model, "run": config.run.model_copy(update={"warm_up": False})})
+
+
+def _is_there(folder: Path) -> bool:
+    return (folder / "config.json").exists()

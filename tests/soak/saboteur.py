@@ -1,0 +1,134 @@
+"""Hurts engines and adapters, one after the other, seeded, and waits each time until all is well again.
+
+Engines are processes of this run, reached by signals. Adapters are damaged after their tenant has written them, before engines read them.
+"""
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from offbeat.cluster.serving import Serving
+from offbeat.cluster.tenants import Tenants
+from offbeat.model.peft_io import CONFIG_FILE, WEIGHTS_FILE
+from soak.ledger import ENGINE_FAULTS, Fault, Ledger
+from soak.work import Work
+from waiting import until
+
+STOPPED_S = 10.0
+SLOW_S, SLOW_BEAT_S, SLOW_SHARE = 6.0, 0.25, 0.8
+"""A slowed engine is stopped for this share of each beat."""
+PAUSE_S = 2.0
+HEAL_LIMIT_S = 90.0
+
+
+class Saboteur:
+    """Works until the time is over, then sees all engines back."""
+
+    def __init__(self, tenants: Tenants, work: Work, ledger: Ledger, *, kinds: tuple[str, ...], seed: int) -> None:
+        self._tenants = tenants
+        self._serving: Serving = tenants.serving
+        self._work = work
+        self._ledger = ledger
+        self._kinds = kinds
+        self._rng = random.Random(seed)
+
+    async def run(self, *, until_s: float) -> None:
+        """Every kind of fault in turn, at least once, and anew until `time.monotonic()` is `until_s`."""
+        while True:
+            for kind in self._rng.sample(self._kinds, len(self._kinds)):
+                await asyncio.sleep(PAUSE_S)
+                await (self._hurt_engine(kind) if kind in ENGINE_FAULTS else self._hurt_adapter(kind))
+            if time.monotonic() >= until_s:
+                return
+
+    async def _hurt_engine(self, kind: str) -> None:
+        worker, pool = self._rng.choice(self._serving.engines.workers), self._serving.pool
+        process = psutil.Process(worker.pid)
+        self._begin(kind, worker.name)
+        match kind:
+            case "kill":
+                process.kill()
+                async with asyncio.timeout(HEAL_LIMIT_S):
+                    await pool.wait_quarantined(worker.name)
+            case "stop":
+                async with _stopped(process):
+                    await asyncio.sleep(STOPPED_S)
+            case "slow":
+                end_s = time.monotonic() + SLOW_S
+                while time.monotonic() < end_s:
+                    async with _stopped(process):
+                        await asyncio.sleep(SLOW_SHARE * SLOW_BEAT_S)
+                    await asyncio.sleep((1 - SLOW_SHARE) * SLOW_BEAT_S)
+        try:
+            await until(lambda: len(pool.healthy) == len(pool.states), timeout_s=HEAL_LIMIT_S)
+        except TimeoutError:
+            states = {name: state.value for name, state in pool.states.items()}
+            self._ledger.not_back.append(f"{worker.name}, {HEAL_LIMIT_S:g} s after {kind}: {states}")
+
+    async def _hurt_adapter(self, kind: str) -> None:
+        tenant = self._rng.choice(self._tenants.names)
+        damage = {"corrupt": self._rng.choice((flip_bytes, cut_off)), "rank": change_rank, "missing": remove_file}[kind]
+        fault: Fault | None = None
+
+        def at_last(folder: Path) -> None:
+            nonlocal fault
+            damage(folder)
+            fault = self._begin(kind, tenant)
+
+        reason = await self._work.publish(tenant, at_last)
+        assert fault is not None, "the tenant has written its adapter"
+        if reason:
+            fault.noticed_s, fault.reason = time.time() - fault.at_s, reason
+        if not await self._work.publish(tenant):
+            fault.healed_s = time.time() - fault.at_s
+
+    def _begin(self, kind: str, target: str) -> Fault:
+        self._tenants.serving.record.console.note(f"now: {kind} {target}")
+        self._ledger.faults.append(fault := Fault(kind, target, time.time()))
+        return fault
+
+
+@asynccontextmanager
+async def _stopped(process: psutil.Process) -> AsyncIterator[None]:
+    """Stop a process while the body runs; it may be killed meanwhile."""
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+
+
+def flip_bytes(folder: Path) -> None:
+    """Numbers in the file become others, not all of them odd ones."""
+    file = folder / WEIGHTS_FILE
+    data = bytearray(file.read_bytes())
+    for at in range(-400, 0, 4):
+        data[at] ^= 0xFF  # the low end of a float32: the file loads, and its numbers are almost right
+    file.write_bytes(data)
+
+
+def cut_off(folder: Path) -> None:
+    """The file ends early."""
+    file = folder / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-256])
+
+
+def change_rank(folder: Path) -> None:
+    """The configuration says another rank than the tensors have."""
+    file = folder / CONFIG_FILE
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"r": config["r"] + 1}))
+
+
+def remove_file(folder: Path) -> None:
+    """The tensors are gone."""
+    (folder / WEIGHTS_FILE).unlink()
