@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test vllm test-vllm check bench faults clean
+.PHONY: help quickstart test vllm test-vllm check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -43,9 +43,17 @@ bench: $(STAMP)  ## run the benchmarks; each prints one JSON line per figure
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/sync.py
+	$(BIN)/python benchmarks/balance_step.py
+	$(BIN)/python benchmarks/lora.py
+	$(BIN)/python benchmarks/fanout.py
+	$(BIN)/python benchmarks/publish.py
 
 faults: $(STAMP)  ## let ranks misbehave at every sync point and write docs/faults.md; takes an hour, and goes on where it stopped
 	$(BIN)/python tests/faults/table.py
+
+soak: $(STAMP)  ## let tenants train, publish and sample for ten minutes while engines and adapters are hurt, and write docs/soak.md
+	$(BIN)/python tests/soak/run.py
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .hypothesis

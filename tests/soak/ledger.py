@@ -4,7 +4,8 @@ Every sample is compared with what its version has to answer, which `reference` 
 token is found whoever is to blame: the trainer, the file, the engine, the routing or a neighbour in the batch.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,12 +14,15 @@ import numpy as np
 from offbeat.inference.sampling import Sample
 from offbeat.weights.adapters import adapter_name, split_adapter_name
 
+COMPLAINTS = ("hangs", "wrong_versions", "cross_tenant", "failures", "not_back", "unhurt")
 TOLERANCE = 1e-4
 """Of every log-probability."""
 ENGINE_FAULTS = ("kill", "stop", "slow")
 ADAPTER_FAULTS = ("corrupt", "rank", "missing")
 MUST_BE_NOTICED = ("kill", "stop", *ADAPTER_FAULTS)
 """An engine that is only slow may stay in service."""
+_ROUNDING_S = 0.001
+"""Of the times of events."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +83,7 @@ class Ledger:
     cross_tenant: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     not_back: list[str] = field(default_factory=list)
+    unhurt: list[str] = field(default_factory=list)
 
     def took(self, operation: str, seconds: float) -> None:
         """An operation came to its end."""
@@ -112,14 +117,28 @@ class Ledger:
             self.cross_tenant.append(f"{name} is another adapter than before, although its tenant was not trained")
 
     def judge_faults(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Find in the run's events when each fault of an engine was noticed and healed, and complain of those that were not."""
-        for fault in self.faults:
-            if fault.kind in ENGINE_FAULTS:
-                _find(fault, events)
-            if fault.kind in MUST_BE_NOTICED and (fault.noticed_s is None or fault.healed_s is None):
-                self.failures.append(f"{fault.kind} of {fault.target} was {'not healed' if fault.noticed_s is not None else 'not noticed'}")
-            elif fault.noticed_s is not None and fault.healed_s is None:
-                self.not_back.append(fault.target)
+        """Find in the run's events when each fault of an engine was noticed and healed; complain of those that were not, and of quarantines
+        without a fault. One fault ends before the next begins."""
+        ends = [*(fault.at_s for fault in self.faults[1:]), math.inf]
+        for fault, end_s in zip(self.faults, ends, strict=True):
+            own = [event for event in events if fault.at_s - _ROUNDING_S <= event["time_s"] < end_s - _ROUNDING_S]
+            self._judge(fault, [event for event in own if event.get("engine") == fault.target])
+            self._blame(event for event in own if event.get("engine") != fault.target)
+        self._blame(event for event in events if not self.faults or event["time_s"] < self.faults[0].at_s - _ROUNDING_S)
+
+    def _judge(self, fault: Fault, events: Sequence[Mapping[str, Any]]) -> None:
+        for event in events:
+            if event["kind"] == "quarantine" and fault.noticed_s is None:
+                fault.noticed_s, fault.reason = round(event["time_s"] - fault.at_s, 3), event["reason"]
+            elif event["kind"] == "healed":
+                fault.healed_s = round(event["time_s"] - fault.at_s, 3)
+        if fault.noticed_s is not None and fault.healed_s is None:
+            self.not_back.append(f"{fault.target} after {fault.kind}")
+        elif fault.noticed_s is None and fault.kind in MUST_BE_NOTICED:
+            self.failures.append(f"{fault.kind} of {fault.target} was not noticed")
+
+    def _blame(self, events: Iterable[Mapping[str, Any]]) -> None:
+        self.unhurt += [f"{event['engine']}: {event['reason']}" for event in events if event["kind"] == "quarantine"]
 
     def smallest_difference(self) -> float:
         """Between the answers of any two versions that differ at all: far above the tolerance, or the checks would show nothing."""
@@ -128,7 +147,7 @@ class Ledger:
 
     def result(self, **settings: Any) -> dict[str, Any]:
         """All of it, for a file."""
-        complaints = {name: getattr(self, name) for name in ("hangs", "wrong_versions", "cross_tenant", "failures", "not_back")}
+        complaints = {name: getattr(self, name) for name in COMPLAINTS}
         return {
             "passed": not any(complaints.values()), **settings,
             "tokens": self.num_tokens, "versions": len(self.expected), "idle_versions": self.num_idle,
@@ -136,16 +155,6 @@ class Ledger:
             "largest_logprob_gap": self.largest_gap, "smallest_difference": self.smallest_difference(),
             "operations": {name: _spread(values) for name, values in self.seconds.items()},
             "faults": [asdict(fault) for fault in self.faults]}
-
-
-def _find(fault: Fault, events: Sequence[Mapping[str, Any]]) -> None:
-    later = [event for event in events if event.get("engine") == fault.target and event["time_s"] >= fault.at_s - 0.001]
-    quarantine = next((event for event in later if event["kind"] == "quarantine"), None)
-    if quarantine is None:
-        return
-    fault.noticed_s, fault.reason = quarantine["time_s"] - fault.at_s, quarantine["reason"]
-    healed = next((event for event in later if event["kind"] == "healed" and event["time_s"] >= quarantine["time_s"]), None)
-    fault.healed_s = healed["time_s"] - fault.at_s if healed else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

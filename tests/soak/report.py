@@ -8,7 +8,8 @@ _MAX_REASON = 160
 _PROMISES = {
     "hangs": "operations past their last deadline", "wrong_versions": "samples of a wrong version",
     "cross_tenant": "samples or versions that another tenant has changed",
-    "failures": "operations that failed though nothing of theirs was hurt", "not_back": "engines that did not come back"}
+    "failures": "operations that failed though nothing of theirs was hurt", "not_back": "engines that did not come back",
+    "unhurt": "engines that were quarantined though they were not hurt"}
 _WHAT = {
     "kill": "an engine's process gets SIGKILL", "stop": "an engine's process gets SIGSTOP, and SIGCONT after 10 s",
     "slow": "an engine's process is stopped for four fifths of the time, for 6 s",
@@ -24,8 +25,8 @@ samples without a pause from its current version or the one before. Everything i
 A saboteur hurts one thing after the other and waits until all is well again.
 
 Before an engine sees a version, Hugging Face's modules say what it has to answer, with the adapter merged into the weights. Every sample of
-every tenant is compared with that, token by token, log-probabilities to 1e-4. A tenant that publishes twice without being trained in between
-must write the same numbers. In the end every engine is asked for every tenant.
+every tenant is compared with that, token by token, log-probabilities to 1e-4. A tenant that publishes twice without being trained in
+between must write the same numbers. In the end every engine is asked for every tenant.
 """
 
 
@@ -50,7 +51,7 @@ def document(result: Mapping[str, Any]) -> str:
     promises = _markdown(("promised to be none", "count"), [(promise, result[name]["count"]) for name, promise in _PROMISES.items()])
     gaps = (
         f"Largest difference of a log-probability: {result['largest_logprob_gap']:.1g}. Two versions that differ at all do so by"
-        f" {result['smallest_difference']:.1g} or more. {result['idle_versions']} versions were of tenants not trained since the one before.")
+        f" {result['smallest_difference']:.1g} or more. {result['idle_versions']} versions are of tenants not trained since the last.")
     faults = _markdown(
         ("fault", "what is done", "times", "noticed: median, most (s)", "healed: median, most (s)"),
         [(f"`{row[0]}`", _WHAT[row[0]], *row[1:]) for row in _rows(result)])
@@ -79,7 +80,7 @@ def _of(result: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
 
 def _spread(faults: Sequence[Mapping[str, Any]], figure: str) -> str:
     values = [fault[figure] for fault in faults if fault[figure] is not None]
-    return f"{median(values):.2f}, {max(values):.2f}" if values else "never"
+    return f"{median(values):.2f}, {max(values):.2f}" if values else "-"
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -87,4 +88,4 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _short(reason: str) -> str:
-    return (reason if len(reason) <= _MAX_REASON else reason[: _MAX_REASON - 1] + "…") or "not noticed: it stayed in service"
+    return (reason if len(reason) <= _MAX_REASON else reason[: _MAX_REASON - 1] + "…") or "it stayed in service"

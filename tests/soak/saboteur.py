@@ -52,25 +52,28 @@ class Saboteur:
         worker, pool = self._rng.choice(self._serving.engines.workers), self._serving.pool
         process = psutil.Process(worker.pid)
         self._begin(kind, worker.name)
-        match kind:
-            case "kill":
-                process.kill()
-                async with asyncio.timeout(HEAL_LIMIT_S):
-                    await pool.wait_quarantined(worker.name)
-            case "stop":
-                async with _stopped(process):
-                    await asyncio.sleep(STOPPED_S)
-            case "slow":
-                end_s = time.monotonic() + SLOW_S
-                while time.monotonic() < end_s:
-                    async with _stopped(process):
-                        await asyncio.sleep(SLOW_SHARE * SLOW_BEAT_S)
-                    await asyncio.sleep((1 - SLOW_SHARE) * SLOW_BEAT_S)
         try:
-            await until(lambda: len(pool.healthy) == len(pool.states), timeout_s=HEAL_LIMIT_S)
+            async with asyncio.timeout(HEAL_LIMIT_S):
+                await {"kill": self._kill, "stop": self._stop, "slow": self._slow}[kind](process, worker.name)
+                await until(lambda: len(pool.healthy) == len(pool.states), timeout_s=HEAL_LIMIT_S)
         except TimeoutError:
             states = {name: state.value for name, state in pool.states.items()}
             self._ledger.not_back.append(f"{worker.name}, {HEAL_LIMIT_S:g} s after {kind}: {states}")
+
+    async def _kill(self, process: psutil.Process, engine: str) -> None:
+        process.kill()
+        await self._serving.pool.wait_quarantined(engine)
+
+    async def _stop(self, process: psutil.Process, engine: str) -> None:
+        async with _stopped(process):
+            await asyncio.sleep(STOPPED_S)
+
+    async def _slow(self, process: psutil.Process, engine: str) -> None:
+        end_s = time.monotonic() + SLOW_S
+        while time.monotonic() < end_s:
+            async with _stopped(process):
+                await asyncio.sleep(SLOW_SHARE * SLOW_BEAT_S)
+            await asyncio.sleep((1 - SLOW_SHARE) * SLOW_BEAT_S)
 
     async def _hurt_adapter(self, kind: str) -> None:
         tenant = self._rng.choice(self._tenants.names)

@@ -16,6 +16,7 @@ from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.tensors import named_bytes
+from waiting import wait_until
 
 RL = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
 
@@ -327,3 +328,15 @@ def test_a_taken_port_is_said_plainly(model_folder):
         port = taken.getsockname()[1]
         with pytest.raises(PortBusyError, match=f"127.0.0.1:{port}: Address already in use; choose another port"):
             EngineServer(EngineOptions(model=model_folder("qwen3"))).start(port=port)
+
+
+def test_a_step_that_does_not_end_is_told_by_health(fresh, monkeypatch):
+    server, url = fresh
+    monkeypatch.setattr("offbeat.inference.embedded.server.STALLED_S", 0.2)
+    let_go = threading.Event()
+    server._loop.call(lambda: let_go.wait(10))
+    time.sleep(0.4)
+    status, _, answer = fetch(url, "/health")
+    let_go.set()
+    assert status == 500 and "has been in one step" in answer["error"]["message"]
+    wait_until(lambda: fetch(url, "/health")[0] == 200, timeout_s=10)

@@ -11,6 +11,7 @@ If it raises, every request it knows of fails with that error, later commands fa
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class EngineLoop:
         self._commands: list[Command] = []
         self._events: list[Event] = []
         self._stopping = False
+        self._busy_since_s: float | None = None
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._main, name="offbeat-engine", daemon=True)
 
@@ -132,6 +134,7 @@ class EngineLoop:
             while not (self._commands or self.engine.has_work or self._stopping):
                 self._wake.wait()
             commands, self._commands = self._commands, []
+            self._busy_since_s = time.monotonic()
         for command in commands:
             try:
                 command.run()
@@ -139,6 +142,13 @@ class EngineLoop:
                 command.fail(exc)
         self._events += self.engine.step()
         self._flush()
+        self._busy_since_s = None
+
+    @property
+    def round_s(self) -> float:
+        """Seconds that the present step has taken so far, control between steps included; 0 while there is nothing to do."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def _refuse(self, request: Request, error: Exception) -> None:
         refusal = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")

@@ -46,6 +46,8 @@ from offbeat.inference.embedded.wire import (
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
 
 DEFAULT_MAX_TOKENS = 16
+STALLED_S = 60.0
+"""A step that takes longer will not end; the slowest that do take seconds."""
 _KEEP_ALIVE_S = 30
 
 logger = logging.getLogger(__name__)
@@ -256,6 +258,8 @@ class EngineServer:
         engine, error = self._engine, self._loop.error
         if error is not None:
             return _error(str(error), status=500)
+        if (round_s := self._loop.round_s) > STALLED_S:
+            return _error(f"the engine has been in one step for {round_s:.0f} s, so its computation hangs", status=500)
         status = "paused" if engine.paused else "ok"
         return _json(
             msgspec.json.encode(
