@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.data.batch import TokenBatch
-from offbeat.errors import ConfigError, ModelError, RefusedError
+from offbeat.errors import ConfigError, DataError, ModelError, RefusedError
 from offbeat.inference.sampling import Sampling
 from offbeat.telemetry.record import SilentRecord
 from small_run import small_config
@@ -82,6 +83,9 @@ def test_tenants_train_together_and_sample_what_each_has_published(run: Run, mod
         for step in range(3):
             metrics = await tenants.train_step({"alice": batch(step), "bob": batch(10 + step)}, STEP)
             assert metrics["alice"]["train/tokens"] == 15 and metrics["bob"]["train/grad_norm"] > 0
+        scores = await tenants.score({"bob": batch(10), "alice": batch(0)})
+        alone = await tenants.score({"alice": batch(0)})
+        np.testing.assert_allclose(scores[24:], alone, atol=1e-5)
         reports = await asyncio.gather(*(tenants.publish(name) for name in ("alice", "bob")))
         assert all(report.serving for report in reports)
         samples = {name: (await tenants.sample(name, PROMPT, Sampling(6, seed=1)))[0] for name in ("alice", "bob")}
@@ -138,6 +142,14 @@ def test_what_one_tenant_gets_wrong_is_one_sentence_and_disturbs_nobody(run: Run
             await tenants.add("bob", folder=tmp_path)
         with pytest.raises(ConfigError, match="there is no tenant 'bob'"):
             await tenants.learn({"bob": batch(1)})
+        for bad, reason in ((1 + 10_000, "outside the vocabulary"), (-1, "outside the vocabulary")):
+            with pytest.raises(DataError, match=f"tenant 'alice' .*{reason}"):
+                await tenants.learn({"alice": replace(batch(1), tokens=np.full(24, bad, np.int32))})
+        long = sft_batch([(np.full(65, 5, np.int32), np.arange(65) >= 3)])
+        with pytest.raises(DataError, match="a sequence of tenant 'alice' has 65 tokens, more than the 64"):
+            await tenants.learn({"alice": long})
+        with pytest.raises(DataError, match="no batch"):
+            await tenants.learn({})
         with pytest.raises(RefusedError, match="no adapter 'alice'"):
             await tenants.sample("alice", PROMPT, GREEDY)
         assert (await tenants.train_step({"alice": batch(1)}, STEP))["alice"]["train/tokens"] == 15

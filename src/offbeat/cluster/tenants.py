@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from offbeat.aio import beside, both
 from offbeat.algorithms.adam import AdamParams
 from offbeat.cluster.assemble import make_launcher
@@ -21,9 +23,9 @@ from offbeat.cluster.tenant_group import Passed, TenantGroup
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
-from offbeat.data.model_folder import check_model_folder
+from offbeat.data.model_folder import check_model_folder, read_context_length, read_model_config
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, DataError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
@@ -46,6 +48,14 @@ class Tenant:
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What the base model takes."""
+
+    vocab_size: int
+    context: int
+
+
 class Tenants:
     """Adds, trains, publishes and samples tenants' adapters.
 
@@ -56,9 +66,10 @@ class Tenants:
 
     def __init__(
         self, config: Config, record: RunRecord, trainers: TenantGroup, serving: Serving, *, tokenizer: Tokenizer,
-        canary: tuple[int, ...],
+        canary: tuple[int, ...], limits: Limits,
     ) -> None:
         """`canary` are the tokens that prove each publish."""
+        self._limits = limits
         self.tokenizer = tokenizer
         self.serving = serving
         self._config = config
@@ -112,11 +123,17 @@ class Tenants:
 
         Returns:
             Metrics by tenant, and log-probabilities of the batches one after the other.
+
+        Raises:
+            DataError: a batch cannot be used; names its tenant. Nothing was added for any.
         """
-        for tenant in batches:
-            self._find(tenant)
-        tenants = [tenant for tenant, batch in batches.items() for _ in range(len(batch))]
-        return await self._trainers.learn(TokenBatch.concatenate(list(batches.values())), tenants, objective=objective, algorithm=algorithm)
+        return await self._trainers.learn(*self._join(batches), objective=objective, algorithm=algorithm)
+
+    async def score(self, batches: Mapping[str, TokenBatch]) -> np.ndarray:
+        """[T] float32 log-probabilities of the tokens in the loss masks under each tenant's adapter as it is now, 0 on others, of the
+        batches one after the other; raises as `learn`.
+        """
+        return await self._trainers.score(*self._join(batches))
 
     async def update(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
         """One optimizer step for each tenant named; norms of their gradients, not finite where the update was left out."""
@@ -173,6 +190,24 @@ class Tenants:
         await self._trainers.restore(check_tenant(tenant), folder)
         self._tenants.setdefault(tenant, Tenant(self._newest_folder(tenant)))
 
+    def _join(self, batches: Mapping[str, TokenBatch]) -> tuple[TokenBatch, list[str]]:
+        """All batches as one, and the tenant of each sequence."""
+        if not batches:
+            raise DataError("there is no batch; give one for at least one tenant")
+        for tenant, batch in batches.items():
+            self._find(tenant)
+            self._check(tenant, batch)
+        return TokenBatch.concatenate(list(batches.values())), [name for name, batch in batches.items() for _ in range(len(batch))]
+
+    def _check(self, tenant: str, batch: TokenBatch) -> None:
+        """Before any rank computes: a pass that fails half-way would take the others' gradients with it."""
+        longest, limit = int(batch.lengths.max(initial=0)), min(self._limits.context, self._config.train.max_tokens_per_microbatch)
+        if longest > limit:
+            raise DataError(f"a sequence of tenant {tenant!r} has {longest} tokens, more than the {limit} that fit; cut it")
+        if batch.num_tokens and not 0 <= batch.tokens.min() <= batch.tokens.max() < self._limits.vocab_size:
+            raise DataError(
+                f"a token of tenant {tenant!r} is outside the vocabulary of {self._limits.vocab_size}; use the base model's tokenizer")
+
     def _folder(self, tenant: str) -> Path:
         return self._config.weights_dir.resolve() / tenant
 
@@ -207,7 +242,9 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
         serving = await open_serving(stack, engines, urls, config, record, model=model)
         canary = tuple(int(token) for token in range(min(tokenizer.vocab_size, 16)))
         async with beside(serving.watch()):
-            yield Tenants(config, record, trainers, serving, tokenizer=tokenizer, canary=canary)
+            model_config = read_model_config(model)
+            limits = Limits((model_config.get("text_config") or model_config)["vocab_size"], read_context_length(model))
+            yield Tenants(config, record, trainers, serving, tokenizer=tokenizer, canary=canary, limits=limits)
 
 
 def _read_base(config: Config) -> tuple[str, str, Tokenizer, BuildRequest | None]:
