@@ -1,17 +1,18 @@
 """Publishing: the pause that requests in flight see when an engine switches to new weights.
 
-16 streams from one engine over HTTP, each of requests with 32 tokens of prompt and 128 of answer. Every second or so a new version is
-staged, switched to with `recompute`, and proven. The pause of a publish is the largest gap between two tokens of any stream from its start
+16 streams from one engine over HTTP, each of requests with 32 tokens of prompt and 64 to 192 of answer. Every second or so a new version is
+staged, switched to, and proven. The pause of a publish is the largest gap between two tokens of any stream from its start
 to its end, less the median gap; "quiet" is the same over a second without a publish, so what else the machine does. Versions are folders in
-/dev/shm or on disk.
+/dev/shm or on disk. Requests go on with their cache recomputed under the new weights, or with the old one kept.
 
-    python benchmarks/publish.py [--quick] [--models tiny 27M] [--engines embedded vllm] [--publishes 8]
+    python benchmarks/publish.py [--quick] [--models tiny 27M] [--engines embedded vllm] [--interrupts recompute keep] [--publishes 8]
 
 vLLM takes part where `.venv-vllm` is.
 """
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import tempfile
 import time
@@ -32,11 +33,11 @@ from offbeat.cluster.serving import make_dialect
 from offbeat.config.root import Config
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.model.tiny import build_tiny
-from offbeat.weights.protocol import Manifest
+from offbeat.weights.protocol import Interrupt, Manifest
 
 AIM_S = 0.1
 """For the embedded engine and the tiny model."""
-NUM_STREAMS, PROMPT_TOKENS, ANSWER_TOKENS = 16, 32, 128
+NUM_STREAMS, PROMPT_TOKENS, ANSWER_TOKENS = 16, 32, (64, 192)
 CANARY = tuple(range(3, 19))
 TIMEOUT_S = 120.0
 QUIET_S = 1.0
@@ -60,19 +61,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run: the tiny model in the embedded engine, three publishes")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--engines", nargs="+", choices=["embedded", "vllm"], default=["embedded", "vllm"])
+    parser.add_argument("--interrupts", nargs="+", choices=["recompute", "keep"], default=["recompute", "keep"])
     parser.add_argument("--publishes", type=int, default=8, help="of each kind (default: 8)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.quick:
-        args.models, args.engines, args.publishes = ["tiny"], ["embedded"], 3
+        args.models, args.engines, args.interrupts, args.publishes = ["tiny"], ["embedded"], ["recompute"], 3
     if "vllm" in args.engines and not VLLM_PYTHON.exists():
         note(f"there is no {VLLM_PYTHON}, so vLLM does not take part")
         args.engines.remove("vllm")
     for model in args.models:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as shm, tempfile.TemporaryDirectory(dir=WORK) as disk:
             places = {"/dev/shm": versions(model, Path(shm)), "disk": versions(model, Path(disk))}
-            for engine in args.engines:
-                asyncio.run(measure(model, engine, places, num_publishes=args.publishes))
+            for engine, interrupt in itertools.product(args.engines, args.interrupts):
+                asyncio.run(measure(model, engine, interrupt, places, num_publishes=args.publishes))
 
 
 def versions(model: str, folder: Path) -> list[Path]:
@@ -84,11 +86,11 @@ def versions(model: str, folder: Path) -> list[Path]:
     return folders
 
 
-async def measure(model: str, engine: str, places: dict[str, list[Path]], *, num_publishes: int) -> None:
+async def measure(model: str, engine: str, interrupt: Interrupt, places: dict[str, list[Path]], *, num_publishes: int) -> None:
     """One engine of one model, publishing from each place in turns."""
     folder = str(build(model))
     config = Config.model_validate({
-        "model": {"path": folder},
+        "model": {"path": folder}, "weights": {"interrupt": interrupt},
         "inference": {"engine": engine, "python": str(VLLM_PYTHON) if engine == "vllm" else "", "max_running": 64}})
     pauses: dict[str, list[float]] = {place: [] for place in places}
     quiet: list[float] = []
@@ -99,6 +101,7 @@ async def measure(model: str, engine: str, places: dict[str, list[Path]], *, num
         http = await stack.enter_async_context(EngineSession())
         client = EngineClient(name, url, http.session, dialect=make_dialect(config, folder))
         gaps: list[Gap] = []
+        numbers = itertools.count(1)
         streams = [
             asyncio.create_task(stream(http.session, url, folder, gaps, vocab_size=MODELS[model][1], seed=seed))
             for seed in range(NUM_STREAMS)]
@@ -108,19 +111,19 @@ async def measure(model: str, engine: str, places: dict[str, list[Path]], *, num
                 rested = time.perf_counter()
                 await asyncio.sleep(QUIET_S)
                 start = time.perf_counter()
-                await publish(client, version=1 + 2 * number + list(places).index(place), folder=folders[number % 2])
+                await publish(client, version=next(numbers), folder=folders[number % 2], interrupt=interrupt)
                 end = time.perf_counter()
                 await asyncio.sleep(QUIET_S / 2)
                 if number:  # the first is the warm-up
                     quiet.append(largest(gaps, rested, start))
                     pauses[place].append(largest(gaps, start, end + QUIET_S / 4))
-                    note(f"{model} {engine} {place}: {pauses[place][-1] * 1e3:.0f} ms, quiet {quiet[-1] * 1e3:.0f} ms, "
+                    note(f"{model} {engine} {interrupt} {place}: {pauses[place][-1] * 1e3:.0f} ms, quiet {quiet[-1] * 1e3:.0f} ms, "
                          f"publish {end - start:.2f} s")
                 gaps.clear()
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-    report(f"{model} {engine}", pauses, quiet, aim=1.0 if (model, engine) == ("tiny", "embedded") else None)
+    report(f"{model} {engine} {interrupt}", pauses, quiet, aim=1.0 if (model, engine) == ("tiny", "embedded") else None)
 
 
 def report(case: str, pauses: dict[str, list[float]], quiet: list[float], *, aim: float | None) -> None:
@@ -138,11 +141,11 @@ def largest(gaps: Iterable[Gap], start_s: float, end_s: float) -> float:
     return max(gap.seconds for gap in gaps if gap.end_s > start_s and gap.start_s < end_s) - statistics.median(seconds)
 
 
-async def publish(client: EngineClient, *, version: int, folder: Path) -> None:
+async def publish(client: EngineClient, *, version: int, folder: Path, interrupt: Interrupt) -> None:
     """As a publisher does it with one engine."""
     manifest = Manifest(version, str(folder), "", CANARY, 0.0)
     await client.stage(manifest, timeout_s=TIMEOUT_S)
-    await client.switch(manifest, interrupt="recompute", timeout_s=TIMEOUT_S)
+    await client.switch(manifest, interrupt=interrupt, timeout_s=TIMEOUT_S)
     proof = await client.prove(CANARY, timeout_s=TIMEOUT_S)
     assert proof.version == version, f"{client.name} serves version {proof.version}"
 
@@ -152,7 +155,7 @@ async def stream(session: aiohttp.ClientSession, url: str, model: str, gaps: lis
     rng = np.random.default_rng(seed)
     while True:
         prompt = rng.integers(3, vocab_size, PROMPT_TOKENS).tolist()
-        body = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True, "temperature": 1.0}
+        body = {"model": model, "prompt": prompt, "max_tokens": int(rng.integers(*ANSWER_TOKENS)), "ignore_eos": True, "stream": True}
         async with session.post(f"{url}/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
             last = None

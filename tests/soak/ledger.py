@@ -70,7 +70,15 @@ class Fault:
 
 @dataclass
 class Ledger:
-    """Counts and complaints; an empty list of complaints is the promise."""
+    """Counts and complaints; empty lists of complaints are the promise.
+
+    Attributes:
+        expected: by the adapter's name.
+        seconds: of every operation that came to its end, by kind.
+        num_tokens: compared with what was expected.
+        num_idle: versions of tenants that were not trained since the one before.
+        unhurt: quarantines of engines that nobody had hurt.
+    """
 
     expected: dict[str, Expected] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -91,7 +99,6 @@ class Ledger:
 
     def check_sample(self, tenant: str, sample: Sample, *, oldest: int, newest: int, where: str = "") -> None:
         """A sample of the fixed prompt must be of a version from `oldest` to `newest`, and be what that version answers."""
-        self.num_tokens += len(sample.token_ids)
         versions = set(sample.versions)
         name = adapter_name(tenant, min(versions))
         if len(versions) > 1 or not oldest <= min(versions) <= newest or name not in self.expected:
@@ -103,6 +110,7 @@ class Ledger:
             complaints = self.wrong_versions if own else self.cross_tenant
             complaints.append(f"{name}{where}: {reason}; it is what {(own or others)[0] if others else 'no version'} answers")
             return
+        self.num_tokens += len(self.expected[name].token_ids)
         self.largest_gap = max(self.largest_gap, *map(_gap, sample.logprobs, self.expected[name].logprobs), 0.0)
 
     def check_canary(self, name: str, canary_logprob: float) -> None:
@@ -117,8 +125,10 @@ class Ledger:
             self.cross_tenant.append(f"{name} is another adapter than before, although its tenant was not trained")
 
     def judge_faults(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Find in the run's events when each fault of an engine was noticed and healed; complain of those that were not, and of quarantines
-        without a fault. One fault ends before the next begins."""
+        """Find in the run's events when each fault of an engine was noticed and healed, and complain of what is missing or too much.
+
+        One fault ends before the next begins.
+        """
         ends = [*(fault.at_s for fault in self.faults[1:]), math.inf]
         for fault, end_s in zip(self.faults, ends, strict=True):
             own = [event for event in events if fault.at_s - _ROUNDING_S <= event["time_s"] < end_s - _ROUNDING_S]

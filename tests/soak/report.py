@@ -1,10 +1,11 @@
 """The result of a soak as text: a table for the terminal and a document. Pure; called by `run.py`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-_MAX_REASON = 160
+_MAX_REASON = 220
 _PROMISES = {
     "hangs": "operations past their last deadline", "wrong_versions": "samples of a wrong version",
     "cross_tenant": "samples or versions that another tenant has changed",
@@ -50,8 +51,8 @@ def document(result: Mapping[str, Any]) -> str:
         f"{'All as promised.' if result['passed'] else 'Not all as promised.'}")
     promises = _markdown(("promised to be none", "count"), [(promise, result[name]["count"]) for name, promise in _PROMISES.items()])
     gaps = (
-        f"Largest difference of a log-probability: {result['largest_logprob_gap']:.1g}. Two versions that differ at all do so by"
-        f" {result['smallest_difference']:.1g} or more. {result['idle_versions']} versions are of tenants not trained since the last.")
+        f"Largest difference of a log-probability: {result['largest_logprob_gap']:.1g}. Two versions that differ at all do so by\n"
+        f"{result['smallest_difference']:.1g} or more. {result['idle_versions']} versions are of tenants not trained since the last.")
     faults = _markdown(
         ("fault", "what is done", "times", "noticed: median, most (s)", "healed: median, most (s)"),
         [(f"`{row[0]}`", _WHAT[row[0]], *row[1:]) for row in _rows(result)])
@@ -88,4 +89,5 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _short(reason: str) -> str:
+    reason = re.sub(r"/\S*/weights/", "weights/", reason)
     return (reason if len(reason) <= _MAX_REASON else reason[: _MAX_REASON - 1] + "…") or "it stayed in service"

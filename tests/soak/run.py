@@ -83,6 +83,7 @@ async def _work(
                 tasks.create_task(work.run())
                 await saboteur.run(until_s=time.monotonic() + seconds)
                 work.over.set()
+            await saboteur.see_all_back("the last fault")
             await work.check_all()
 
 
