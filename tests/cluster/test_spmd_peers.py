@@ -5,7 +5,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from offbeat.aio import SideThread
-from offbeat.cluster.spmd_peers import Published, RankPeers, RankPublisher, admit_into
+from offbeat.cluster.spmd_peers import Followed, Published, RankPeers, RankPublisher
+from offbeat.config.inference import InferenceConfig
 from offbeat.inference.pool import EnginePool
 from offbeat.weights.publish import PublishReport
 from ranks import run_ranks
@@ -42,9 +43,10 @@ def test_everyone_gets_what_the_leader_gave_and_what_all_gave() -> None:
 
 def test_a_rank_that_rolls_out_lets_only_the_engines_serve_that_rank_0_proved() -> None:
     pool = EnginePool([SimpleNamespace(name=f"engine {i}", url="") for i in range(3)], request_timeout_s=1)
-    admit_into(pool, PUBLISHED)
+    followed = Followed(pool, InferenceConfig())
+    followed.take(PUBLISHED)
     assert set(pool.healthy) == {"engine 1"}
     healed = replace(REPORT, version=4, serving=("engine 0", "engine 1"), quarantined={})
-    admit_into(pool, replace(PUBLISHED, report=healed))
+    followed.take(replace(PUBLISHED, report=healed))
     assert set(pool.healthy) == {"engine 0", "engine 1"}
     assert pool.client("engine 0").url == "http://127.0.0.1:9000"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offbeat.config.weights import WeightsConfig
 from offbeat.errors import EngineError, ProofError, PublishError
 from offbeat.weights.protocol import Manifest, Proof
-from offbeat.weights.publish import Publication, Publisher, Stage
+from offbeat.weights.publish import Publication, Publisher, Stage, objection
 
 MANIFEST = Manifest(version=5, folder="v5", fingerprint="new", canary=(1, 2, 3), canary_logprob=-1.0)
 GOOD = Proof(5, "new", -1.0)
@@ -162,7 +162,7 @@ def test_an_engine_that_heals_during_a_publish_ends_at_the_new_version(gone: boo
         await publishing
 
     asyncio.run(main())
-    assert engine.served == newer and serving == {"a": 5}
+    assert engine.served is not None and engine.served.version == newer.version and serving == {"a": 5}
 
 
 def test_a_publish_below_min_engines_waits_for_engines_to_heal() -> None:
@@ -180,3 +180,11 @@ def test_a_publish_below_min_engines_waits_for_engines_to_heal() -> None:
     hopeless, _, _ = publisher(bad, recover=fail)
     with pytest.raises(PublishError, match="served by 0 engines, .* a: its weights have fingerprint old .*; no engine can serve: b: its"):
         asyncio.run(hopeless.publish(5))
+
+
+def test_an_engine_that_cannot_show_its_weights_must_be_nearer_to_the_new_version_than_to_the_one_before() -> None:
+    wanted = replace(MANIFEST, canary_before=MANIFEST.canary_logprob + 4e-4)
+    for off, fingerprint, objects in ((0.0, None, False), (1e-4, None, False), (4e-4, None, True), (4e-4, MANIFEST.fingerprint, False)):
+        proof = Proof(MANIFEST.version, fingerprint, MANIFEST.canary_logprob + off)
+        assert bool(objection(wanted, proof, 1e-3)) is objects, off
+    assert not objection(replace(wanted, canary_before=MANIFEST.canary_logprob), Proof(MANIFEST.version, None, MANIFEST.canary_logprob), 1e-3)

@@ -78,14 +78,14 @@ async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[tuple[A
             EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record))
         urls = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
         serving = await open_serving(stack, engines, urls, config, record, model=material.model)
+
+        async def version_of(engine: EngineClient) -> Version:
+            """What it serves: the weights that it was started with, or those that another run left in an engine by URL."""
+            return (await engine.health(timeout_s=config.inference.probe_timeout_s)).get("version", UNPUBLISHED)
+
         for name in serving.pool.states:
-            serving.pool.admit(name, UNPUBLISHED)
-        yield Arena(config, record, material, serving.pool.generate, rewards), partial(serving.watch, _as_started)
-
-
-async def _as_started(_client: EngineClient) -> Version:
-    """A healed engine serves the weights that it was started with."""
-    return UNPUBLISHED
+            serving.pool.admit(name, await version_of(serving.pool.client(name)))
+        yield Arena(config, record, material, serving.pool.generate, rewards), partial(serving.watch, version_of)
 
 
 @dataclass(frozen=True)

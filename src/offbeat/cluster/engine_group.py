@@ -38,7 +38,8 @@ class EngineGroup:
         self._config = config
         self._launcher = launcher
         self._specs = specs
-        self._serving: Callable[[int], EngineStart | ServerStart] | None = None
+        self._serving: Callable[[int, int], EngineStart | ServerStart] | None = None
+        self._ports: dict[str, int] = {}
 
     @classmethod
     async def start(cls, launcher: Launcher, config: Config, *, log_dir: Path) -> "EngineGroup":
@@ -70,7 +71,8 @@ class EngineGroup:
         return {worker.name: url for worker, url in zip(self.workers, urls, strict=True)}
 
     async def restart(self, name: str) -> str:
-        """End the engine's process, start it anew on the model folder of `serve`, and give its URL. For engines of the run's own.
+        """End the engine's process, start it anew on the model folder of `serve`, and give its URL, an embedded engine's old one if it can
+        be had. For engines of the run's own.
 
         Raises:
             EngineError, WorkerError, DeadlineError: it does not start.
@@ -78,8 +80,9 @@ class EngineGroup:
         assert self._launcher is not None, "only engines that the run started are restarted"
         index = [worker.name for worker in self.workers].index(name)
         await self.workers[index].stop(timeout_s=_RESTART_STOP_TIMEOUT_S)
+        port = self._ports.pop(name, 0)  # where others look for it; only once, for by now it may be somebody else's
         self.workers[index] = await self._launcher.start(self._specs[index], timeout_s=self._config.inference.start_timeout_s)
-        return await self._serve(index)
+        return await self._serve(index, port=port)
 
     async def watch(self, on_death: Callable[[str, str], None]) -> None:
         """Until cancelled, tell of each engine that dies."""
@@ -92,17 +95,20 @@ class EngineGroup:
                     on_death(worker.name, "its process died")
             told = set(dead)
 
-    def _request(self, index: int, *, model: str, tokenizer: str, version: int) -> EngineStart | ServerStart:
+    def _request(self, index: int, port: int, *, model: str, tokenizer: str, version: int) -> EngineStart | ServerStart:
         config, host = self._config, self.workers[index].host
         if config.inference.engine == "embedded":
-            return EngineStart(wire.encode_json(engine_options(config, model, tokenizer, version, index)).decode(), host)
+            return EngineStart(wire.encode_json(engine_options(config, model, tokenizer, version, index)).decode(), host, port)
         command, env = server_command(config, model=model, tokenizer=tokenizer, version=version, seed=engine_seed(config, index))
         return ServerStart(command, env, host, config.inference.start_timeout_s)
 
-    async def _serve(self, index: int) -> str:
+    async def _serve(self, index: int, *, port: int = 0) -> str:
         assert self._serving is not None, "`serve` says what"
         timeout_s = self._config.inference.start_timeout_s + _MARGIN_S
-        return (await ask(self.workers[index], "start", self._serving(index), EngineAddress, timeout_s=timeout_s)).url
+        worker = self.workers[index]
+        url = (await ask(worker, "start", self._serving(index, port), EngineAddress, timeout_s=timeout_s)).url
+        self._ports[worker.name] = int(url.rpartition(":")[2])
+        return url
 
 
 def engine_names(count: int) -> list[str]:

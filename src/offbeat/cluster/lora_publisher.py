@@ -5,6 +5,7 @@ No rank is in a barrier while engines load: writing is the ranks' last part. The
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from offbeat.inference.fleet import AdapterFleet
 from offbeat.types import Version
@@ -43,5 +44,6 @@ class LoraPublisher:
 
 def policy_manifest(manifest: Manifest) -> AdapterManifest:
     """What the trainer wrote, as an adapter of the policy."""
+    num_bytes = sum(file.stat().st_size for file in Path(manifest.folder).glob("*.safetensors"))
     return AdapterManifest(
-        POLICY, manifest.version, manifest.folder, manifest.fingerprint, manifest.canary, manifest.canary_logprob)
+        POLICY, manifest.version, manifest.folder, manifest.fingerprint, manifest.canary, manifest.canary_logprob, num_bytes)

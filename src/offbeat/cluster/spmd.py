@@ -27,7 +27,7 @@ from offbeat.cluster.rank_engine import RankEngine, build_model
 from offbeat.cluster.serving import UNPUBLISHED, open_pool, open_serving
 from offbeat.cluster.session import Session
 from offbeat.cluster.shards import Sharder
-from offbeat.cluster.spmd_peers import RankPeers, follow, lead_publishes
+from offbeat.cluster.spmd_peers import Followed, RankPeers, follow, lead_publishes
 from offbeat.cluster.spmd_stage import Bystander, share_limits, share_rows
 from offbeat.cluster.spmd_trainers import HeadsLoad, OneRankLoads, RankTrainers
 from offbeat.config.root import Config
@@ -101,7 +101,8 @@ async def _open(
     if engines is None:
         pool = await open_pool(stack, urls, config, record, model=material.model)
         arena = Arena(own, record, rows, pool.generate, rewards)
-        return session(follow(trainers, material, config, peers, pool=pool), arena, watch=_watch_nothing)
+        followed = Followed(pool, config.inference)
+        return session(follow(trainers, material, config, peers, followed=followed), arena, watch=followed.watch)
     serving = await open_serving(stack, engines, urls, config, record, model=material.model)
     policy = make_policy(serving, material, config, write=trainers.publish)
     arena = Arena(own, record, rows, policy.generate, rewards)

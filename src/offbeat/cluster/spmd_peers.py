@@ -10,9 +10,13 @@ from offbeat.aio import SideThread
 from offbeat.cluster.material import Material, choose_canary
 from offbeat.cluster.session import Publishing
 from offbeat.cluster.spmd_trainers import RankTrainers
+from offbeat.config.inference import InferenceConfig
 from offbeat.config.root import Config
 from offbeat.data import wire
 from offbeat.dist.sync import Sync
+from offbeat.errors import EngineError
+from offbeat.inference.client import EngineClient
+from offbeat.inference.health import Healer
 from offbeat.inference.members import State
 from offbeat.inference.pool import EnginePool
 from offbeat.types import Version
@@ -99,26 +103,47 @@ def lead_publishes(publisher: Publishing, pool: EnginePool, config: Config, peer
 
 
 def follow(
-    trainers: RankTrainers, material: Material, config: Config, peers: RankPeers, *, pool: EnginePool | None = None,
+    trainers: RankTrainers, material: Material, config: Config, peers: RankPeers, *, followed: "Followed | None" = None,
 ) -> RankPublisher:
-    """The publisher of a rank that does not lead: it gives its weights, and then lets its pool serve what rank 0 proved."""
+    """The publisher of a rank that does not lead: it gives its weights, and then routes to what rank 0 proved."""
     canary = choose_canary(material, config)
 
     async def give_weights(version: Version) -> None:
         await trainers.publish(version, Path(), canary=canary)
 
     publisher = partial(RankPublisher, give_weights, peers, config.weights.stage_timeout_s)
-    return publisher(partial(admit_into, pool)) if pool is not None else publisher()
+    return publisher(followed.take) if followed is not None else publisher()
 
 
-def admit_into(pool: EnginePool, published: Published) -> None:
-    """Let a pool route to those engines that serve a version, where they are now, and to no other."""
-    report = published.report
-    for name, state in pool.states.items():
-        if name not in report.serving:
-            pool.quarantine(name, report.quarantined.get(name, "rank 0 has taken it out of service"))
-        elif state in (State.QUARANTINED, State.HEALING):
-            pool.mark_healing(name, url=published.urls[name])
-            pool.restore(name, report.version)
-        else:
-            pool.admit(name, report.version)
+class Followed:
+    """The engines as rank 0 has published to them, in the pool of another rank."""
+
+    def __init__(self, pool: EnginePool, config: InferenceConfig) -> None:
+        self._pool = pool
+        self._config = config
+        self._version: Version | None = None
+
+    def take(self, published: Published) -> None:
+        """Route to those engines that serve a version, where they are now, and to no other."""
+        pool, report = self._pool, published.report
+        self._version = report.version
+        for name, state in pool.states.items():
+            if name not in report.serving:
+                pool.quarantine(name, report.quarantined.get(name, "rank 0 has taken it out of service"))
+            elif state in (State.QUARANTINED, State.HEALING):
+                pool.mark_healing(name, url=published.urls[name])
+                pool.restore(name, report.version)
+            else:
+                pool.admit(name, report.version)
+
+    async def watch(self) -> None:
+        """Until cancelled, notice engines that fail, and take them back once rank 0 has healed them to what is published."""
+        healer = Healer(
+            self._pool, reload=self._look, probe_interval_s=self._config.probe_interval_s, probe_timeout_s=self._config.probe_timeout_s)
+        await healer.run()
+
+    async def _look(self, engine: EngineClient) -> Version | None:
+        version = (await engine.health(timeout_s=self._config.probe_timeout_s)).get("version")
+        if version != self._version:
+            raise EngineError(f"{engine.name} serves version {version}, and {self._version} is published; rank 0 has to heal it first")
+        return self._version

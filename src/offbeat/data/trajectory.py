@@ -29,6 +29,7 @@ class Trajectory:
         versions: [L] int32, weight version that sampled each generated token; -1 elsewhere.
         reward: outcome reward of the whole episode.
         reason: why it ended: "stop", "length", or "reward failed: ..." where the reward could not be computed.
+        num_retries: engines that failed its requests before others finished them.
     """
 
     tokens: np.ndarray
@@ -37,6 +38,7 @@ class Trajectory:
     versions: np.ndarray
     reward: float
     reason: str = "stop"
+    num_retries: int = 0
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

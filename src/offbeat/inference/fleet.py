@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 from weakref import WeakValueDictionary
@@ -91,7 +91,8 @@ class AdapterFleet:
             tolerance: largest difference of the canary's mean log-probability between trainer and engine.
             timeout_s: for one engine to load and prove one adapter.
             keep: folders of each tenant's newest versions that stay, besides those in use.
-            on_event: hears "adapter_loaded" (engine, adapter, seconds) of each load outside of publishes.
+            on_event: hears "fanout" (adapter, total_s, num_bytes, and by engine seconds, retries and the reason of a failure) of each
+                publish, and "adapter_loaded" (engine, adapter, seconds) of each load outside of publishes.
         """
         self._pool = pool
         self._capacity = capacity
@@ -129,10 +130,13 @@ class AdapterFleet:
             raise PublishError(f"{name} is not newer than {newest}; a version is published once, and a tenant's versions count up")
         if newest is None and any(name in book.shelf.names for book in self._books.values()):
             raise PublishError(f"requests still use {name} of a removed tenant {tenant}; publish another version, or later")
+        before = self._manifests.get(newest or "")
+        manifest = replace(manifest, canary_before=before and before.canary_logprob)
         self._manifests[name], self._newest[tenant] = manifest, name
         try:
             for _ in range(_PUBLISH_ROUNDS):
                 report = await self._fan_out(manifest)
+                self._record(report, manifest)
                 if report.serving or report.adapter_is_bad:
                     break
             return report.check()
@@ -143,6 +147,11 @@ class AdapterFleet:
                 self._withdraw(tenant, name)
             self._retire(tenant)
             self.prune()
+
+    def _record(self, report: FanoutReport, manifest: AdapterManifest) -> None:
+        engines = {
+            name: {"seconds": round(d.seconds, 4), "retries": d.num_retries, "reason": d.reason} for name, d in report.deliveries.items()}
+        self._on_event("fanout", adapter=manifest.name, total_s=round(report.total_s, 4), num_bytes=manifest.num_bytes, engines=engines)
 
     def remove(self, tenant: str) -> None:
         """Serve a tenant no more; requests in flight finish, and its folders stay."""

@@ -53,6 +53,11 @@ class Member:
     def healthy(self) -> bool:
         return self.state in (State.UNPROVEN, State.SERVING)
 
+    def tell_version(self) -> None:
+        """Wake who waits for a proof."""
+        self.news.set()
+        self.news = asyncio.Event()
+
     async def while_in_service(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` gives; a quarantine ends it.
 

@@ -114,8 +114,7 @@ class EnginePool:
         member.version = version
         if member.outstanding_tokens:
             self._end_busy(member)
-        member.news.set()
-        member.news = asyncio.Event()
+        member.tell_version()
         self._tell()
 
     def quarantine(self, name: str, reason: str) -> None:
@@ -141,6 +140,7 @@ class EnginePool:
         member = self._members[name]
         member.state = State.UNPROVEN if version is None else State.SERVING
         member.version, member.reason = version, ""
+        member.tell_version()
         if member.stint.is_set():
             member.stint = asyncio.Event()
         self._tell()
@@ -238,8 +238,9 @@ class EnginePool:
                     ask(prompt, sampling, n=n, timeout_s=self._request_timeout_s, adapter=adapter.name))
         samples = await member.while_in_service(ask(prompt, sampling, n=n, timeout_s=self._request_timeout_s))
         # Ahead between a switch and its proof, which the publisher ends with an admission or a quarantine.
-        while _is_ahead(samples, member.version):
-            await member.while_in_service(member.news.wait())
+        async with deadline(f"the proof of what {member.client.name} sampled with", self._request_timeout_s):
+            while _is_ahead(samples, member.version):
+                await member.while_in_service(member.news.wait())
         return samples
 
     def _choose(self, cost: int, session: str, adapter: WantedAdapter | None, failed: "Failures") -> Member | None:

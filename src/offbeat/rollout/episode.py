@@ -59,4 +59,5 @@ def single_turn_trajectory(prompt: tuple[int, ...], sample: Sample, reward: floa
         versions=np.concatenate([np.full(before, PROMPT_VERSION, np.int32), np.array(sample.versions, dtype=np.int32)]),
         reward=reward,
         reason=sample.finish_reason,
+        num_retries=sample.num_retries,
     )

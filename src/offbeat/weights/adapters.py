@@ -48,6 +48,7 @@ class AdapterManifest:
         canary: token ids whose log-probability proves the policy.
         canary_logprob: mean log-probability of canary[1:] under the trainer's base model with this adapter.
         num_bytes: size of the tensors.
+        canary_before: the canary's mean log-probability under the version before; None for the first.
     """
 
     tenant: str
@@ -57,6 +58,7 @@ class AdapterManifest:
     canary: tuple[int, ...]
     canary_logprob: float
     num_bytes: int = 0
+    canary_before: float | None = None
 
     @property
     def name(self) -> str:

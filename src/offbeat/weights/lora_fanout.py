@@ -176,6 +176,16 @@ async def fan_out(
     return FanoutReport(name, time.monotonic() - start, deliveries, adapter_is_bad=bool(fanout.doubts))
 
 
+async def _load(engine: EngineControl, manifest: AdapterManifest, *, timeout_s: float) -> None:
+    try:
+        await engine.load_adapter(manifest.name, manifest.folder, timeout_s=timeout_s)
+    except BusyError:
+        raise
+    except RefusedError:  # perhaps because of one of this name that an earlier run has left there
+        await engine.unload_adapter(manifest.name, timeout_s=timeout_s)
+        await engine.load_adapter(manifest.name, manifest.folder, timeout_s=timeout_s)
+
+
 async def install(
     engine: EngineControl,
     manifest: AdapterManifest,
@@ -201,7 +211,7 @@ async def install(
     while True:
         try:
             await make_room()
-            await engine.load_adapter(manifest.name, manifest.folder, timeout_s=timeout_s)
+            await _load(engine, manifest, timeout_s=timeout_s)
             break
         except BusyError:
             if time.monotonic() >= give_up_s:

@@ -18,6 +18,7 @@ class Manifest:
         fingerprint: `model.fingerprint` of the tensors as written.
         canary: token ids whose log-probability proves the policy.
         canary_logprob: mean log-probability of canary[1:] under the trainer's weights.
+        canary_before: the same under the weights of the version before; None for the first.
         broadcast: `host:port` where rank 0 offers the weights (`offbeat.dist.offer`), and the folder is written only for engines that it
             cannot reach otherwise; empty where the folder holds them.
     """
@@ -28,6 +29,7 @@ class Manifest:
     canary: tuple[int, ...]
     canary_logprob: float
     broadcast: str = ""
+    canary_before: float | None = None
 
 
 @dataclass(frozen=True)

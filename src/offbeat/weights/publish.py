@@ -8,7 +8,7 @@ healed: `bring` is how an engine comes back, outside of any publish.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from offbeat.config.weights import WeightsConfig
@@ -103,6 +103,8 @@ def objection(wanted: Manifest | AdapterManifest, proof: Proof, tolerance: float
     gap = canary_gap(wanted, proof)
     if not gap <= tolerance:  # NaN is no proof either
         return f"its canary log-probability is off by {gap:.3g}, more than {tolerance:g}"
+    if proof.fingerprint is None and wanted.canary_before is not None and abs(proof.canary_logprob - wanted.canary_before) < gap:
+        return f"its canary log-probability {proof.canary_logprob:.6g} is that of the version before, {wanted.canary_before:.6g}"
     return ""
 
 
@@ -177,7 +179,8 @@ class Publisher:
         """
         start = switch_start = time.monotonic()
         async with self._writing:
-            self.current = manifest = await self._channel.write(version)
+            manifest = await self._channel.write(version)
+            self.current = manifest = replace(manifest, canary_before=self.current and self.current.canary_logprob)
         engines = self._engines()  # now: an engine that heals from here on heals to this version
         written = time.monotonic()
         publication, actions = Publication.start(manifest, engines, tolerance=self._config.proof_tolerance)

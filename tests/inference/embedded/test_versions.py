@@ -18,10 +18,12 @@ def test_a_version_is_staged_then_live_and_older_staged_ones_are_dropped() -> No
         store.check_staged(1)
 
 
-def test_a_version_is_bound_to_its_folder_for_ever() -> None:
+def test_a_version_is_bound_to_its_folder_while_it_is_staged_or_live() -> None:
     store = VersionStore(live=0, folder="v0")
     store.add(1, "v1", "weights")
+    store.add(2, "v2", "weights")
     store.make_live(1)
-    for version in (0, 1):
+    assert not store.has(0, "of another run")
+    for version in (1, 2):
         with pytest.raises(RefusedError, match=f"version {version} is v{version} and cannot become other; a version is immutable"):
             store.has(version, "other")

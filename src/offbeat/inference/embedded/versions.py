@@ -1,6 +1,6 @@
 """Weight versions an engine holds: the live one and those staged beside it. Owned by `engine.Engine`.
 
-A version is bound to its folder the first time it is staged, and never again to another.
+A version is bound to its folder while it is staged or live, and until a later one is live to no other.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 class VersionStore:
-    """Folders of all versions ever staged; prepared weights of those that are staged and not yet live."""
+    """Folders of the live version and of those staged, and the prepared weights of the latter."""
 
     def __init__(self, *, live: Version, folder: str) -> None:
         self._live = live
@@ -74,4 +74,5 @@ class VersionStore:
         prepared = self._staged[version]
         self._live = version
         self._staged = {v: weights for v, weights in self._staged.items() if v > version}
+        self._folders = {v: self._folders[v] for v in (version, *self._staged)}
         return prepared
