@@ -51,7 +51,11 @@ def test_wrong_arguments_are_told_before_anything_starts(model_dir: str, tmp_pat
     assert cli.main(["engine", "--model", model_dir, "--port", "70000"]) == 2
     assert cli.main(["engine", "--model", str(tmp_path)]) == 2
     assert cli.main(["engine", "--model", model_dir, "--train.num_ranks", "2"]) == 2
+    assert cli.main(["engine", "--model", model_dir, "--max-adapters", "0"]) == 2
+    assert cli.main(["engine", "--model", model_dir, "--max-adapter-rank", "0"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert "--port must be between 0 and 65535, got 70000" in lines[0]
     assert str(tmp_path) in lines[1]
     assert "--train.num_ranks is not an option of offbeat engine" in lines[2]
+    assert "max_adapters must be >= 1, got 0" in lines[3]
+    assert "max_adapter_rank must be >= 1, got 0" in lines[4]

@@ -71,3 +71,20 @@ def test_an_environment_that_is_not_there_is_told(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path}/.venv-{kind}/bin/python is not there; {advice}"):
         engine_python(small_config(tmp_path, inference__engine=kind))
+
+
+@pytest.mark.parametrize(("program", "reason"), [
+    (sys.executable, "ended with exit code 1 when asked for it"), ("/bin/false", "exit code 1"), ("pyproject.toml", "Permission denied"),
+])
+def test_a_python_without_the_package_is_told(tmp_path: Path, program: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"needs a Python with sglang in it, and .*{program} is none: .*{reason}.*; set inference.python"):
+        engine_python(small_config(tmp_path, inference__engine="sglang", inference__python=program))
+
+
+def test_a_python_with_the_package_is_taken_as_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} \"$@\"\n")
+    python.chmod(0o755)
+    (tmp_path / "vllm.py").write_text("raise SystemExit('nobody imports it')")
+    assert engine_python(small_config(tmp_path, inference__engine="vllm", inference__python=str(python))) == python

@@ -9,10 +9,13 @@ import pytest
 
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.serving import make_dialect, open_serving
+from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.sglang import SGLangDialect
 from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.server import EngineServer
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
@@ -47,6 +50,37 @@ def test_an_engine_by_url_that_is_not_there_is_named_with_its_url(tmp_path: Path
     with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
         with pytest.raises(ConfigError, match=r"inference.urls names http://127.0.0.1:9, but engine 0 .* cannot be reached"):
             asyncio.run(main(record))
+
+
+def opened(config: Config, url: str, root: Path, *, model: str) -> int:
+    """The version that an engine by URL says it serves, asked by the pool's client."""
+
+    async def main(record: RunRecord) -> int:
+        async with AsyncExitStack() as stack:
+            serving = await open_serving(stack, EngineGroup(config), {"engine 0": url}, config, record, model=model)
+            return (await serving.pool.client("engine 0").health(timeout_s=5))["version"]
+
+    with RunRecord(root / "run", trace=False, console=Console("quiet")) as record:
+        return asyncio.run(main(record))
+
+
+def test_an_engine_by_url_has_to_serve_the_model_and_the_rank_and_gets_its_key(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = EngineServer(EngineOptions(model=model_dir, api_key="secret", version=3, max_adapter_rank=4))
+    url = server.start()
+    try:
+        settings = {"inference__urls": f'["{url}"]', "model__lora__rank": "4"}
+        with pytest.raises(ConfigError, match=f"inference.urls names {url}, but engine 0 answered /health with 401"):
+            opened(small_config(tmp_path, **settings), url, tmp_path, model=model_dir)
+        monkeypatch.setenv("OFFBEAT_API_KEY", "secret")
+        assert opened(small_config(tmp_path, **settings), url, tmp_path, model=model_dir) == 3
+        with pytest.raises(ConfigError, match=f"engine 0 serves '{Path(model_dir).name}' instead of 'runs/other'"):
+            opened(small_config(tmp_path, **settings), url, tmp_path, model="runs/other")
+        with pytest.raises(ConfigError, match="takes adapters of rank <= 4 and model.lora.rank is 5"):
+            opened(small_config(tmp_path, **settings | {"model__lora__rank": "5"}), url, tmp_path, model=model_dir)
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize(("engine", "dialect"), [("embedded", EmbeddedDialect), ("vllm", VllmDialect), ("sglang", SGLangDialect)])

@@ -1,4 +1,4 @@
-"""Ranks that train tenants: two give what one gives, and scores come back in the order of the batch. See also `test_tenants.py`."""
+"""Ranks that train tenants: two give what one gives; one that fails is named. See also `test_tenants.py`."""
 
 import asyncio
 from pathlib import Path
@@ -10,7 +10,8 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.cluster.local import LocalLauncher
 from offbeat.cluster.tenant_group import TenantGroup
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.errors import ConfigError
+from offbeat.dist.faults import VARIABLE
+from offbeat.errors import ConfigError, RunError
 from offbeat.model.peft_io import read_adapter
 from small_run import small_config
 from train_samples import make_batch
@@ -55,3 +56,24 @@ def test_two_ranks_train_tenants_as_one_does(tmp_path: Path, model_dir: str) -> 
         assert norms_2[name] == pytest.approx(norms[name], rel=1e-4)
         assert metrics_2[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6)
         assert metrics[name]["train/tokens"] > 0
+
+
+@pytest.mark.parametrize(("point", "kind", "sentence"), [
+    ("optim_step", "exception", r"rank 1 failed in update: RuntimeError: injected at 'optim_step'"),
+    ("optim_step", "slow", r"'optim_step' timed out after 1 s with 1 of 2 ranks there: rank 1 is slow, for .* in phase 'injected delay'"),
+    ("optim_step_gradients", "kill", r"rank 1 \(process \d+\) was killed by SIGKILL in update"),
+], ids=["exception", "slow", "kill"])
+def test_a_rank_that_misbehaves_in_a_step_is_named(
+    point: str, kind: str, sentence: str, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"rank=1,point={point},kind={kind}")
+    config = small_config(tmp_path, model_dir, model__lora__rank="4", train__num_ranks="2", dist__sync_timeout_s="1")
+
+    async def main() -> None:
+        async with LocalLauncher(stop_timeout_s=1) as launcher:
+            group = await TenantGroup.start(launcher, config, model=model_dir, build=None, log_dir=tmp_path)
+            await group.add("alice", rank=4, alpha=8.0, seed=0)
+            with pytest.raises(RunError, match=sentence):
+                await group.update({"alice": AdamParams(lr=1e-2)})
+
+    asyncio.run(main())

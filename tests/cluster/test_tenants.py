@@ -161,12 +161,16 @@ def test_what_one_tenant_gets_wrong_is_one_sentence_and_disturbs_nobody(run: Run
     run(body)
 
 
-def test_an_adapter_is_needed() -> None:
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({}, r"model\.lora\.rank must be at least 1 to serve tenants, got 0"),
+    ({"model__lora__rank": "4", "model__lora__dropout": "0.1"}, r"model\.lora\.dropout must be 0 to serve tenants, got 0\.1"),
+])
+def test_an_adapter_without_dropout_is_needed(changes: dict[str, str], sentence: str) -> None:
     async def main() -> None:
-        async with open_tenants(small_config(Path("unused")), SilentRecord(Path("unused"))):
+        async with open_tenants(small_config(Path("unused"), **changes), SilentRecord(Path("unused"))):
             pass
 
-    with pytest.raises(ConfigError, match=r"model.lora.rank must be at least 1 to serve tenants, got 0"):
+    with pytest.raises(ConfigError, match=sentence):
         asyncio.run(main())
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,25 @@ def test_weights_by_broadcast_are_switched_to_like_those_of_a_folder(engine: Eng
     (sample,) = engine.run(lambda client: client.generate(PROMPT, Sampling(20), n=1, timeout_s=TIMEOUT_S))
     assert set(sample.versions) == {engine.version}
     assert max(gaps(sample, new.logprobs(PROMPT, sample.token_ids))) < 1e-4
+
+
+def test_a_broadcast_that_was_refused_can_be_offered_again(engine: Engine, models: Models, tmp_path: Path) -> None:
+    engine.serve(models.folder(0))
+    state = {name: tensor.clone() for name, tensor in read_safetensors(models.folder(1))}
+    wrong = {name: tensor[:-1] for name, tensor in state.items()}
+    version = engine.next_version  # of both: nobody has seen tokens of the first
+    for tensors, error in ((wrong, "another model|shape"), (state, "")):
+        offer = Offer(tensors, host="127.0.0.1", num_receivers=1, timeout_s=TIMEOUT_S, write_folder=lambda _state: None)
+        manifest = Manifest(version, str(tmp_path / "nowhere"), "", CANARY, 0.0, offer.address)
+        try:
+            with pytest.raises(EngineError, match=error) if error else nullcontext():
+                engine.run(lambda client, manifest=manifest: client.stage(manifest, timeout_s=TIMEOUT_S))
+        finally:
+            offer.close()
+    engine.run(lambda client: client.switch(manifest, interrupt="recompute", timeout_s=TIMEOUT_S))
+    engine.folder, engine.version, engine.next_version = models.folder(1), version, version + 1
+    (sample,) = engine.run(lambda client: client.generate(PROMPT, Sampling(20), n=1, timeout_s=TIMEOUT_S))
+    assert max(gaps(sample, models.reference(models.folder(1)).logprobs(PROMPT, sample.token_ids))) < 1e-4
 
 
 def test_a_drain_lets_running_requests_finish_and_later_ones_wait(engine: Engine, models: Models) -> None:

@@ -242,6 +242,20 @@ def test_answers_of_something_else_are_errors_of_the_engine(status: int, body: b
         using(url, ask)
 
 
+@pytest.mark.parametrize(("body", "reason"), [
+    (b"{}", "without 'max_adapter_rank'"),
+    (b"[]", "without 'max_adapter_rank'"),
+    (b'{"max_adapter_rank": "?", "data": 3}', "in a form that cannot be read \\(TypeError: "),
+])
+def test_a_url_that_answers_json_and_is_no_engine_is_told_in_a_sentence(body: bytes, reason: str) -> None:
+    async def ask(client: EngineClient) -> None:
+        with pytest.raises(EngineError, match=rf"engine 0 \(http://.*\) answered check {reason}.*is it really an engine of kind"):
+            await client.check(timeout_s=5)
+
+    with answering(200, body, content_type="application/json") as url:
+        using(url, ask)
+
+
 @pytest.mark.parametrize("content_type", ["text/plain; charset=utf-8", ""])
 def test_a_word_of_success_is_an_empty_answer(content_type: str) -> None:
     async def ask(client: EngineClient) -> None:

@@ -51,11 +51,11 @@ def slow_logprobs(folder, adapter, tokens):
     return log_softmax(logits, -1).gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0], leaves
 
 
-def forward_backward(model, bank, batch, slots, *, share_prefix=True, families=True, trains=True):
+def forward_backward(model, bank, batch, slots, *, share_prefix=True, families=True, drops=False):
     """[T] log-probabilities, and gradients by slot of the sum of loss_weights * advantages * logprobs."""
     row = pack_row(batch, share_prefix=share_prefix, families=slots if families else None)
     bank.gradients.zero_()
-    with bank.using(bank.route(row, slots), trains=trains):
+    with bank.using(bank.route(row, slots), drops=drops):
         logprobs = token_logprobs(model, row)
         (logprobs * torch.from_numpy((batch.loss_weights * batch.advantages)[row.batch_index])).sum().backward()
     scores = np.zeros(batch.num_tokens, np.float32)
@@ -131,7 +131,7 @@ def test_peft_computes_the_same_logits(folder, tmp_path):
     for slot in range(3):
         write_adapter(bank.adapter(slot), tmp_path / str(slot), base_model=folder)
         theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / str(slot))
-        with torch.no_grad(), bank.using(bank.route_all(slot), trains=False):
+        with torch.no_grad(), bank.using(bank.route_all(slot)):
             torch.testing.assert_close(model(tokens, use_cache=False).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
@@ -157,7 +157,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_equal_for_equal_seeds(folder):
     tokens = torch.arange(2, 12)[None]
     with torch.no_grad():
         bare = model(tokens, use_cache=False).logits
-        with bank.using(bank.route_all(0), trains=True):
+        with bank.using(bank.route_all(0)):
             assert torch.equal(model(tokens, use_cache=False).logits, bare)
 
 
@@ -175,14 +175,15 @@ def test_slots_grow_are_freed_and_keep_what_they_hold(folder):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_acts_in_passes_that_train_alone_and_differs_from_pass_to_pass(checkpointing, folder):
+def test_dropout_acts_only_in_passes_that_want_it_and_differs_from_pass_to_pass(checkpointing, folder):
     batch, slots = make_batch(3, 2), np.array([0, 0, 1, 1, 2, 2])
     dry = forward_backward(*make_bank(folder), batch, slots)
     model, bank = make_bank(folder, dropout=0.5, checkpointing=checkpointing)
-    np.testing.assert_allclose(forward_backward(model, bank, batch, slots, trains=False)[0], dry[0], atol=1e-6)
-    first, second = (forward_backward(model, bank, batch, slots) for _ in range(2))
+    np.testing.assert_allclose(forward_backward(model, bank, batch, slots)[0], dry[0], atol=1e-6)
+    first, second = (forward_backward(model, bank, batch, slots, drops=True) for _ in range(2))
     assert np.abs(first[0] - dry[0]).max() > 1e-3 < np.abs(first[0] - second[0]).max()
-    again, other = (forward_backward(*make_bank(folder, dropout=0.5, **more), batch, slots) for more in ({}, {"seed": (1,)}))
+    again, other = (
+        forward_backward(*make_bank(folder, dropout=0.5, **more), batch, slots, drops=True) for more in ({}, {"seed": (1,)}))
     np.testing.assert_allclose(again[0], first[0], atol=1e-6)
     torch.testing.assert_close(again[1], first[1])
     assert np.abs(other[0] - first[0]).max() > 1e-3
@@ -200,7 +201,7 @@ def test_bfloat16_comes_near_float32(dtype, context, folder):
 
 def test_a_row_that_scores_nothing_has_a_gradient_of_zero(folder):
     model, bank = make_bank(folder)
-    with bank.using(bank.route_all(0), trains=True):
+    with bank.using(bank.route_all(0)):
         token_logprobs(model, dummy_row()).sum().backward()
     assert not bank.gradients.any()
 

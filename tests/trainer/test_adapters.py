@@ -303,6 +303,7 @@ def test_requests_that_cannot_be_served_say_why_and_change_nothing(folder, tmp_p
             (ConfigError, "there is no adapter 'dave' here", lambda: run(["alice", "dave"])),
             (ConfigError, "must be one of ppo, sft", lambda: run(["alice", "bob"], objective_name="dpo")),
             (ConfigError, "model.lora.rank must be at least 1 to train adapters", lambda: build(groups, folder, rank=0)),
+            (ConfigError, "model.lora.dropout must be 0 to train many adapters, got 0.1", lambda: build(groups, folder, dropout=0.1)),
             (DataError, "got 1 names for 2 sequences", lambda: run(["alice"])),
             (DataError, "exceeds train.max_tokens_per_microbatch = 8", lambda: run(["alice", "bob"])),
         ):
@@ -320,7 +321,6 @@ def test_options_of_training_change_nothing_or_little(folder):
         expected = step(build(groups, folder), 0)
         assert step(build(groups, folder, gradient_checkpointing=True, share_prefix=False), 0) == pytest.approx(expected, rel=1e-4)
         assert step(build(groups, folder, autocast=True), 0) == pytest.approx(expected, rel=0.05)
-        assert step(build(groups, folder, dropout=0.5), 0) != pytest.approx(expected, rel=1e-3)
 
     run_alone(check)
 

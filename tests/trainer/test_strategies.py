@@ -3,6 +3,7 @@
 That those which train the whole model compute the same is tested with the engine.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,7 @@ def test_an_adapter_is_trained_as_by_peft_and_the_model_stays(tmp_path):
 
 def test_a_fresh_adapter_is_drawn_as_by_peft(tmp_path):
     folder = build_model(tmp_path / "model")
+    torch.manual_seed(0)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), PeftConfig(r=4, target_modules="all-linear"))
     theirs = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -150,15 +152,28 @@ def test_dropout_goes_on_where_a_checkpoint_left_it_and_checkpointed_activations
     lora = LORA.model_copy(update={"dropout": 0.3})
 
     def check(groups, _):
-        engine = build_engine(groups, folder, lora=lora)
-        dry = train(build_engine(groups, folder, lora=LORA), BATCHES)
+        engine = build_engine(groups, folder, lora=lora, objective_name="sft")
+        dry = train(build_engine(groups, folder, lora=LORA, objective_name="sft"), BATCHES)
         train(engine, BATCHES[:2])
         engine.save(tmp_path / "saved")
         on = train(engine, BATCHES[2:])
-        resumed = build_engine(groups, folder, lora=lora, gradient_checkpointing=True)
+        resumed = build_engine(groups, folder, lora=lora, objective_name="sft", gradient_checkpointing=True)
         resumed.load(tmp_path / "saved")
         np.testing.assert_allclose(train(resumed, BATCHES[2:]), on, rtol=1e-5)
         assert np.abs(np.array(on) - np.array(dry[2:])).max() > 1e-4
+
+    run_alone(check)
+
+
+def test_dropout_is_for_supervised_training_alone(tmp_path):
+    folder = build_model(tmp_path / "model")
+
+    def check(groups, _):
+        wet = build_engine(groups, folder, lora=LORA.model_copy(update={"dropout": 0.5}))
+        assert train(wet, BATCHES) == train(build_engine(groups, folder, lora=LORA), BATCHES)
+        batch, minibatch = share(BATCHES[0], rank=0, world=1)
+        on_policy = replace(batch, rollout_logprobs=wet.logprobs(batch, minibatch))
+        assert wet.train_step(on_policy, [minibatch]).metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
 
     run_alone(check)
 

@@ -187,4 +187,5 @@ def test_an_engine_that_cannot_show_its_weights_must_be_nearer_to_the_new_versio
     for off, fingerprint, objects in ((0.0, None, False), (1e-4, None, False), (4e-4, None, True), (4e-4, MANIFEST.fingerprint, False)):
         proof = Proof(MANIFEST.version, fingerprint, MANIFEST.canary_logprob + off)
         assert bool(objection(wanted, proof, 1e-3)) is objects, off
-    assert not objection(replace(wanted, canary_before=MANIFEST.canary_logprob), Proof(MANIFEST.version, None, MANIFEST.canary_logprob), 1e-3)
+    unchanged = replace(wanted, canary_before=MANIFEST.canary_logprob)
+    assert not objection(unchanged, Proof(MANIFEST.version, None, MANIFEST.canary_logprob), 1e-3)

@@ -3,6 +3,7 @@
 What each flag is for stands beside it; `inference.arguments` come last and win.
 """
 
+import subprocess
 from pathlib import Path
 
 from offbeat.config.root import Config
@@ -13,6 +14,8 @@ _CPU_CACHE_BYTES = 1 << 29
 """Without a number vLLM takes most of the machine's memory, and each engine would."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as --max-lora-rank."""
+_ASK_PACKAGE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+_ASK_TIMEOUT_S = 30.0
 
 
 def server_command(config: Config, *, model: str, tokenizer: str, version: int, seed: int) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -21,7 +24,7 @@ def server_command(config: Config, *, model: str, tokenizer: str, version: int, 
     Raises:
         ConfigError: there is no such environment, or a rank that the engine cannot serve.
     """
-    python = engine_python(config)
+    python = _find_python(config)
     if config.inference.engine == "vllm":
         command, env = _vllm(config, model, tokenizer, seed)
         env["OFFBEAT_VERSION"] = str(version)
@@ -31,11 +34,26 @@ def server_command(config: Config, *, model: str, tokenizer: str, version: int, 
 
 
 def engine_python(config: Config) -> Path:
-    """The Python that starts the servers; not resolved, for it is a link that leads out of its environment.
+    """The Python that starts the servers, asked whether it has their package.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is not there, or has not.
     """
+    kind, python = config.inference.engine, _find_python(config)
+    try:
+        done = subprocess.run([str(python), "-c", _ASK_PACKAGE, kind], capture_output=True, timeout=_ASK_TIMEOUT_S, check=False)
+        reason = f"it ended with exit code {done.returncode} when asked for it" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        reason = str(exc)
+    if reason:
+        raise ConfigError(
+            f"inference.engine = {kind!r} needs a Python with {kind} in it, and {python} is none: {reason}; "
+            "set inference.python to the Python of an environment that has it")
+    return python
+
+
+def _find_python(config: Config) -> Path:
+    """Not resolved, for it is a link that leads out of its environment."""
     kind = config.inference.engine
     python = Path(config.inference.python or f".venv-{kind}/bin/python").absolute()
     if not python.is_file():

@@ -3,6 +3,7 @@
 Opened by the controller, by rank 0 in SPMD mode, and by processes that serve tenants; other ranks of SPMD mode open a pool alone.
 """
 
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ async def open_pool(stack: AsyncExitStack, urls: Mapping[str, str], config: Conf
 
     http = await stack.enter_async_context(EngineSession())
     dialect, inference = make_dialect(config, model), config.inference
-    clients = [EngineClient(name, url, http.session, dialect=dialect) for name, url in urls.items()]
+    api_key = os.environ.get("OFFBEAT_API_KEY", "") if inference.urls else ""  # engines that the run starts have none
+    clients = [EngineClient(name, url, http.session, dialect=dialect, api_key=api_key) for name, url in urls.items()]
     if inference.urls:
         await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
     return EnginePool(
@@ -107,7 +109,7 @@ def make_dialect(config: Config, model: str) -> Dialect:
     lora = config.model.lora.rank > 0
     match config.inference.engine:
         case "embedded":
-            return EmbeddedDialect()
+            return EmbeddedDialect(model=model, lora_rank=config.model.lora.rank)
         case "vllm":
             return VllmDialect(model=model, whole_weights=not lora, lora=lora)
         case "sglang":

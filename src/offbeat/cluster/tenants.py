@@ -65,7 +65,7 @@ class Tenants:
     """
 
     def __init__(
-        self, config: Config, record: RunRecord, trainers: TenantGroup, serving: Serving, *, tokenizer: Tokenizer,
+        self, config: Config, trainers: TenantGroup, serving: Serving, *, tokenizer: Tokenizer,
         canary: tuple[int, ...], limits: Limits,
     ) -> None:
         """`canary` are the tokens that prove each publish."""
@@ -73,7 +73,6 @@ class Tenants:
         self.tokenizer = tokenizer
         self.serving = serving
         self._config = config
-        self._record = record
         self._trainers = trainers
         self._canary = canary
         self._tenants: dict[str, Tenant] = {}
@@ -162,11 +161,7 @@ class Tenants:
             folder = self._folder(tenant) / f"v{version:08d}"
             manifest = await self._trainers.publish(tenant, version, folder, canary=self._canary)
             state.published = version  # also of a publish that fails: a version is written once
-            report = await self.serving.fleet.publish(manifest)
-        self._record.events.record(
-            "publish", adapter=manifest.name, total_s=report.total_s, num_bytes=manifest.num_bytes,
-            engines={name: {"seconds": d.seconds, "reason": d.reason, "retries": d.num_retries} for name, d in report.deliveries.items()})
-        return report
+            return await self.serving.fleet.publish(manifest)
 
     async def sample(
         self, tenant: str, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, version: Version | None = None, session: str = "",
@@ -225,11 +220,14 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
     """Start `train.num_ranks` ranks and the engines on one base model; all is gone when the body ends.
 
     Raises:
-        ConfigError: `model.lora.rank` is 0.
+        ConfigError: `model.lora.rank` is 0, or `model.lora.dropout` is not.
         ModelError: the folder holds no model or tokenizer.
     """
     if not config.model.lora.rank:
         raise ConfigError("model.lora.rank must be at least 1 to serve tenants, got 0; give the largest rank of any of them")
+    if config.model.lora.dropout:
+        raise ConfigError(
+            f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
     model, tokenizer_folder, tokenizer, build = _read_base(config)
     if build is not None:
         tokenizer.save(build.folder)
@@ -244,7 +242,7 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
         async with beside(serving.watch()):
             model_config = read_model_config(model)
             limits = Limits((model_config.get("text_config") or model_config)["vocab_size"], read_context_length(model))
-            yield Tenants(config, record, trainers, serving, tokenizer=tokenizer, canary=canary, limits=limits)
+            yield Tenants(config, trainers, serving, tokenizer=tokenizer, canary=canary, limits=limits)
 
 
 def _read_base(config: Config) -> tuple[str, str, Tokenizer, BuildRequest | None]:

@@ -12,7 +12,7 @@ class InferenceConfig(Section):
         "embedded", "Kind of engine: the own one, or vLLM or SGLang from an environment of their own.")
     num_engines: int = field(1, "Engine processes.", ge=1)
     min_engines: int = field(1, "Fewest healthy engines with which a run goes on; below it the run waits for one to heal.", ge=1)
-    urls: tuple[str, ...] = field((), "Engines that already run, instead of starting num_engines.")
+    urls: tuple[str, ...] = field((), "Engines that already run, instead of starting num_engines; $OFFBEAT_API_KEY is sent as their key.")
     python: str = field("", "Python of the environment that holds vLLM or SGLang; empty takes .venv-vllm or .venv-sglang where you are.")
     arguments: tuple[str, ...] = field((), "Further arguments for a vLLM or SGLang server, as on its command line.")
     forward: Literal["auto", "direct", "hf"] = field(
@@ -27,6 +27,7 @@ class InferenceConfig(Section):
     max_adapter_rank: int = field(64, "Largest rank of an adapter that an engine takes.", ge=1)
     start_timeout_s: float = field(180.0, "Seconds until an engine must answer.", gt=0)
     probe_interval_s: float = field(2.0, "Seconds between two health probes of an engine.", gt=0)
-    probe_timeout_s: float = field(5.0, "Seconds for an engine to answer a probe; then it is quarantined.", gt=0)
+    probe_timeout_s: float = field(
+        15.0, "Seconds for an engine to answer a probe; then it is quarantined. A server that shares a busy CPU may need some.", gt=0)
     heal_timeout_s: float = field(120.0, "Seconds below min_engines before the run gives up waiting for an engine to heal.", gt=0)
     request_timeout_s: float = field(300.0, "Seconds for one generation request.", gt=0)

@@ -25,7 +25,9 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = field(
         ("all-linear",), "Last parts of the names of the linear layers that are adapted, such as q_proj; all-linear takes every one in the "
         "decoder's layers.")
-    dropout: float = field(0.0, "Share of the adapter's inputs dropped while training.", ge=0, lt=1)
+    dropout: float = field(
+        0.0, "Share of the adapter's inputs dropped in supervised training (`offbeat sft`, the warm-up); never in RL, whose "
+        "log-probabilities must be the policy's. Must be 0 with many tenants, whose masks would depend on each other.", ge=0, lt=1)
 
 
 class ModelConfig(Section):

@@ -1,14 +1,14 @@
 """One engine over HTTP: generation for rollouts, control for publishers. What is said is the dialect's."""
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Self
 
 import aiohttp
 
 from offbeat.aio import deadline
-from offbeat.errors import BusyError, EngineError, RefusedError
+from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.sampling import Sample, Sampling
@@ -32,7 +32,7 @@ class EngineClient:
 
     async def check(self, *, timeout_s: float) -> None:
         """Return if the engine is ready and offers what its dialect needs; raises EngineError or DeadlineError, saying what it lacks."""
-        async with self._deadline("check", timeout_s):
+        async with self._asking("check", timeout_s):
             await self._dialect.check(self)
 
     async def generate(
@@ -44,32 +44,32 @@ class EngineClient:
             EngineError: the engine refused, failed or cannot be reached.
             DeadlineError: it did not finish in time; closing the connection aborts the samples.
         """
-        async with self._deadline("generate", timeout_s):
+        async with self._asking("generate", timeout_s):
             return await self._dialect.generate(self, prompt, sampling, n=n, adapter=adapter)
 
     async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
-        async with self._deadline("stage", timeout_s):
+        async with self._asking("stage", timeout_s):
             await self._dialect.stage(self, manifest)
 
     async def switch(self, manifest: Manifest, *, interrupt: Interrupt, timeout_s: float) -> None:
-        async with self._deadline("switch", timeout_s):
+        async with self._asking("switch", timeout_s):
             await self._dialect.switch(self, manifest, interrupt)
 
     async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
-        async with self._deadline("prove", timeout_s):
+        async with self._asking("prove", timeout_s):
             return await self._dialect.prove(self, canary, adapter=adapter)
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
-        async with self._deadline("load_adapter", timeout_s):
+        async with self._asking("load_adapter", timeout_s):
             await self._dialect.load_adapter(self, name, folder)
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        async with self._deadline("unload_adapter", timeout_s):
+        async with self._asking("unload_adapter", timeout_s):
             await self._dialect.unload_adapter(self, name)
 
     async def health(self, *, timeout_s: float) -> dict[str, Any]:
         """What the engine says of itself; raises unless it serves."""
-        async with self._deadline("health", timeout_s):
+        async with self._asking("health", timeout_s):
             return await self._dialect.health(self)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -92,8 +92,18 @@ class EngineClient:
             raise EngineError(f"{self.name} answered {path} with something that is not JSON: {_message(data)}") from exc
         return answer if isinstance(answer, dict) else {}
 
-    def _deadline(self, what: str, timeout_s: float) -> AbstractAsyncContextManager[None]:
-        return deadline(f"{what} on {self.name} ({self.url})", timeout_s)
+    @asynccontextmanager
+    async def _asking(self, what: str, timeout_s: float) -> AsyncIterator[None]:
+        """Bound the body by a deadline, and make answers that the dialect cannot read errors of the engine."""
+        try:
+            async with deadline(f"{what} on {self.name} ({self.url})", timeout_s):
+                yield
+        except OffbeatError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as exc:
+            reason = f"without {exc}" if isinstance(exc, KeyError) else f"in a form that cannot be read ({type(exc).__name__}: {exc})"
+            raise EngineError(
+                f"{self.name} ({self.url}) answered {what} {reason}; is it really an engine of kind inference.engine?") from exc
 
 
 class EngineSession:

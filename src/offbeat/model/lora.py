@@ -56,7 +56,7 @@ class AdapterBank(nn.Module):
     Attributes:
         rank: largest of an adapter here.
         weights: [N, P] float32, a row per slot; zeros where the slot is free. Backward passes add to `gradients`, never to the model.
-        num_passes: passes that trained so far, of which each drops other inputs; saved with the weights.
+        num_passes: passes with dropout so far, of which each drops other inputs; saved with the weights.
     """
 
     num_passes: Tensor
@@ -67,7 +67,7 @@ class AdapterBank(nn.Module):
         """Hook into `model`, on the device where it lies.
 
         Args:
-            dropout: share of each adapted layer's inputs that the adapters do not see in a pass that trains.
+            dropout: share of each adapted layer's inputs that the adapters do not see in a pass with dropout.
             seed: of the dropout; differs between ranks.
 
         Raises:
@@ -193,12 +193,15 @@ class AdapterBank(nn.Module):
         return OneRoute(slot, self._held(slot).scaling)
 
     @contextmanager
-    def using(self, route: Route, *, trains: bool) -> Iterator[None]:
-        """Surrounds a forward pass in which the adapters take part, and its backward; outside, the model is the bare one."""
+    def using(self, route: Route, *, drops: bool = False) -> Iterator[None]:
+        """Surrounds a forward pass in which the adapters take part, and its backward; outside, the model is the bare one.
+
+        Args:
+            drops: whether dropout applies; its log-probabilities are then not those of the policy.
+        """
         around = self._pass
-        drops = trains and self._dropout > 0
-        self._pass = _Pass(route, (*self._seed, int(self.num_passes)) if drops else ())
-        self.num_passes += trains
+        self._pass = _Pass(route, (*self._seed, int(self.num_passes)) if drops and self._dropout else ())
+        self.num_passes += drops
         try:
             yield
         finally:

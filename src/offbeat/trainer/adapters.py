@@ -51,11 +51,10 @@ class AdapterEngine:
         lora = config.model.lora
         self.groups = groups
         self._model = model.to(current_platform.device)
-        self._bank = AdapterBank(model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout, seed=(config.run.seed, groups.rank))
+        self._bank = AdapterBank(model, rank=lora.rank, targets=lora.targets)
         self._adam = RowAdam(self._bank.weights.detach())
         self._base = base
         self._config = config.train
-        self._dropout = lora.dropout
         self._temperature = config.rollout.temperature or 1.0
         self._slots: dict[str, int] = {}
         self._num_tokens: dict[str, int] = {}  # behind the gradients that wait for their step
@@ -66,14 +65,18 @@ class AdapterEngine:
 
         Args:
             model_folder: Hugging Face folder or hub id, the same on all ranks.
-            config: `model.lora.rank` is the largest of an adapter here; targets and dropout are those of all, alpha is each one's own.
+            config: `model.lora.rank` is the largest of an adapter here; targets are those of all, alpha is each one's own.
 
         Raises:
-            ConfigError: model.lora.rank is 0.
+            ConfigError: model.lora.rank is 0, or model.lora.dropout is not.
             ModelError: no such model, or it has none of the targets.
         """
-        if not config.model.lora.rank:
+        lora = config.model.lora
+        if not lora.rank:
             raise ConfigError("model.lora.rank must be at least 1 to train adapters, got 0; give the largest rank of any of them")
+        if lora.dropout:
+            raise ConfigError(
+                f"model.lora.dropout must be 0 to train many adapters, got {lora.dropout}; what one drops would depend on the others")
         model = load_policy(str(model_folder), config=config.train, dtype=config.model.dtype)
         return cls(model, base=str(model_folder), config=config, groups=groups)
 
@@ -137,7 +140,7 @@ class AdapterEngine:
         chosen = objective(objective_name, config=algorithm)
         stats, logprobs = _AdapterStats(adapters), np.zeros(batch.num_tokens, np.float32)
         for row, route, sequences in self._rows(batch, adapters):
-            with self._bank.using(route, trains=True):
+            with self._bank.using(route):
                 with autocast(self._config):
                     scored = score_row(self._model, batch, row, chosen=chosen, temperature=self._temperature)
                 scored.losses.sum().backward()
@@ -155,7 +158,7 @@ class AdapterEngine:
         """
         logprobs = np.zeros(batch.num_tokens, np.float32)
         for row, route, _ in self._rows(batch, adapters):
-            with torch.no_grad(), self._bank.using(route, trains=False), autocast(self._config):
+            with torch.no_grad(), self._bank.using(route), autocast(self._config):
                 logprobs[row.batch_index] = token_logprobs(self._model, row, temperature=self._temperature).cpu().numpy()
         return logprobs
 
@@ -230,12 +233,12 @@ class AdapterEngine:
         """
         adapter = self._bank.adapter(self._slot(name))
         if self._leads:
-            write_adapter(adapter, folder, base_model=self._base, dropout=self._dropout)
+            write_adapter(adapter, folder, base_model=self._base)
         return WrittenAdapter(str(folder), adapter.fingerprint(), adapter.num_bytes)
 
     def canary(self, name: str, tokens: Sequence[int]) -> float:
         """Mean log-probability at temperature 1, without autocast, of all given tokens but the first; equal on all ranks."""
-        with torch.no_grad(), self._bank.using(self._bank.route_all(self._slot(name)), trains=False):
+        with torch.no_grad(), self._bank.using(self._bank.route_all(self._slot(name))):
             return mean_logprob(self._model, tokens)
 
     @property

@@ -212,9 +212,11 @@ class TrainEngine:
 
     def _update(self, batch: TokenBatch, rows: list[PackedRow], prox: list[Tensor | None], *, scale: int) -> Update:
         tracker = StatsTracker()
+        # A ratio is between the policy and the one that sampled, and neither drops inputs.
+        drops = self._objective.name == "sft"
         for i, (row, row_prox) in enumerate(zip(rows, prox, strict=True)):
             # The last micro-batch reduces gradients over ranks; earlier ones only accumulate.
-            with self._strategy.accumulate(last=i == len(rows) - 1):
+            with self._strategy.accumulate(last=i == len(rows) - 1, drops=drops):
                 loss = self._loss(batch, row, row_prox, tracker)
                 # DDP and FSDP average over ranks; the loss weights want a sum.
                 (loss * (scale * self.groups.world)).backward()

@@ -36,8 +36,13 @@ class Strategy(Protocol):
         """What is trained: its parameters, by the names of a checkpoint, are what the optimizer sees."""
         ...
 
-    def accumulate(self, *, last: bool) -> AbstractContextManager:
-        """Surrounds one forward and backward; gradients are averaged over ranks in the last one only. Collective if `last`."""
+    def accumulate(self, *, last: bool, drops: bool) -> AbstractContextManager:
+        """Surrounds one forward and backward; collective if `last`.
+
+        Args:
+            last: gradients are averaged over ranks in this one only.
+            drops: whether an adapter's dropout applies; a whole model has none.
+        """
         ...
 
     def scoring(self) -> AbstractContextManager:
@@ -51,7 +56,7 @@ class Alone:
     def __init__(self, model: nn.Module) -> None:
         self.model = self.forward = model.to(current_platform.device)
 
-    def accumulate(self, *, last: bool) -> AbstractContextManager:  # noqa: ARG002
+    def accumulate(self, *, last: bool, drops: bool) -> AbstractContextManager:  # noqa: ARG002
         return nullcontext()
 
     def scoring(self) -> AbstractContextManager:
@@ -69,7 +74,7 @@ class Replicated:
             self._ddp = DistributedDataParallel(self.model, process_group=groups.mesh.get_group("dp"), broadcast_buffers=False)
         self.forward: nn.Module = self._ddp
 
-    def accumulate(self, *, last: bool) -> AbstractContextManager:
+    def accumulate(self, *, last: bool, drops: bool) -> AbstractContextManager:  # noqa: ARG002
         return nullcontext() if last else self._ddp.no_sync()
 
     def scoring(self) -> AbstractContextManager:
@@ -88,7 +93,7 @@ class Sharded:
         self.model: nn.Module = model
         self.forward: nn.Module = model
 
-    def accumulate(self, *, last: bool) -> AbstractContextManager:
+    def accumulate(self, *, last: bool, drops: bool) -> AbstractContextManager:  # noqa: ARG002
         self._root.set_requires_gradient_sync(last)
         return nullcontext()
 
@@ -121,8 +126,8 @@ class Adapted:
         self._route = self.model.route_all(self.slot)
 
     @contextmanager
-    def accumulate(self, *, last: bool) -> Iterator[None]:
-        with self.model.using(self._route, trains=True):
+    def accumulate(self, *, last: bool, drops: bool) -> Iterator[None]:
+        with self.model.using(self._route, drops=drops):
             yield
         if last and self._groups.world > 1:
             gradients = self.model.gradients
@@ -131,7 +136,7 @@ class Adapted:
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        with torch.no_grad(), self.model.using(self._route, trains=False):
+        with torch.no_grad(), self.model.using(self._route):
             yield
 
 

@@ -63,3 +63,24 @@ def test_tokens_of_an_adapter_carry_the_adapters_version() -> None:
 def test_an_answer_that_cannot_be_trained_on_is_an_error_of_the_engine(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(EngineError, match=reason):
         generate({"choices": [choice(**changes)]})
+
+
+class Checked(OneAnswer):
+    """A wire of an engine that serves the model "small", and adapters of rank 8 at most."""
+
+    async def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        return {"/health": {"version": 0, "max_adapter_rank": 8}, "/v1/models": {"data": [{"id": "small"}, {"id": "alice@3"}]}}[path]
+
+
+def test_an_engine_of_the_wanted_model_and_rank_passes() -> None:
+    for dialect in (EmbeddedDialect(), EmbeddedDialect(model="/models/small"), EmbeddedDialect(model="small", lora_rank=8)):
+        asyncio.run(dialect.check(Checked({})))
+
+
+@pytest.mark.parametrize(("dialect", "reason"), [
+    (EmbeddedDialect(model="runs/large"), "serves 'small', 'alice@3' instead of 'runs/large'; start it on that model, or set model.path"),
+    (EmbeddedDialect(model="small", lora_rank=9), "takes adapters of rank <= 8 and model.lora.rank is 9; start it with --max-"),
+])
+def test_an_engine_of_another_model_or_a_smaller_rank_is_refused(dialect: EmbeddedDialect, reason: str) -> None:
+    with pytest.raises(EngineError, match=f"engine 0 {reason}"):
+        asyncio.run(dialect.check(Checked({})))

@@ -184,7 +184,7 @@ def test_what_is_not_json_is_answered_400(url):
 
 def test_models_health_and_metrics(url):
     assert fetch(url, "/v1/models")[2]["data"][0]["max_model_len"] == 160
-    assert fetch(url, "/health")[2] == {"status": "ok", "version": 0, "running": 0, "waiting": 0}
+    assert fetch(url, "/health")[2] == {"status": "ok", "version": 0, "running": 0, "waiting": 0, "max_adapter_rank": 64}
     status, headers, text = fetch(url, "/metrics")
     assert status == 200 and headers["Content-Type"].startswith("text/plain")
     for name in ("running 0.0", "waiting 0.0", "weight_version 0.0", "prompt_tokens_total", "generated_tokens_total", "switch_seconds"):

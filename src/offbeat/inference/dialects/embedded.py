@@ -3,7 +3,8 @@
 Weights have endpoints of their own; adapters have vLLM's, and a fingerprint.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from offbeat.errors import EngineError
@@ -16,8 +17,21 @@ from offbeat.weights.protocol import Interrupt, Manifest, Proof
 class EmbeddedDialect:
     """See `Dialect`."""
 
+    _model_hint = ""
+
+    def __init__(self, *, model: str = "", lora_rank: int = 0) -> None:
+        """`model` is the folder that must be served, any where it is empty; `lora_rank` is the rank of the adapters to come, 0 for none."""
+        self._model = model
+        self._lora_rank = lora_rank
+
     async def check(self, wire: Wire) -> None:
-        await self.health(wire)
+        health = await self.health(wire)
+        if (most := health["max_adapter_rank"]) < self._lora_rank:
+            raise EngineError(
+                f"{wire.name} takes adapters of rank <= {most} and model.lora.rank is {self._lora_rank}; start it with --max-adapter-rank "
+                f"{self._lora_rank} or more, or set model.lora.rank lower")
+        if self._model:
+            await self._check_model(wire)
 
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
         body: dict[str, Any] = {
@@ -62,3 +76,14 @@ class EmbeddedDialect:
 
     async def health(self, wire: Wire) -> dict[str, Any]:
         return await wire.call("GET", "/health")
+
+    async def _check_model(self, wire: Wire) -> None:
+        served = await self._models(wire)
+        names = {PurePath(str(model.get(key))).name for model in served for key in ("id", "root")}
+        if PurePath(self._model).name not in names:
+            raise EngineError(
+                f"{wire.name} serves {', '.join(repr(model['id']) for model in served)} instead of {self._model!r}; start it on that model"
+                f"{self._model_hint}, or set model.path")
+
+    async def _models(self, wire: Wire) -> Sequence[Mapping[str, Any]]:
+        return (await wire.call("GET", "/v1/models"))["data"]

@@ -4,8 +4,7 @@ All of vLLM's quirks are known here and in that file. Torch-free.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from collections.abc import Mapping
 from typing import Any
 
 from offbeat.errors import EngineError, RefusedError
@@ -25,9 +24,11 @@ _INITIAL: Version = -1
 class VllmDialect(EmbeddedDialect):
     """See `Dialect`. `stage` and `switch` are the embedded engine's: `vllm_inside` offers the same endpoints."""
 
+    _model_hint = " or under that --served-model-name"
+
     def __init__(self, *, model: str, whole_weights: bool, lora: bool) -> None:
         """`model` is the folder or hub id that must be served; the others are what will be published."""
-        self._model = model
+        super().__init__(model=model)
         self._whole_weights = whole_weights
         self._lora = lora
 
@@ -82,14 +83,6 @@ class VllmDialect(EmbeddedDialect):
         version = await self._version(wire)
         return {} if version is None else {"version": version}
 
-    async def _check_model(self, wire: Wire) -> None:
-        served = await self._models(wire)
-        names = {PurePath(str(model.get(key))).name for model in served for key in ("id", "root")}
-        if PurePath(self._model).name not in names:
-            raise EngineError(
-                f"{wire.name} serves {', '.join(repr(model['id']) for model in served)} instead of {self._model!r}; start it on that model "
-                "or under that --served-model-name, or set model.path")
-
     async def _check_logprobs(self, wire: Wire) -> None:
         """Processed log-probabilities are those of the distribution that was sampled: with nothing but the likeliest token in it, 0."""
         answer = await wire.call("POST", "/v1/completions", {
@@ -110,9 +103,6 @@ class VllmDialect(EmbeddedDialect):
             return (await wire.call("GET", "/v1/weights/fingerprint"))["version"]
         except RefusedError:
             return None
-
-    async def _models(self, wire: Wire) -> Sequence[Mapping[str, Any]]:
-        return (await wire.call("GET", "/v1/models"))["data"]
 
     async def _score(self, wire: Wire, context: tuple[int, ...], token: int, adapter: str) -> tuple[float, Version]:
         """The log-probability of a token after a context, and the version that gives it."""

@@ -261,11 +261,9 @@ class EngineServer:
         if (round_s := self._loop.round_s) > STALLED_S:
             return _error(f"the engine has been in one step for {round_s:.0f} s, so its computation hangs", status=500)
         status = "paused" if engine.paused else "ok"
-        return _json(
-            msgspec.json.encode(
-                {"status": status, "version": engine.version, "running": engine.num_running, "waiting": engine.num_waiting}
-            )
-        )
+        return _json(msgspec.json.encode({
+            "status": status, "version": engine.version, "running": engine.num_running, "waiting": engine.num_waiting,
+            "max_adapter_rank": self._options.max_adapter_rank}))
 
     async def _metrics(self, _: HttpRequest) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

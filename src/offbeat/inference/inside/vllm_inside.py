@@ -94,6 +94,7 @@ class Inside:
             await self._check(engine, version)
         except RefusedError:
             del self._folders[version]
+            self._received.pop(version, None)
             raise
         return {"version": version, "folder": folder}
 
@@ -114,9 +115,12 @@ class Inside:
                     "start it with --no-enable-prefix-caching, or use recompute or drain")
             await self._check(engine, version)  # a folder may have been removed since
             start = time.monotonic()
-            await engine.pause_generation(mode=mode, clear_cache=clear_cache)
-            await self._load(engine, version, reset=clear_cache)
-            await engine.resume_generation()
+            try:
+                await engine.pause_generation(mode=mode, clear_cache=clear_cache)
+                await self._load(engine, version, reset=clear_cache)
+            finally:
+                if not self._broken:
+                    await self._resume(engine)
             self._folders = {v: folder for v, folder in self._folders.items() if v >= version}
             self._received = {v: file for v, file in self._received.items() if v > version}
             return {"version": version, "switch_s": time.monotonic() - start}
@@ -128,11 +132,20 @@ class Inside:
             if reset:
                 await engine.reset_prefix_cache()
             await engine.update_weight_version(str(version))
-        except Exception as exc:
-            self._broken = f"loading version {version} failed half-way and nothing can be sampled before another one is switched to: {exc}"
+        except BaseException as exc:  # a handler that is cancelled leaves them half-way, too
+            self._broken = (
+                f"loading version {version} failed half-way and nothing can be sampled before another one is switched to: "
+                f"{str(exc) or type(exc).__name__}")
             await engine.pause_generation(mode="abort")
             raise
         self._broken = ""
+
+    async def _resume(self, engine: AsyncLLM) -> None:
+        try:
+            await engine.resume_generation()
+        except BaseException as exc:  # also of a version that is loaded: the next switch to it has to try again
+            self._broken = f"it is paused for a switch and could not be resumed; switch again: {str(exc) or type(exc).__name__}"
+            raise
 
     async def _check(self, engine: AsyncLLM, version: int) -> None:
         config, name = engine.model_config, self._folders[version]
