@@ -113,6 +113,11 @@ def test_a_tenant_that_is_left_alone_keeps_every_bit_and_goes_on_exactly(run: Ru
             await tenants.train_step({"alice": batch(step)}, STEP)
         await tenants.publish("alice")
         await tenants.sample("alice", PROMPT, GREEDY)
+        for _ in range(2):
+            await tenants.publish("bob")
+        newest = int(next(iter((await tenants.sample("bob", PROMPT, GREEDY))[0].versions)))
+        (old,) = await tenants.sample("bob", PROMPT, GREEDY, version=newest - 1)
+        assert set(old.versions) == {newest - 1}
         await tenants.save("bob", tmp_path / "after")
         before, after = saved(tmp_path / "before"), saved(tmp_path / "after")
         assert before.keys() == after.keys() and len(before) > 3

@@ -23,6 +23,7 @@ class Point:
         rank_0: rank 0 misbehaves there too, who hosts the store in single-controller mode and leads in SPMD mode.
         heads: only where every rank draws its own data.
         timeout_s: seconds that ranks wait there.
+        busy_s: seconds for which the survivor may have work of its own before it comes there and its wait begins.
         settings: what the run needs for the point to come, or for its deadline to be as short.
     """
 
@@ -32,13 +33,14 @@ class Point:
     rank_0: bool = False
     heads: bool = False
     timeout_s: float = SYNC_TIMEOUT_S
+    busy_s: float = 0.0
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
 POINTS = (
     Point("join", 1, everywhere=True, rank_0=True, timeout_s=JOIN_TIMEOUT_S, settings={"dist.init_timeout_s": str(JOIN_TIMEOUT_S)}),
     Point("build_model", 1),
-    Point("engines", 1),
+    Point("engines", 1, busy_s=4.0),  # rank 0 starts them: processes that load torch
     Point("warm_up", 1, settings={"run.warm_up": "true"}),
     Point("recover", 1),
     Point("load_recover", 1, everywhere=True),
@@ -86,8 +88,12 @@ class Drill:
 
     @property
     def deadline_s(self) -> float:
-        """What a wait may take before the fault is known; a rank that dies, fails or comes under another name is known at once."""
-        return self.point.timeout_s if self.kind in ("slow", "stop") else 0.0
+        """What may pass before the fault is known. A rank that dies or fails is known at once, one that comes under another name as soon as
+        the survivor comes, and one that does not come when the survivor has waited for it.
+        """
+        if self.kind in ("exception", "kill"):
+            return 0.0
+        return self.point.busy_s + (self.point.timeout_s if self.kind in ("slow", "stop") else 0.0)
 
     @property
     def key(self) -> str:

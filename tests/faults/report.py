@@ -32,7 +32,8 @@ A row passes when
 
 The deadlines of these runs are short: {SYNC_TIMEOUT_S:g} s at a point, {JOIN_TIMEOUT_S:g} s at `join`, and {WRITE_TIMEOUT_S:g} s where
 rank 0 writes files meanwhile; a rank has {ANSWER_TIMEOUT_S:g} s to say where it is. Only a rank that is slow or stopped has to be waited
-for that long: a rank that fails, dies or comes under another name is known at once.
+for that long: a rank that fails, dies or comes under another name is known at once. At `engines` the wait for rank 1 begins when rank 0
+has started them, for which it gets 4 s.
 
 *Named after* counts from the moment at which the rank misbehaves to the other rank's verdict, and *told after* to the command's sentence on
 the terminal, which comes when its processes have ended; both in seconds, *deadline* included. *What was named* is the first line of what
