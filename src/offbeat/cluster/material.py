@@ -15,6 +15,17 @@ _EXACT_MATCH = "offbeat.rollout.rewards.exact_match:exact_match"
 
 
 @dataclass(frozen=True)
+class Base:
+    """The model that is trained or adapted; see `Material`, whose `context` may be shorter."""
+
+    model: str
+    build: BuildRequest | None
+    tokenizer_folder: str
+    tokenizer: Tokenizer
+    context: int
+
+
+@dataclass(frozen=True)
 class Material:
     """What a run works on, read before any process is started so that mistakes show at once.
 
@@ -40,24 +51,30 @@ def read_material(config: Config) -> Material:
         ModelError: the folder holds no model or tokenizer.
         DataError: the data cannot be used, or a prompt is too long for the model.
     """
-    build = None
+    base = read_base(config)
+    context = min(base.context, config.inference.max_context or base.context)
+    train, heldout = open_datasets(config.data, seed=config.run.seed)
+    for rows in (train, heldout):
+        check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=config.rollout.max_new_tokens)
+    return Material(base.model, base.build, base.tokenizer_folder, base.tokenizer, context, train, heldout)
+
+
+def read_base(config: Config) -> Base:
+    """Read model configuration and tokenizer; writes nothing.
+
+    Raises:
+        ModelError: the folder holds no model or tokenizer.
+    """
     if config.model.path:
         model = str(check_model_folder(config.model.path))
         tokenizer_folder = config.model.tokenizer or model
-        tokenizer = load_tokenizer(tokenizer_folder)
-        context = read_context_length(model)
-    else:
-        model = tokenizer_folder = str(config.run_dir / "model")
-        tokenizer = load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer()
-        context = config.model.tiny.max_positions
-        build = BuildRequest(
-            model, config.model.tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id,
-            config.run.seed)
-    context = min(context, config.inference.max_context or context)
-    train, heldout = open_datasets(config.data, seed=config.run.seed)
-    for rows in (train, heldout):
-        check_lengths(rows, tokenizer, config.data, context=context, max_new_tokens=config.rollout.max_new_tokens)
-    return Material(model, build, tokenizer_folder, tokenizer, context, train, heldout)
+        return Base(model, None, tokenizer_folder, load_tokenizer(tokenizer_folder), read_context_length(model))
+    model = str(config.run_dir / "model")
+    tokenizer = load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer()
+    tiny = config.model.tiny
+    build = BuildRequest(
+        model, tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, config.run.seed)
+    return Base(model, build, model, tokenizer, tiny.max_positions)
 
 
 def choose_reward(config: Config) -> str:

@@ -48,13 +48,10 @@ class Serving:
     async def watch(self, reload: Reload | None = None) -> None:
         """Until cancelled, notice engines that die or hang, and heal them; `reload` brings one to what is current, adapters by default."""
         healer = Healer(
-            self.pool, reload=reload or self._refill, restart=self.engines.restart if self.engines.workers else None,
+            self.pool, reload=reload or self.fleet.refill, restart=self.engines.restart if self.engines.workers else None,
             probe_interval_s=self.config.inference.probe_interval_s, probe_timeout_s=self.config.inference.probe_timeout_s,
             on_event=self._on_event)
         await run_beside(healer.run(), self.engines.watch(self.pool.quarantine))
-
-    async def _refill(self, client: EngineClient) -> None:
-        await self.fleet.refill(client)
 
     def _on_event(self, kind: str, **fields: Any) -> None:
         self.record.events.record(kind, **fields)

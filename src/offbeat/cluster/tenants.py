@@ -17,14 +17,14 @@ from offbeat.aio import beside, both
 from offbeat.algorithms.adam import AdamParams
 from offbeat.cluster.assemble import make_launcher
 from offbeat.cluster.engine_group import EngineGroup
-from offbeat.cluster.messages import BuildRequest
+from offbeat.cluster.material import read_base
 from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
 from offbeat.cluster.tenant_group import Passed, TenantGroup
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
-from offbeat.data.model_folder import check_model_folder, read_context_length, read_model_config
-from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from offbeat.data.model_folder import read_model_config
+from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError, DataError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.telemetry.record import RunRecord
@@ -228,31 +228,18 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
     if config.model.lora.dropout:
         raise ConfigError(
             f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
-    model, tokenizer_folder, tokenizer, build = _read_base(config)
-    if build is not None:
-        tokenizer.save(build.folder)
+    base = read_base(config)
+    if base.build is not None:
+        base.tokenizer.save(base.model)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
         trainers, engines = await both(
-            TenantGroup.start(launcher, config, model=model, build=build, log_dir=record.log_dir),
+            TenantGroup.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir),
             EngineGroup.start(launcher, config, log_dir=record.log_dir))
-        urls = await engines.serve(model=model, tokenizer=tokenizer_folder, version=UNPUBLISHED)
-        serving = await open_serving(stack, engines, urls, config, record, model=model)
-        canary = tuple(int(token) for token in range(min(tokenizer.vocab_size, 16)))
+        urls = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)
+        serving = await open_serving(stack, engines, urls, config, record, model=base.model)
+        canary = tuple(range(min(base.tokenizer.vocab_size, 16)))
         async with beside(serving.watch()):
-            model_config = read_model_config(model)
-            limits = Limits((model_config.get("text_config") or model_config)["vocab_size"], read_context_length(model))
-            yield Tenants(config, trainers, serving, tokenizer=tokenizer, canary=canary, limits=limits)
-
-
-def _read_base(config: Config) -> tuple[str, str, Tokenizer, BuildRequest | None]:
-    """Model folder, tokenizer folder, tokenizer, and how to make the model first."""
-    if config.model.path:
-        model = str(check_model_folder(config.model.path))
-        folder = config.model.tokenizer or model
-        return model, folder, load_tokenizer(folder), None
-    model = str(config.run_dir / "model")
-    tokenizer = load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer()
-    build = BuildRequest(
-        model, config.model.tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, config.run.seed)
-    return model, model, tokenizer, build
+            model_config = read_model_config(base.model)
+            limits = Limits((model_config.get("text_config") or model_config)["vocab_size"], base.context)
+            yield Tenants(config, trainers, serving, tokenizer=base.tokenizer, canary=canary, limits=limits)
