@@ -1,14 +1,20 @@
 """Whole runs in SPMD mode, under the real torchrun."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from offbeat.errors import RefusedError
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.server import EngineServer
 from offbeat.telemetry.jsonl import read_json_lines
 from small_run import SmallRun, torchrun
+from waiting import wait_until
 
+LORA = {"model__lora__rank": "4", "rollout__max_head_offpolicyness": "0", "checkpoint__every_steps": "2"}
 HEADS = {"rollout__single_rank_load": "false", "rollout__balance_batch": "false"}
 WORKFLOWS = Path(__file__).parents[1] / "support" / "workflows.py"
 
@@ -66,3 +72,45 @@ def test_one_rank_that_loads_carries_the_same_work_through(tmp_path: Path, model
     assert done.returncode == 0, done.stderr
     assert [row["global_step"] for row in read_json_lines(run.folder / "metrics.jsonl")] == [1, 2]
     assert max(row["step/rollout_wait_s"] for row in run.metrics()) > 5, "no wait was longer than the deadline, so this shows nothing"
+
+
+@pytest.fixture
+def engine(model_dir: str) -> Iterator[tuple[EngineServer, str]]:
+    """An engine in this process, and its URL."""
+    server = EngineServer(EngineOptions(model=model_dir))
+    try:
+        yield server, server.start()
+    finally:
+        server.stop()
+
+
+def test_ranks_go_on_while_an_adapter_is_fanned_out_and_one_that_no_engine_takes_ends_the_run(
+    engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
+) -> None:
+    run, (server, url), load = SmallRun(tmp_path, model_dir), engine, engine[0]._loop.load_adapter
+    bad = 3
+
+    def load_late(name: str, folder: str) -> None:
+        """Not before all ranks have passed the points behind the step that published the version."""
+        version = int(name.removeprefix("policy@"))
+        if version == bad:
+            raise RefusedError("this adapter is not to my taste")
+        wait_until(lambda: not version or len(run.metrics()) >= version, timeout_s=30)
+        load(name, folder)
+
+    server._loop.load_adapter = load_late
+    done = torchrun("train", *run.arguments(**LORA, run__total_steps="5", inference__urls=json.dumps([url])), world=2)
+    assert done.returncode == 1
+    last_words = [line for line in done.stderr.splitlines() if line.startswith("offbeat: ")]
+    assert len(last_words) == 2 and all(line.endswith("400: this adapter is not to my taste") for line in last_words), done.stderr
+    assert any(line.startswith("offbeat: the adapter policy@3 is bad: no engine takes it; engine 0: ") for line in last_words)
+    assert any(line.startswith("offbeat: sync point 'distributed_batch' cannot be passed: rank 0 failed") for line in last_words)
+    assert [event["version"] for event in run.events("publish")] == [0, 1, 2]
+    assert [row["global_step"] for row in run.metrics()] == [1, 2, 3]
+    for row, event in zip(run.metrics(), run.events("publish")[1:], strict=False):
+        assert row["time_s"] < event["time_s"], "the loop waited for the fan-out"
+    for step in (1, 2, 3):
+        versions = {v for group in run.groups(step) for t in group["trajectories"] for v in t["versions"] if v >= 0}
+        assert versions == {step - 1}, "the bound is 0"
+    assert [event["global_step"] for event in run.events("checkpoint")] == [2]
+    assert not processes_of(run)

@@ -10,7 +10,7 @@ from offbeat.cluster.session import Solo
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.state import HeadState, SavedState
 from offbeat.data.dataset import StreamState
-from offbeat.errors import ConfigError, StorageError
+from offbeat.errors import ConfigError, PublishError, StorageError
 from small_run import small_config
 
 
@@ -37,13 +37,23 @@ class Ranks:
         self.exported.append((folder, tokenizer))
 
 
+class Engines:
+    """Serve the version published last, or fail it."""
+
+    failed = False
+
+    async def settle(self) -> None:
+        if self.failed:
+            raise PublishError("the adapter policy@5 is served by no engine")
+
+
 def saved(step: int) -> SavedState:
     return SavedState(step, step + 1, (HeadState(StreamState(0, 2 * step), (f"0:{step}",)),))
 
 
-def checkpoints_of(ranks: Ranks, root: Path, *, num_heads: int = 1, **changes: str) -> Checkpoints:
+def checkpoints_of(ranks: Ranks, root: Path, *, num_heads: int = 1, engines: Engines | None = None, **changes: str) -> Checkpoints:
     session = SimpleNamespace(
-        trainers=ranks, config=small_config(root, **changes), peers=Solo(), num_heads=num_heads,
+        trainers=ranks, config=small_config(root, **changes), peers=Solo(), num_heads=num_heads, publisher=engines or Engines(),
         material=SimpleNamespace(tokenizer_folder="tokenizer"))
     return Checkpoints(session)
 
@@ -66,6 +76,16 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     asyncio.run(checkpoints.save(saved(2)))
     ranks.full = True
     with pytest.raises(StorageError, match="no space"):
+        asyncio.run(checkpoints.save(saved(4)))
+    assert asyncio.run(checkpoints.restore()) == saved(2)
+
+
+def test_a_checkpoint_whose_version_no_engine_serves_is_not_complete(tmp_path: Path) -> None:
+    engines = Engines()
+    checkpoints = checkpoints_of(Ranks(), tmp_path, engines=engines)
+    asyncio.run(checkpoints.save(saved(2)))
+    engines.failed = True
+    with pytest.raises(PublishError, match="served by no engine"):
         asyncio.run(checkpoints.save(saved(4)))
     assert asyncio.run(checkpoints.restore()) == saved(2)
 

@@ -21,12 +21,17 @@ def start(request: pytest.FixtureRequest):
 def test_an_adapter_is_trained_published_saved_and_gone_on_from(start, tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     for steps in (2, 3):
-        done = start("train", *run.arguments(**LORA, run__total_steps=str(steps), checkpoint__every_steps="1"))
+        done = start("train", *run.arguments(**LORA, run__total_steps=str(steps), checkpoint__every_steps="1", evaluate__every_steps="1"))
         assert done.returncode == 0, done.stderr
     publishes = run.events("publish")
     assert [event["version"] for event in publishes] == [0, 1, 2, 2, 3]
     assert all(event["canary_gap"] < 1e-4 and not event["quarantined"] for event in publishes)
+    assert not run.events("rejected"), "a rollout was played before a version was served"
     assert [row["global_step"] for row in run.metrics()] == [1, 2, 3]
+    assert all(row["step/publish_s"] > 0 and row["policy/canary_gap"] < 1e-4 for row in run.metrics())
+    for kind in ("evaluation", "checkpoint"):
+        for event in run.events(kind):
+            assert any(publish["version"] == event["global_step"] and publish["time_s"] < event["time_s"] for publish in publishes), kind
     for step in (1, 2, 3):
         versions = {v for group in run.groups(step) for t in group["trajectories"] for v in t["versions"] if v >= 0}
         assert versions and max(versions) < step + 1 and min(versions) >= step - 2

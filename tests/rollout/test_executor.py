@@ -138,6 +138,17 @@ def test_no_trained_token_is_older_than_the_bound_even_behind_a_straggler(eta: i
     run(body)
 
 
+def test_a_version_that_is_served_after_the_executor_was_left_admits_nothing() -> None:
+    async def body() -> None:
+        play = make(eta=0)
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+        await play.publish(executor, 1)
+        assert play.gate.capacity and not play.gate.running
+
+    run(body)
+
+
 def test_requeue_draws_a_straggler_again_and_never_waits_for_it() -> None:
     async def body() -> None:
         play = make(eta=1, on_stale="requeue", engine=Engine(slow=frozenset({"1>"})))

@@ -15,9 +15,9 @@ from offbeat.aio import both
 from offbeat.cluster.arena import Arena, open_rewards
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.group import Launcher, library_environment
-from offbeat.cluster.lora_publisher import POLICY, LoraPublisher
 from offbeat.cluster.material import Material, choose_canary, read_material
 from offbeat.cluster.place import Place
+from offbeat.cluster.publishers import POLICY, LoraPublisher, Release, WholePublisher, release_nobody
 from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
 from offbeat.cluster.session import Publishing, Session, Solo
 from offbeat.cluster.train_group import TrainGroup
@@ -57,7 +57,7 @@ async def open_controller(config: Config, place: Place, material: Material, reco
             both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record)))
         urls = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
         serving = await open_serving(stack, engines, urls, config, record, model=material.model)
-        policy = make_policy(serving, material, config, write=trainers.publish)
+        policy = await open_policy(stack, serving, material, config, write=trainers.publish)
         arena = Arena(config, record, material, policy.generate, rewards)
         yield Session(config, record, material, trainers, policy.publisher, arena, Solo(), policy.watch)
 
@@ -97,18 +97,25 @@ class Policy:
     watch: Callable[[], Coroutine[Any, Any, None]]
 
 
-def make_policy(serving: Serving, material: Material, config: Config, *, write: WriteVersion) -> Policy:
-    """Publishes what `write` writes: whole weights, or the adapter that `model.lora` asks for."""
+async def open_policy(
+    stack: AsyncExitStack, serving: Serving, material: Material, config: Config, *, write: WriteVersion, release: Release = release_nobody,
+) -> Policy:
+    """Publishes what `write` writes: whole weights, or the adapter that `model.lora` asks for.
+
+    Args:
+        release: lets other ranks go on that wait for this process to publish.
+    """
     pool, fleet = serving.pool, serving.fleet
     channel = DiskChannel(config.weights_dir.resolve(), keep=config.weights.keep, canary=choose_canary(material, config), write=write)
     if config.model.lora.rank:
-        return Policy(LoraPublisher(fleet, channel), partial(fleet.generate, POLICY), serving.watch)
+        adapters = await stack.enter_async_context(LoraPublisher(fleet, channel, release=release))
+        return Policy(adapters, partial(fleet.generate, POLICY), serving.watch)
     publisher = Publisher(
         lambda: pool.healthy,
         CollectiveChannel(channel, num_receivers=lambda: len(pool.healthy)) if config.weights.channel == "collective" else channel,
         config.weights, min_engines=config.inference.min_engines, on_serving=pool.admit, on_quarantine=pool.quarantine,
         recover=lambda version: pool.wait_healthy(version=version))
-    return Policy(publisher, pool.generate, partial(serving.watch, publisher.bring))
+    return Policy(WholePublisher(publisher, release), pool.generate, partial(serving.watch, publisher.bring))
 
 
 def make_launcher(config: Config, *, devices_taken: int = 0) -> Launcher:

@@ -53,11 +53,23 @@ class Trainers(Protocol):
         ...
 
 
-class Publishing(Protocol):
-    """Carries the trainers' weights to the engines."""
+OnServed = Callable[[PublishReport], None]
+"""Hears how a publish went, at the moment in which engines serve the version."""
 
-    async def publish(self, version: Version) -> PublishReport:
-        """Write the weights as `version` and bring every healthy engine to it."""
+
+class Publishing(Protocol):
+    """Carries the trainers' weights to the engines. In SPMD mode every rank calls the same methods."""
+
+    async def publish(self, version: Version, *, on_served: OnServed) -> None:
+        """Write the weights as `version` and bring every healthy engine to it. Engines may still be loading it when this returns.
+
+        Args:
+            on_served: on ranks that wait for rank 0 to write an adapter, it is never called: they roll nothing out.
+        """
+        ...
+
+    async def settle(self) -> None:
+        """Return when engines serve what was published last. Not collective: only the process that brings it to them waits."""
         ...
 
 

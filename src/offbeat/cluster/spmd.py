@@ -19,7 +19,7 @@ import torch
 
 from offbeat.aio import SideThread, beside, both
 from offbeat.cluster.arena import Arena, open_rewards
-from offbeat.cluster.assemble import make_launcher, make_policy
+from offbeat.cluster.assemble import make_launcher, open_policy
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.material import Material
 from offbeat.cluster.place import Place
@@ -27,7 +27,7 @@ from offbeat.cluster.rank_engine import RankEngine, build_model
 from offbeat.cluster.serving import UNPUBLISHED, open_pool, open_serving
 from offbeat.cluster.session import Session
 from offbeat.cluster.shards import Sharder
-from offbeat.cluster.spmd_peers import Followed, RankPeers, follow, lead_publishes
+from offbeat.cluster.spmd_peers import Followed, RankPeers, follow, make_release
 from offbeat.cluster.spmd_stage import Bystander, share_limits, share_rows
 from offbeat.cluster.spmd_trainers import HeadsLoad, OneRankLoads, RankTrainers
 from offbeat.config.root import Config
@@ -104,9 +104,10 @@ async def _open(
         followed = Followed(pool, config.inference)
         return session(follow(trainers, material, config, peers, followed=followed), arena, watch=followed.watch)
     serving = await open_serving(stack, engines, urls, config, record, model=material.model)
-    policy = make_policy(serving, material, config, write=trainers.publish)
+    policy = await open_policy(
+        stack, serving, material, config, write=trainers.publish, release=make_release(serving.pool, config, peers))
     arena = Arena(own, record, rows, policy.generate, rewards)
-    return session(lead_publishes(policy.publisher, serving.pool, config, peers), arena, watch=policy.watch)
+    return session(policy.publisher, arena, watch=policy.watch)
 
 
 async def _watch_nothing() -> None:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from offbeat.aio import SideThread
 from offbeat.cluster.material import Material, choose_canary
-from offbeat.cluster.session import Publishing
+from offbeat.cluster.publishers import Release
+from offbeat.cluster.session import OnServed
 from offbeat.cluster.spmd_trainers import RankTrainers
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.root import Config
@@ -59,59 +60,67 @@ class Published:
 
 
 @dataclass(frozen=True)
-class RankPublisher:
-    """Publishing on every rank: all give their weights, rank 0 brings them to the engines, and all learn how that went.
+class FollowingPublisher:
+    """Publishing on a rank that does not lead: it gives its weights, and goes on when rank 0 lets it.
 
-    The others wait for rank 0 as long as it shows life; no deadline of theirs ends while it waits for an engine.
+    Rank 0 does so when engines serve whole weights, and when it has written an adapter. It is waited for as long as it shows life.
 
     Attributes:
-        work: this rank's part; on rank 0 it gives the outcome.
-        timeout_s: seconds that the others wait for rank 0 to write the weights, on top of what it shows life in.
-        on_published: hears how it went.
+        give: this rank's part in writing a version.
+        timeout_s: seconds for rank 0 to write the weights, on top of what it shows life in.
+        on_published: hears how it went, if this rank is told.
     """
 
-    work: Callable[[Version], Awaitable[Published | None]]
+    give: Callable[[Version], Awaitable[object]]
     peers: RankPeers
     timeout_s: float
     on_published: Callable[[Published], None] = lambda _published: None
 
-    async def publish(self, version: Version) -> PublishReport:
+    async def publish(self, version: Version, *, on_served: OnServed) -> None:
         """See `Publishing.publish`.
 
         Raises:
-            PublishError: on rank 0, too few engines serve the version; the others hear that rank 0 failed.
+            PeerError: rank 0 failed.
         """
-        own = await self.work(version)
+        await self.give(version)
+        published = await _pass_published(self.peers, None, timeout_s=self.timeout_s)
+        if published is not None:
+            self.on_published(published)
+            on_served(published.report)
 
-        async def outcome() -> Published | None:
-            return own
-
-        result = await self.peers.lead("published", outcome, Published, timeout_s=self.timeout_s)
-        assert result is not None, "rank 0 publishes"
-        self.on_published(result)
-        return result.report
+    async def settle(self) -> None:
+        """See `Publishing.settle`: rank 0 waits for engines, and this rank for rank 0 where it needs it."""
 
 
-def lead_publishes(publisher: Publishing, pool: EnginePool, config: Config, peers: RankPeers) -> RankPublisher:
-    """The publisher of rank 0, around one that brings weights to the engines of the pool."""
+def make_release(pool: EnginePool, config: Config, peers: RankPeers) -> Release:
+    """How rank 0, which brings weights to the engines of the pool, lets the other ranks go on."""
 
-    async def publish(version: Version) -> Published:
-        report = await publisher.publish(version)
-        return Published(report, {name: pool.client(name).url for name in pool.states})
+    async def release(report: PublishReport | None) -> None:
+        published = report and Published(report, {name: pool.client(name).url for name in pool.states})
+        await _pass_published(peers, published, timeout_s=config.weights.stage_timeout_s)
 
-    return RankPublisher(publish, peers, config.weights.stage_timeout_s)
+    return release
+
+
+async def _pass_published(peers: RankPeers, published: Published | None, *, timeout_s: float) -> Published | None:
+    """The point at which ranks leave a publish; gives what rank 0 tells."""
+
+    async def told() -> Published | None:
+        return published
+
+    return await peers.lead("published", told, Published | None, timeout_s=timeout_s)
 
 
 def follow(
     trainers: RankTrainers, material: Material, config: Config, peers: RankPeers, *, followed: "Followed | None" = None,
-) -> RankPublisher:
-    """The publisher of a rank that does not lead: it gives its weights, and then routes to what rank 0 proved."""
+) -> FollowingPublisher:
+    """The publisher of a rank that does not lead; one that rolls out routes to what rank 0 proved."""
     canary = choose_canary(material, config)
 
     async def give_weights(version: Version) -> None:
         await trainers.publish(version, Path(), canary=canary)
 
-    publisher = partial(RankPublisher, give_weights, peers, config.weights.stage_timeout_s)
+    publisher = partial(FollowingPublisher, give_weights, peers, config.weights.stage_timeout_s)
     return publisher(followed.take) if followed is not None else publisher()
 
 

@@ -47,13 +47,15 @@ class Checkpoints:
         return last or (every > 0 and global_step % every == 0)
 
     async def save(self, saved: SavedState) -> None:
-        """Write the ranks' part, then the loop's, which declares the whole complete.
+        """Write the ranks' part, then the loop's, which declares the whole complete: not before engines serve its version.
 
         Raises:
+            PublishError: none does.
             StorageError: a disk is full; earlier checkpoints are intact.
         """
 
         async def complete() -> None:
+            await self._session.publisher.settle()
             self._index.complete(saved.global_step, wire.encode_json(saved))
             self._index.prune(self._config.checkpoint.keep)
 

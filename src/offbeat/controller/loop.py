@@ -2,6 +2,7 @@
 
     train          consumes batches of groups; produces weights; waits for rollouts, ranks and engines, each under a named deadline
     the executor   (rollout/executor.py) generates all the while, as far ahead as the staleness bound allows
+    the publisher  may bring a version to the engines beside the loop; the next step, evaluation and checkpoint wait until they serve it
     watch          ends the run when too few engines are alive
 
 The controller holds numpy arrays and sockets, never a tensor: torch is not even imported here. In SPMD mode every rank runs this loop
@@ -9,7 +10,7 @@ with objects of its own mode behind the same names; what only the leader does, i
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.aio import run_beside
@@ -22,6 +23,7 @@ from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data import wire
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
+from offbeat.types import Version
 from offbeat.weights.publish import PublishReport
 
 
@@ -56,6 +58,7 @@ class _Training:
         self._checkpoints = Checkpoints(session)
         self._stream = PromptStream(session.material.train, seed=session.config.run.seed, shuffle=session.config.data.shuffle)
         self._highlights = Highlights()
+        self._proof: dict[str, float] = {}
 
     async def run(self) -> TrainResult:
         session, state, config = self._session, self._state, self._config
@@ -67,6 +70,7 @@ class _Training:
         if state.stopping:
             return TrainResult(state.global_step, self._highlights, state.stopped_early)
         await self._publish(state.version)
+        await session.publisher.settle()  # rollouts begin with it
         rollouts = session.stage.rollouts(self._stream, version=state.version, last_version=state.last_version)
         evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate, session.peers)
         self._record.console.start(f"{config.run.name} · GRPO", config.run.total_steps)
@@ -94,6 +98,8 @@ class _Training:
         config, span = self._config, self._record.tracer.span
         clock = _Clock()
         with span("rollout", "controller", step=step.global_step):
+            await self._session.publisher.settle()  # the gate opens when engines serve the version that this step trains
+            gate_s = clock.lap()
             groups = await rollouts.prepare_batch()
         waited_s = clock.lap()
         with span("advantage", "controller"):
@@ -102,22 +108,26 @@ class _Training:
             stats = await self._session.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
         trained_s = clock.lap()
         with span("publish", "controller", version=step.next_version):
-            report = await self._publish(step.next_version)
-        rollouts.publish(step.next_version)
-        times = {"step/rollout_wait_s": waited_s, "step/train_s": trained_s, "step/publish_s": report.total_s}
-        proof = {"publish/switch_s": report.switch_s, "policy/canary_gap": report.canary_gap}
+            await self._publish(step.next_version, rollouts.publish)
+        times = {"step/rollout_wait_s": waited_s, "step/train_s": trained_s, "step/publish_s": gate_s + clock.lap()}
         parts = await self._session.peers.gather("export_stats", batch_stats(groups, version=step.version))
-        return groups, stats | batch_metrics(parts) | times | proof
+        return groups, stats | batch_metrics(parts) | times
 
-    async def _publish(self, version: int) -> PublishReport:
-        report = await self._session.publisher.publish(version)
-        self._highlights = replace(self._highlights, max_logprob_gap=max(self._highlights.max_logprob_gap, report.canary_gap))
-        self._record.events.record(
-            "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s,
-            switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined))
-        return report
+    async def _publish(self, version: Version, on_serving: Callable[[Version], None] = lambda _version: None) -> None:
+        """Publish. When engines serve the version, which may be later, record how it went and tell `on_serving`."""
+
+        def served(report: PublishReport) -> None:
+            self._proof = {"publish/switch_s": report.switch_s, "policy/canary_gap": report.canary_gap}
+            self._highlights = replace(self._highlights, max_logprob_gap=max(self._highlights.max_logprob_gap, report.canary_gap))
+            self._record.events.record(
+                "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s,
+                switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined))
+            on_serving(version)
+
+        await self._session.publisher.publish(version, on_served=served)
 
     async def _evaluate(self, evaluator: Evaluator, global_step: int) -> float:
+        await self._session.publisher.settle()
         with self._record.tracer.span("evaluate", "controller"):
             evaluation = await evaluator.run()
         self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
@@ -150,7 +160,8 @@ class _Training:
             "step/total_s": total_s,
             "throughput/generated_tokens_per_s": stats["rollout/generated_tokens"] / total_s,
             "throughput/trained_tokens_per_s": stats["train/tokens"] / total_s,
-        }
+        } | self._proof
+        self._proof = {}
         staleness = max(self._highlights.max_staleness, int(stats.get("rollout/staleness_max_versions", 0)))
         self._highlights = replace(self._highlights, max_staleness=staleness)
         self._record.stats.commit(self._stream.state().epoch, step.global_step, step.global_step, stats)

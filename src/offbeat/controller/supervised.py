@@ -78,6 +78,7 @@ async def _evaluate(session: Session, state: RunState, evaluator: Evaluator) -> 
         return None
     state.version += 1
     with session.record.tracer.span("publish", "controller", version=state.version):
-        await session.publisher.publish(state.version)
+        await session.publisher.publish(state.version, on_served=lambda _report: None)
+        await session.publisher.settle()
     with session.record.tracer.span("evaluate", "controller"):
         return await evaluator.run()

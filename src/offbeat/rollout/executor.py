@@ -65,6 +65,7 @@ class RolloutExecutor:
         self._failures: list[Exception] = []
         self._crash: BaseException | None = None
         self._num_rejected = 0
+        self._left = False
         self.sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.stop)
 
     async def __aenter__(self) -> Self:
@@ -72,6 +73,7 @@ class RolloutExecutor:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._left = True
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -123,7 +125,7 @@ class RolloutExecutor:
                 f" {self._num_rejected} were rejected in this run, events.jsonl says why") from exc
 
     def publish(self, version: Version) -> None:
-        """Engines serve `version`: its admissions may start."""
+        """Engines serve `version`: its admissions may start, unless the executor was left meanwhile."""
         self._gate.publish(version)
         self._admit()
 
@@ -140,7 +142,7 @@ class RolloutExecutor:
         return [task.result() for task in playing]
 
     def _admit(self) -> None:
-        while self._gate.capacity:
+        while self._gate.capacity and not self._left:
             prompt_id, row = self._stream.next()
             self._gate.admit(prompt_id)
             task = self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
