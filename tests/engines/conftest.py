@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest, models: Models) -> Iterator[Engine]:
             yield served
     else:
         url, _ = request.getfixturevalue("vllm_urls")
-        yield Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True), model, model)
+        yield Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, scores_prompts=False), model, model)
 
 
 @pytest.fixture(scope="session", params=KINDS)

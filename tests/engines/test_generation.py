@@ -3,6 +3,7 @@
 import asyncio
 import re
 import urllib.request
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def test_log_probabilities_of_sampled_tokens_are_hugging_faces(engine: Engine, m
 
 def test_temperature_zero_takes_the_likeliest_tokens(engine: Engine, models: Models) -> None:
     reference = models.reference(engine.serve(models.folder()).folder)
-    (sample,) = generate(engine, Sampling(20, temperature=0.0))
+    sample, same = generate(engine, Sampling(20, temperature=0.0), n=2)
+    assert sample.token_ids == same.token_ids
     for end, token in enumerate(sample.token_ids):
         assert reference.logits((*PROMPT, *sample.token_ids[:end]))[-1].argmax() == token
     assert largest_gap(sample, reference.logprobs(PROMPT, sample.token_ids)) < 1e-4
@@ -173,3 +175,72 @@ def test_a_connection_that_idled_is_not_used_again_while_the_server_closes_it(en
             await client.generate(PROMPT, Sampling(1), n=1, timeout_s=TIMEOUT_S)
 
     engine.run(body)
+
+
+def test_a_stop_token_ends_a_sample_is_part_of_it_and_is_not_in_its_text(engine: Engine, models: Models) -> None:
+    engine.serve(models.folder())
+    (whole,) = generate(engine, Sampling(30, temperature=0.0))
+    stop = whole.token_ids[6]
+    end = whole.token_ids.index(stop)
+    (sample,) = generate(engine, Sampling(30, temperature=0.0, stop_token_ids=(50, stop)))
+    assert (sample.token_ids, sample.finish_reason) == (whole.token_ids[: end + 1], "stop")
+    assert sample.text == load_tokenizer(models.folder()).decode(list(whole.token_ids[:end]))
+
+
+def test_the_end_token_ends_a_sample_whatever_else_stops_it_unless_it_is_ignored(engine: Engine, models: Models) -> None:
+    engine.serve(models.folder())
+    eos = load_tokenizer(models.folder()).eos_token_id
+    for sampling in (Sampling(200), Sampling(200, stop=("never this",)), Sampling(200, stop_token_ids=(7,))):
+        ends = {eos, *sampling.stop_token_ids}
+        samples = generate(engine, replace(sampling, seed=1), n=8)
+        for sample in samples:
+            assert not ends.intersection(sample.token_ids[:-1])
+            assert (sample.token_ids[-1] in ends) == (sample.finish_reason == "stop")
+        assert any(sample.token_ids[-1] == eos for sample in samples)
+    samples = generate(engine, Sampling(200, seed=1, ignore_eos=True), n=8)
+    assert {(len(sample.token_ids), sample.finish_reason) for sample in samples} == {(200, "length")}
+    assert any(eos in sample.token_ids[:-1] for sample in samples)
+    samples = generate(engine, Sampling(200, seed=1, ignore_eos=True, stop_token_ids=(eos,)), n=8)
+    assert all(eos not in sample.token_ids[:-1] for sample in samples)
+
+
+def test_a_stop_string_ends_a_sample_with_the_tokens_that_complete_it(engine: Engine, models: Models) -> None:
+    engine.serve(models.folder())
+    (whole,) = generate(engine, Sampling(30, temperature=0.0))
+    stop = whole.text[4:7]
+    (sample,) = generate(engine, Sampling(30, temperature=0.0, stop=(stop,)))
+    assert sample.finish_reason == "stop"
+    assert load_tokenizer(models.folder()).decode(list(sample.token_ids)).endswith(stop)
+
+
+@pytest.mark.parametrize("sampling", [
+    Sampling(12, top_logprobs=4), Sampling(12, temperature=0.6, top_logprobs=3), Sampling(12, top_k=2, top_logprobs=5),
+    Sampling(8, temperature=0.0, top_logprobs=1)])
+def test_the_likeliest_tokens_at_each_position_are_hugging_faces(engine: Engine, models: Models, sampling: Sampling) -> None:
+    reference = models.reference(engine.serve(models.folder()).folder)
+    for sample in generate(engine, sampling, n=2):
+        logits = reference.logits((*PROMPT, *sample.token_ids))[len(PROMPT) - 1 : -1] / (sampling.temperature or 1.0)
+        if sampling.top_k:
+            logits[logits < logits.topk(sampling.top_k).values[:, -1:]] = -torch.inf
+        table = logits.log_softmax(-1)
+        for row, token, logprob, top in zip(table, sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True):
+            expected = row.topk(min(sampling.top_logprobs, sampling.top_k or 99))
+            assert [likely for likely, _ in top] == expected.indices.tolist()
+            assert torch.allclose(torch.tensor([likely for _, likely in top]), expected.values, atol=1e-4)
+            assert abs(dict(top).get(token, logprob) - logprob) < 1e-6
+
+
+def test_log_probabilities_of_all_tokens_beside_limits_are_given_or_refused(engine: Engine, models: Models) -> None:
+    reference = models.reference(engine.serve(models.folder()).folder)
+    sampling = Sampling(12, temperature=0.7, top_k=3, top_p=0.9, scaled_logprobs=True, seed=2)
+    if engine.kind == "vllm":
+        with pytest.raises(RefusedError, match="vLLM gives log-probabilities among the tokens that top_k and top_p leave"):
+            generate(engine, sampling)
+        sampling = replace(sampling, top_k=0, top_p=1.0)
+    (sample,) = generate(engine, sampling)
+    logits = reference.logits((*PROMPT, *sample.token_ids))[len(PROMPT) - 1 : -1] / 0.7
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None]).squeeze(1)
+    assert largest_gap(sample, expected.tolist()) < 1e-4
+    if engine.kind == "embedded":
+        (plain,) = generate(engine, replace(sampling, scaled_logprobs=False))
+        assert plain.token_ids == sample.token_ids and max(plain.logprobs) > max(sample.logprobs)

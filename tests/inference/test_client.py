@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from offbeat.config.weights import WeightsConfig
 from offbeat.errors import BusyError, DeadlineError, EngineError, PublishError, RefusedError
 from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.embedded.request import Event
 from offbeat.inference.embedded.server import EngineServer
 from offbeat.inference.sampling import Sampling
 from offbeat.model.fingerprint import fingerprint
@@ -137,8 +139,13 @@ def test_a_publish_that_leaves_old_weights_in_an_engine_is_caught_by_the_proof(s
 
 def test_weights_that_are_right_and_a_forward_that_is_not_are_caught_by_the_canary(start_engine, newer, monkeypatch) -> None:
     faulty, bad = start_engine()
-    score = faulty._engine.score
-    monkeypatch.setattr(faulty._engine, "score", lambda tokens, **_: (score(tokens)[0], [logprob - 0.01 for logprob in score(tokens)[1]]))
+    compute = faulty._engine._scorer.compute
+
+    def off(*args: Any, **kwargs: Any) -> list[Event]:
+        (event,) = compute(*args, **kwargs)
+        return [replace(event, result=replace(event.result, logprobs=[logprob - 0.01 for logprob in event.result.logprobs]))]
+
+    monkeypatch.setattr(faulty._engine._scorer, "compute", off)
     with pytest.raises(PublishError, match=r"its canary log-probability is off by 0\.01, more than 0\.001"):
         publish({"bad": bad}, newer, min_engines=1)
 

@@ -1,6 +1,7 @@
 """The fleet as a cache of adapters: over engines in memory for random histories and balance, and over real engines with real faults."""
 
 import asyncio
+import itertools
 import json
 import random
 import shutil
@@ -16,13 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.errors import BusyError, EngineError, PublishError, RefusedError
+from offbeat.errors import BusyError, EngineError, ProofError, PublishError, RefusedError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.fleet import AdapterFleet
 from offbeat.inference.health import Healer
 from offbeat.inference.members import State
 from offbeat.inference.pool import EnginePool
-from offbeat.inference.sampling import Sample, Sampling
+from offbeat.inference.sampling import PromptScore, Sample, Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.adapters import AdapterManifest, split_adapter_name
 from offbeat.weights.protocol import Proof
@@ -40,6 +41,7 @@ class Engine:
     capacity: int = 32
     pace_s: float = 0.0
     fault: str = ""
+    base_logprob: float = -2.0
     url: str = ""
     held: dict[str, str] = field(default_factory=dict)
     running: Counter[str] = field(default_factory=Counter)
@@ -56,7 +58,7 @@ class Engine:
 
     async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, timeout_s: float, adapter: str = "") -> list[Sample]:
         await self.health(timeout_s=timeout_s)
-        if adapter not in self.held:
+        if adapter and adapter not in self.held:
             self.num_unknown += 1
             raise RefusedError(f"{self.name} answered with 404: no adapter {adapter}")
         self.num_requests += 1
@@ -65,7 +67,13 @@ class Engine:
             await asyncio.sleep(self.pace_s)
         finally:
             self.running[adapter] -= 1
-        return [Sample((1,), (-1.0,), (split_adapter_name(adapter)[1],), adapter, "stop")] * n
+        return [Sample((1,), (-1.0,), (split_adapter_name(adapter)[1] if adapter else 0,), adapter, "stop")] * n
+
+    async def score(
+        self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: object = None, timeout_s: float,
+    ) -> PromptScore:
+        (sample,) = await self.generate(tokens, SAMPLING, n=1, timeout_s=timeout_s, adapter=adapter)
+        return PromptScore((float("nan"),) + (-1.0,) * (len(tokens) - 1), sample.versions[0])
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
         self.loading += 1
@@ -87,6 +95,9 @@ class Engine:
         self.held.pop(name, None)
 
     async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
+        await self.health(timeout_s=timeout_s)
+        if not adapter:
+            return Proof(0, "base", self.base_logprob)
         if adapter not in self.held:
             raise RefusedError("404")
         return Proof(split_adapter_name(adapter)[1], self.held[adapter], -1.0)
@@ -210,6 +221,8 @@ def test_through_publishes_faults_and_evictions_every_answer_is_of_a_version_tha
     chance = random.Random(seed)
     engines = [Engine(name, 4, pace_s=0.0005) for name in "abc"]
     published: dict[str, int] = dict.fromkeys("xyzuv", 0)
+    pinned: list[str] = []
+    numbers = itertools.count(1)
 
     async def body(pool: EnginePool, fleet: AdapterFleet) -> None:
         async def publish(tenant: str) -> None:
@@ -223,6 +236,22 @@ def test_through_publishes_faults_and_evictions_every_answer_is_of_a_version_tha
             before = fleet.current(tenant) or ""
             answer = await ask(fleet, tenant)
             assert answer.startswith(f"{tenant}@") and split_adapter_name(answer)[1] >= split_adapter_name(before)[1]
+
+        async def pin(tenant: str) -> None:
+            version = 1000 * next(numbers)  # what is published without a pin goes on from there
+            if chance.random() < 0.5:
+                fleet.pin(manifest(tenant, version))
+            else:
+                with suppress(PublishError):
+                    published[tenant] = max(published[tenant], version)
+                    await fleet.publish(manifest(tenant, version), pinned=True)
+            pinned.append(f"{tenant}@{version}")
+
+        async def request_pinned(_: str) -> None:
+            if pinned:
+                name = chance.choice(pinned)
+                with suppress(RefusedError):  # its pinned publish met dead engines alone, and failed
+                    assert await ask(fleet, name) == name
 
         async def lose_all(engine: Engine) -> None:
             if engine not in lost:  # it was restarted, and nobody knows
@@ -242,7 +271,7 @@ def test_through_publishes_faults_and_evictions_every_answer_is_of_a_version_tha
             await publish(tenant)
         tasks = []
         for _ in range(60):
-            act = chance.choices([publish, request, lose_all, die], [2, 10, 1, 1])[0]
+            act = chance.choices([publish, request, pin, request_pinned, lose_all, die], [2, 8, 1, 4, 1, 1])[0]
             tasks.append(asyncio.create_task(act(chance.choice(engines if act in (lose_all, die) else "xyzuv"))))
             await asyncio.sleep(chance.choice([0, 0.001]))
         await asyncio.gather(*tasks)
@@ -354,7 +383,8 @@ def test_a_healed_engine_holds_what_the_others_hold_unless_the_folder_is_spoilt(
         assert sorted(a.held) == sorted(b.held) == ["t0@2", *(f"t{i}@1" for i in range(1, 6)), "t9@1"]
         pool.quarantine("a", "it died again")
         a.held.clear()
-        fleet._manifests["t1@1"] = replace(fleet._manifests["t1@1"], folder="bad")  # spoilt on disk, and b still holds it: a is to blame
+        published = fleet._catalog._published
+        published["t1@1"] = replace(published["t1@1"], folder="bad")  # spoilt on disk, and b still holds it: a is to blame
         with pytest.raises(RefusedError, match="bad is no adapter"):
             await fleet.refill(a)
         pool.quarantine("b", "it died, too")  # nobody holds it: it is left out
@@ -388,6 +418,120 @@ def test_folders_stay_while_anyone_may_read_them(tmp_path: Path) -> None:
         assert left() == ["v3", "v4"]
 
     using([engine], body)
+
+
+def test_pinned_versions_are_served_at_their_first_request_beside_what_is_published(tmp_path: Path) -> None:
+    engines = [Engine(name) for name in "ab"]
+    folders = {version: tmp_path / f"v{version}" for version in range(1, 8)}
+
+    def pinnable(version: int) -> AdapterManifest:
+        folders[version].mkdir(exist_ok=True)
+        return manifest("alice", version, folder=str(folders[version]))
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        fleet.pin(pinnable(5))  # as after a restart: newer than what is published next
+        assert not any(engine.held for engine in engines) and fleet.held == {"a": [], "b": []}
+        for version in (1, 2, 3, 4):
+            await fleet.publish(pinnable(version))
+        assert await ask(fleet, "alice@5") == "alice@5"
+        assert await ask(fleet, "alice") == "alice@4"
+        report = await fleet.publish(pinnable(7), pinned=True)
+        assert sorted(report.serving) == ["a", "b"]
+        await fleet.publish(pinnable(6), pinned=True)
+        assert await asyncio.gather(*(ask(fleet, f"alice@{version}") for version in (5, 6, 7))) == ["alice@5", "alice@6", "alice@7"]
+        assert fleet.current("alice") == "alice@7"
+        assert (await fleet.score("alice@5", (1, 2))).version == 5
+        assert {name for names in fleet.held.values() for name in names} == {"alice@5", "alice@6", "alice@7"}
+        assert sorted(folder.name for folder in tmp_path.iterdir()) == ["v3", "v4", "v5", "v6", "v7"]
+        fleet.remove("alice")
+        assert await ask(fleet, "alice@5") == "alice@5"
+        with pytest.raises(RefusedError, match="no adapter 'alice@4'"):
+            await ask(fleet, "alice@4")
+
+    using(engines, body)
+
+
+def test_an_unpinned_version_leaves_with_its_last_request_and_its_folder_stays(tmp_path: Path) -> None:
+    engine = Engine("a", pace_s=0.02)
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        pinned = manifest("alice", 1, folder=str(tmp_path))
+        fleet.pin(pinned)
+        for wait_s in (0.01, 0.05):  # while it is loaded; while it generates
+            call = asyncio.create_task(ask(fleet, "alice@1"))
+            await asyncio.sleep(wait_s - 0.02 * (wait_s > 0.02))
+            fleet.unpin("alice@1")
+            with pytest.raises(RefusedError, match="there is no adapter 'alice@1'; publish it first"):
+                await ask(fleet, "alice@1")
+            with pytest.raises(PublishError, match="requests still use alice@1"):
+                fleet.pin(manifest("alice", 1, folder="another"))
+            assert await call == "alice@1"
+            await until(lambda: not engine.held)
+            fleet.pin(pinned)
+        fleet.prune()
+        assert tmp_path.exists()
+
+    using([engine], body)
+
+
+def test_a_pinned_publish_that_fails_is_unknown_unless_it_was_pinned_before() -> None:
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        with pytest.raises(PublishError, match="alice@1 is bad"):
+            await fleet.publish(manifest("alice", 1, folder="bad"), pinned=True)
+        with pytest.raises(RefusedError, match="there is no adapter 'alice@1'"):
+            await ask(fleet, "alice@1")
+        fleet.pin(manifest("alice", 2, folder="bad"))
+        with pytest.raises(PublishError, match="alice@2 is bad"):
+            await fleet.publish(manifest("alice", 2, folder="bad"), pinned=True)
+        with pytest.raises(RefusedError, match="bad is no adapter"):
+            await ask(fleet, "alice@2")
+
+    using([Engine("a")], body)
+
+
+def test_thousands_of_pinned_versions_take_turns_on_engines_that_hold_four() -> None:
+    engines = [Engine(name, 4, pace_s=0.0002) for name in "ab"]
+    chance = random.Random(0)
+
+    async def body(_: EnginePool, fleet: AdapterFleet) -> None:
+        for i in range(3000):
+            fleet.pin(manifest(f"t{i % 100}", i))
+        names = [f"t{i % 100}@{i}" for i in (chance.randrange(3000) for _ in range(200))]
+        slots = asyncio.Semaphore(8)
+
+        async def one(name: str) -> None:
+            async with slots:
+                assert await ask(fleet, name) == name
+
+        await asyncio.gather(*map(one, names))
+        assert all(0 < len(names) <= 4 for names in fleet.held.values())
+
+    using(engines, body, capacity=4)
+    assert not any(engine.num_unknown for engine in engines)
+
+
+def test_the_base_model_is_served_beside_adapters_once_engines_have_proven_it_also_after_healing() -> None:
+    engines = [Engine("a"), Engine("b", base_logprob=-2.5)]
+
+    async def body(pool: EnginePool, fleet: AdapterFleet) -> None:
+        await fleet.publish(manifest("alice", 1))
+        with pytest.raises(EngineError, match="no engine can serve: a: has no proven version yet"):
+            await ask(fleet, "")
+        await fleet.serve_base((1, 2), -2.0)
+        assert pool.states == {"a": State.SERVING, "b": State.QUARANTINED}
+        assert await ask(fleet, "") == "" and await ask(fleet, "alice") == "alice@1"
+        assert (await fleet.score("", (1, 2, 3))).version == 0
+        pool.mark_healing("b")
+        with pytest.raises(ProofError, match="b serves another base model: its canary log-probability is off by 0.5, more than 0.001"):
+            await fleet.refill(engines[1])
+        engines[1].base_logprob = -2.0
+        version = await fleet.refill(engines[1])
+        pool.restore("b", version)
+        assert pool.states["b"] is State.SERVING and version == 0
+        pool.quarantine("a", "it died")
+        assert await ask(fleet, "") == ""
+
+    using(engines, body)
 
 
 # -- real engines ----------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Routing over real engines: where requests go, and what happens when an engine fails, refuses, is full or is quarantined."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -121,6 +122,49 @@ def test_a_full_engine_is_asked_again_later(start_engine) -> None:
         samples = await asyncio.gather(*(pool.generate(PROMPT, Sampling(2), n=1) for _ in range(8)))
         assert len(samples) == 8
         assert failures == []
+
+    using([url], body)
+
+
+def test_scores_are_routed_as_samples_are_and_tokens_are_counted(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+
+    async def body(pool: EnginePool, failures: list) -> None:
+        assert pool.outstanding == {"engine 0": 0, "engine 1": 0} and pool.generated_tokens == 0
+        blocked = threading.Event()
+        first._loop.call(lambda: blocked.wait(10))
+        score = asyncio.create_task(pool.score(PROMPT, top_k=1, targets=((), (5,), (6, 7))))
+        await until(lambda: pool.outstanding == {"engine 0": 3, "engine 1": 0})
+        stopped = asyncio.create_task(asyncio.to_thread(first.stop))
+        await until(lambda: first._loop._stopping)
+        blocked.set()
+        score = await score
+        await stopped
+        assert len(score.logprobs) == 3 and len(score.top[2]) == 1 and len(score.target_logprobs[2]) == 2
+        assert [name for name, _ in failures] == ["engine 0"]
+        samples = await pool.generate(PROMPT, Sampling(5, ignore_eos=True), n=3)
+        assert pool.generated_tokens == 15 == sum(len(sample.token_ids) for sample in samples)
+        with pytest.raises(RefusedError, match="vocabulary"):
+            await pool.score((999, 1))
+
+    using([url_0, url_1], body)
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_a_score_by_new_weights_waits_for_their_proof(start_engine, proven: bool) -> None:
+    _, url = start_engine()
+
+    async def body(pool: EnginePool, _: list) -> None:
+        pool.admit("engine 0", -1)
+        score = asyncio.create_task(pool.score(PROMPT))
+        assert not (await asyncio.wait([score], timeout=0.2))[0]
+        if proven:
+            pool.admit("engine 0", 0)
+            assert (await score).version == 0
+        else:
+            pool.quarantine("engine 0", "its weights are old")
+            with pytest.raises(EngineError, match="its weights are old"):
+                await score
 
     using([url], body)
 

@@ -1,11 +1,12 @@
 """A sample is whole, or an error of the engine that gave it."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from offbeat.errors import EngineError
-from offbeat.inference.sampling import Sample
+from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
 
 WHOLE = Sample((4, 5, 0), (-0.1, -0.2, -0.3), (2, 2, 3), "ab", "stop")
 
@@ -18,7 +19,30 @@ def test_a_whole_sample_is_itself() -> None:
     (replace(WHOLE, versions=(2, 2)), "3 tokens with 3 log-probabilities and 2 versions"),
     (replace(WHOLE, logprobs=()), "3 tokens with 0 log-probabilities and 3 versions"),
     (replace(WHOLE, finish_reason="abort"), "ended a sample with 'abort'"),
+    (replace(WHOLE, top_logprobs=(((4, -0.1),),)), "3 tokens with the likeliest at 1 positions"),
 ])
 def test_a_sample_that_cannot_be_trained_on_is_an_error(sample: Sample, reason: str) -> None:
     with pytest.raises(EngineError, match=reason):
         sample.check()
+
+
+def test_only_limits_that_leave_tokens_out_restrict() -> None:
+    assert not any(sampling.is_restricted for sampling in (Sampling(1), Sampling(1, 0.5), Sampling(1, 0.0, top_k=3, top_p=0.5)))
+    assert Sampling(1, top_k=3).is_restricted and Sampling(1, top_p=0.5).is_restricted
+
+
+REQUEST = ScoreRequest((4, 5), 1, ((), (7,)))
+SCORE = PromptScore((math.nan, -0.5), 3, ((), ((5, -0.5),)), ((), (-2.0,)))
+
+
+def test_a_score_that_answers_its_request_is_itself() -> None:
+    assert SCORE.check(REQUEST) is SCORE
+    PromptScore((math.nan, -0.5), 3).check(ScoreRequest((4, 5)))
+
+
+@pytest.mark.parametrize("score", [
+    replace(SCORE, logprobs=(math.nan,)), replace(SCORE, logprobs=(math.nan, math.nan)), replace(SCORE, top=((),)),
+    replace(SCORE, target_logprobs=((),) * 3)])
+def test_a_score_in_part_is_an_error(score: PromptScore) -> None:
+    with pytest.raises(EngineError, match="an engine scored . of 2 tokens"):
+        score.check(REQUEST)

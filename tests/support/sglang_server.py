@@ -72,9 +72,12 @@ class SGLangServer:
             return web.json_response({"error": {"message": f"The following requested LoRA adapters are not loaded: {adapter}"}}, status=400)
         prompt, params = body["input_ids"], body["sampling_params"]
         renamed = {"max_tokens": params["max_new_tokens"], "seed": params.get("sampling_seed")}
-        shared = {name: params[name] for name in ("temperature", "top_p", "top_k", "stop") if name in params}
+        shared = {
+            name: params[name] for name in ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos") if name in params}
+        num_top = body.get("top_logprobs_num", 0)
         status, answer = await self._call("/v1/completions", {
-            "prompt": prompt, "logprobs": 0, "return_token_ids": True, **renamed, **shared, **({"model": adapter} if adapter else {})})
+            "prompt": prompt, "logprobs": num_top, "return_token_ids": True, **renamed, **shared,
+            **({"model": adapter} if adapter else {})})
         if status != 200:
             return web.json_response(answer, status=status)
         (choice,) = answer["choices"]
@@ -87,8 +90,14 @@ class SGLangServer:
             "id": "1", "finish_reason": {"type": choice["finish_reason"]}, "prompt_tokens": len(prompt), "completion_tokens": end,
             "weight_version": spans[-1]["version"], "weight_versions": spans,
             "output_token_logprobs": [[logprob, token, None] for logprob, token in logprobs]}
+        if num_top:
+            meta["output_top_logprobs"] = [
+                [[logprob, int(name.removeprefix("token_id:")), None] for name, logprob in row.items()]
+                for row in choice["logprobs"]["top_logprobs"]]
         if body.get("logprob_start_len") == 0:
-            score = (await self._call("/v1/score", {"tokens": prompt} | ({"adapter": adapter} if adapter else {})))[1]
+            score = (await self._call("/v1/score", {"tokens": prompt, "top_k": num_top} | ({"adapter": adapter} if adapter else {})))[1]
+            meta["input_top_logprobs"] = [
+                None, *([[logprob, token, None] for token, logprob in row] for row in score.get("top_logprobs", []))]
             meta["input_token_logprobs"] = [
                 [logprob, token, None] for logprob, token in zip([None, *score["logprobs"]], prompt, strict=True)]
         meta = {name: value for name, value in meta.items() if name not in self.drops}

@@ -108,6 +108,7 @@ def make_dialect(config: Config, model: str) -> Dialect:
         case "embedded":
             return EmbeddedDialect(model=model, lora_rank=config.model.lora.rank)
         case "vllm":
-            return VllmDialect(model=model, whole_weights=not lora, lora=lora)
+            on_cpu = not config.cluster.devices_per_worker
+            return VllmDialect(model=model, whole_weights=not lora, lora=lora, scores_prompts=not (lora and on_cpu))
         case "sglang":
             return SGLangDialect()

@@ -1,27 +1,28 @@
-"""The engines as a cache of adapters: which engine holds which, what makes room for what, and which version of a tenant is current.
+"""The engines as a cache of adapters: which engine holds which, and what makes room for what.
 
-Publishing and generation for LoRA go through `AdapterFleet`; routing itself is the pool's. An adapter that a request wants and no engine in
-service holds is loaded and proven first. All books are kept on the event loop: what is read and changed without an `await` between is one.
+Publishing, generation and scoring for LoRA go through `AdapterFleet`; routing itself is the pool's, and which versions there are the
+catalog's. An adapter that a request wants and no engine in service holds is loaded and proven first. All books are kept on the event loop:
+what is read and changed without an `await` between is one.
 """
 
 import asyncio
 import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
-from weakref import WeakValueDictionary
 
 from offbeat.aio import deadline, gather_all
 from offbeat.errors import DeadlineError, EngineError, OffbeatError, ProofError, PublishError, RefusedError
+from offbeat.inference.catalog import Catalog, tenant_of
 from offbeat.inference.pool import EnginePool
-from offbeat.inference.sampling import Sample, Sampling
-from offbeat.inference.shelf import Shelf, counted
+from offbeat.inference.sampling import PromptScore, Sample, Sampling
+from offbeat.inference.shelf import Book, Shelf, counted
 from offbeat.types import Version
-from offbeat.weights.adapters import AdapterManifest, split_adapter_name
+from offbeat.weights.adapters import AdapterManifest
 from offbeat.weights.lora_fanout import FanoutReport, Installed, fan_out, install
 from offbeat.weights.protocol import EngineControl
 from offbeat.weights.publish import objection
@@ -29,23 +30,6 @@ from offbeat.weights.publish import objection
 _LOADS_AT_ONCE = 4
 _PUBLISH_ROUNDS = 2
 _UNLOAD_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True)
-class Book:
-    """A shelf with what orders the calls to its engine.
-
-    Attributes:
-        slots: loads at once.
-        locks: one at a time loads or unloads an adapter.
-    """
-
-    shelf: Shelf
-    slots: asyncio.Semaphore
-    locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
-
-    def lock(self, name: str) -> asyncio.Lock:
-        return self.locks.setdefault(name, asyncio.Lock())
 
 
 @dataclass(frozen=True)
@@ -98,12 +82,10 @@ class AdapterFleet:
         self._capacity = capacity
         self._tolerance = tolerance
         self._timeout_s = timeout_s
-        self._keep = keep
         self._on_event = on_event
         self._books = {name: Book(Shelf(capacity), asyncio.Semaphore(min(_LOADS_AT_ONCE, capacity))) for name in pool.states}
-        self._manifests: dict[str, AdapterManifest] = {}
-        self._current: dict[str, str] = {}
-        self._newest: dict[str, str] = {}
+        self._catalog = Catalog(keep=keep)
+        self._base: tuple[tuple[int, ...], float] | None = None
         self._requests: Counter[str] = Counter()
         self._chores: set[asyncio.Task[None]] = set()
 
@@ -117,22 +99,19 @@ class AdapterFleet:
 
     # -- publishing --------------------------------------------------------------------------------------------------------------------
 
-    async def publish(self, manifest: AdapterManifest) -> FanoutReport:
+    async def publish(self, manifest: AdapterManifest, *, pinned: bool = False) -> FanoutReport:
         """Bring a tenant's new version to the engines; it is current from the first that serves it. Older versions leave as they drain.
+
+        Args:
+            pinned: as by `pin`, from now on; it may then be older than others of its tenant.
 
         Raises:
             PublishError: no engine serves it, and none heals in time; each engine's reason. The tenant's older versions, and all other
                 tenants, go on as before.
         """
-        name, tenant = manifest.name, manifest.tenant
-        newest = self._newest.get(tenant)
-        if newest is not None and manifest.version <= _version(newest):
-            raise PublishError(f"{name} is not newer than {newest}; a version is published once, and a tenant's versions count up")
-        if newest is None and any(name in book.shelf.names for book in self._books.values()):
-            raise PublishError(f"requests still use {name} of a removed tenant {tenant}; publish another version, or later")
-        before = self._manifests.get(newest or "")
-        manifest = replace(manifest, canary_before=before and before.canary_logprob)
-        self._manifests[name], self._newest[tenant] = manifest, name
+        name, was_known = manifest.name, self._catalog.get(manifest.name) is not None
+        self._check_unused(name)
+        manifest = self._catalog.publish(manifest, pinned=pinned)
         try:
             for _ in range(_PUBLISH_ROUNDS):
                 report = await self._fan_out(manifest)
@@ -140,13 +119,36 @@ class AdapterFleet:
                 if report.serving or report.adapter_is_bad:
                     break
             return report.check()
-        except EngineError as exc:
-            raise PublishError(f"{name} could not be published: {exc}") from exc
+        except BaseException as exc:
+            if not was_known:
+                self._catalog.withdraw(name)
+            if isinstance(exc, EngineError):
+                raise PublishError(f"{name} could not be published: {exc}") from exc
+            raise
         finally:
-            if self._newest.get(tenant) == name and self._current.get(tenant) != name:
-                self._withdraw(tenant, name)
-            self._retire(tenant)
+            self._retire(manifest.tenant)
             self.prune()
+
+    def pin(self, manifest: AdapterManifest) -> None:
+        """Know a version until it is unpinned, its folder included, whatever its tenant publishes or has published.
+
+        No engine is asked: one loads and proves it before the first request goes there, and again whenever it has made room meanwhile.
+
+        Raises:
+            PublishError: the name stands for another version, or did and is still in use.
+        """
+        self._check_unused(manifest.name)
+        self._catalog.pin(manifest)
+
+    def unpin(self, name: str) -> None:
+        """Serve a version no more, also if it is its tenant's current one; requests in flight finish, and its folder stays."""
+        self._catalog.unpin(name)
+        self._retire(tenant_of(name))
+
+    def _check_unused(self, name: str) -> None:
+        """A name must not stand for something else than what engines still hold under it."""
+        if self._catalog.get(name) is None and any(name in book.shelf.names for book in self._books.values()):
+            raise PublishError(f"requests still use {name} of a removed tenant {tenant_of(name)}; publish another version, or later")
 
     def _record(self, report: FanoutReport, manifest: AdapterManifest) -> None:
         engines = {
@@ -154,21 +156,14 @@ class AdapterFleet:
         self._on_event("fanout", adapter=manifest.name, total_s=round(report.total_s, 4), num_bytes=manifest.num_bytes, engines=engines)
 
     def remove(self, tenant: str) -> None:
-        """Serve a tenant no more; requests in flight finish, and its folders stay."""
-        self._current.pop(tenant, None)
-        self._newest.pop(tenant, None)
-        self._manifests = {name: manifest for name, manifest in self._manifests.items() if manifest.tenant != tenant}
+        """Serve what a tenant has published no more; requests in flight finish, its folders stay, and so do versions that are pinned."""
+        self._catalog.remove(tenant)
         self._retire(tenant)
 
     def prune(self) -> None:
-        """Remove the folders of versions that are not among a tenant's newest, and that no engine or request may read."""
-        kept = {*self._requests, *self._newest.values(), *self._current.values()}
-        kept = kept.union(*(book.shelf.names for book in self._books.values()))
-        by_tenant: dict[str, list[str]] = {}
-        for name in sorted(self._manifests, key=_version):
-            by_tenant.setdefault(self._manifests[name].tenant, []).append(name)
-        for name in [name for names in by_tenant.values() for name in names[: -self._keep] if name not in kept]:
-            shutil.rmtree(self._manifests.pop(name).folder, ignore_errors=True)  # what is gone already needs no removal
+        """Remove the folders of versions that are not among a tenant's newest, nor pinned, and that no engine or request may read."""
+        for folder in self._catalog.prune({*self._requests}.union(*(book.shelf.names for book in self._books.values()))):
+            shutil.rmtree(folder, ignore_errors=True)  # what is gone already needs no removal
 
     async def _fan_out(self, manifest: AdapterManifest) -> FanoutReport:
         """Bring an adapter to engines once; raises EngineError while too few are healthy."""
@@ -180,57 +175,64 @@ class AdapterFleet:
             return await fan_out(
                 manifest.name, [engines[target] for target in targets],
                 partial(self._install, manifest=manifest, patience_s=self._timeout_s / 2), timeout_s=self._timeout_s,
-                num_bytes=manifest.num_bytes, on_serving=self._serves, on_failed=self._pool.quarantine)
+                num_bytes=manifest.num_bytes, on_serving=lambda _engine, name: self._catalog.serves(name), on_failed=self._pool.quarantine)
 
     def _targets(self, tenant: str, engines: Collection[str]) -> list[str]:
         """Engines for a new version: those that hold the tenant's last, then those with the fewest tenants."""
-        tenants = {engine: {_tenant(name) for name in self._books[engine].shelf.names} for engine in engines}
+        tenants = {engine: {tenant_of(name) for name in self._books[engine].shelf.names} for engine in engines}
         ranked = sorted(engines, key=lambda engine: (tenant not in tenants[engine], len(tenants[engine])))
         return ranked[: self._num_replicas]
 
     @property
     def _num_replicas(self) -> int:
         """Engines per tenant, so that an old and a new version of every tenant fit."""
-        return max(len(self._books) * self._capacity // (2 * max(len(self._newest), 1)), 1)
-
-    def _serves(self, _engine: str, name: str) -> None:
-        if name in self._manifests:  # its tenant has not been removed
-            for known in (self._current, self._newest):
-                known[_tenant(name)] = max(known.get(_tenant(name), name), name, key=_version)
-
-    def _withdraw(self, tenant: str, name: str) -> None:
-        """A version that no engine serves was not published."""
-        del self._manifests[name]
-        if tenant in self._current:
-            self._newest[tenant] = self._current[tenant]
-        else:
-            del self._newest[tenant]
+        return max(len(self._books) * self._capacity // (2 * max(self._catalog.num_tenants, 1)), 1)
 
     def _retire(self, tenant: str) -> None:
-        """Unload every version of the tenant but the current one, each as soon as no request uses it."""
+        """Unload every version of the tenant that is neither current nor pinned, each as soon as no request uses it."""
         for engine, book in self._books.items():
-            book.shelf.leaving |= {name for name in book.shelf.held if _tenant(name) == tenant and name != self._current.get(tenant)}
+            book.shelf.leaving |= {name for name in book.shelf.held if tenant_of(name) == tenant and self._catalog.may_go(name)}
             self._unload_drained(engine)
 
     # -- generation --------------------------------------------------------------------------------------------------------------------
 
     async def generate(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
-        """n continuations by a tenant's current version, or by the version that `tenant@version` names; see `EnginePool.generate`.
+        """n continuations by a tenant's current version, by the version that `tenant@version` names, or by the base model for "".
+
+        See `EnginePool.generate`; the base model takes `serve_base` before.
 
         Raises:
             RefusedError: there is no such adapter, or its folder cannot be loaded.
         """
-        name = self._current.get(adapter, adapter)
-        manifest = self._manifests.get(name)
-        if manifest is None:
-            current = self._current.get(adapter.rpartition("@")[0])  # other tenants' names are no business of this one
-            raise RefusedError(f"there is no adapter {adapter[:200]!r}; {f'{current} is current' if current else 'publish it first'}")
-        with counted(self._requests, name):
-            return await self._pool.generate(prompt, sampling, n=n, session=session, adapter=Wanted(self, manifest))
+        with self._wanting(adapter) as wanted:
+            return await self._pool.generate(prompt, sampling, n=n, session=session, adapter=wanted)
+
+    async def score(
+        self, adapter: str, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
+        session: str = "",
+    ) -> PromptScore:
+        """What an adapter, or the base model, says of tokens; see `generate` and `ScoreRequest`."""
+        with self._wanting(adapter) as wanted:
+            return await self._pool.score(tokens, top_k=top_k, targets=targets, session=session, adapter=wanted)
+
+    @contextmanager
+    def _wanting(self, adapter: str) -> Iterator[Wanted | None]:
+        """The adapter for the pool, None for the base model; its folder stays while the body runs."""
+        if not adapter:
+            yield None
+            return
+        manifest = self._catalog.find(adapter)
+        with counted(self._requests, manifest.name):
+            yield Wanted(self, manifest)
 
     def current(self, tenant: str) -> str | None:
         """The name of a tenant's current version."""
-        return self._current.get(tenant)
+        return self._catalog.current(tenant)
+
+    @property
+    def held(self) -> Mapping[str, list[str]]:
+        """Adapters that every engine holds, the least recently used first."""
+        return {engine: list(book.shelf.held) for engine, book in self._books.items()}
 
     def holders(self, name: str) -> list[str]:
         """Engines in service that hold an adapter; while there is none, those that are about to."""
@@ -256,6 +258,8 @@ class AdapterFleet:
             with counted(shelf.in_use, name):
                 yield
         finally:
+            if self._catalog.get(name) is None and name in shelf.held:  # forgotten while it was loaded
+                shelf.leaving.add(name)
             self._unload_drained(engine.name)
 
     async def verify(self, engine: EngineControl, manifest: AdapterManifest) -> None:
@@ -270,6 +274,38 @@ class AdapterFleet:
             if not holds:
                 book.shelf.take_out(manifest.name)
 
+    # -- the base model ----------------------------------------------------------------------------------------------------------------
+
+    async def serve_base(self, canary: tuple[int, ...], canary_logprob: float) -> None:
+        """Have the engines prove the model without adapters, now and after each healing, so that requests for it are served, too.
+
+        An engine that fails its proof is quarantined.
+
+        Args:
+            canary_logprob: mean log-probability of canary[1:] under the trainers' base model.
+
+        Raises:
+            EngineError: too few engines are healthy.
+        """
+        self._base = (canary, canary_logprob)
+
+        async def admit(engine: EngineControl) -> None:
+            try:
+                self._pool.admit(engine.name, await self._prove_base(engine, canary, canary_logprob))
+            except OffbeatError as exc:
+                self._pool.quarantine(engine.name, str(exc))
+
+        await gather_all(admit(engine) for engine in (await self._pool.wait_healthy()).values())
+
+    async def _prove_base(self, engine: EngineControl, canary: tuple[int, ...], expected: float) -> Version:
+        """The version of the base model that an engine serves, which is the trainers'; raises EngineError or DeadlineError."""
+        proof = await engine.prove(canary, timeout_s=self._timeout_s)
+        gap = abs(proof.canary_logprob - expected)
+        if not gap <= self._tolerance:  # NaN is no proof either
+            raise ProofError(
+                f"{engine.name} serves another base model: its canary log-probability is off by {gap:.3g}, more than {self._tolerance:g}")
+        return proof.version
+
     # -- healing -----------------------------------------------------------------------------------------------------------------------
 
     def forget(self, engine: str) -> None:
@@ -278,10 +314,13 @@ class AdapterFleet:
         shelf.held.clear()
         shelf.leaving.clear()
 
-    async def refill(self, engine: EngineControl) -> None:
+    async def refill(self, engine: EngineControl) -> Version | None:
         """Load the newest versions on an engine that is out of service and holds nothing for certain; nothing is missing when this returns.
 
         An adapter that this engine refuses is left out if no other engine in service holds it either.
+
+        Returns:
+            The version of the base model, proven, if that is to be served, too.
 
         Raises:
             EngineError, DeadlineError: the engine failed, or it refuses what another one serves.
@@ -297,13 +336,15 @@ class AdapterFleet:
                     raise
                 bad.add(manifest.name)
 
+        version = await self._prove_base(engine, *self._base) if self._base else None
         while missing := self._missing(engine.name, bad):
             await gather_all(load(manifest) for manifest in missing)
+        return version
 
     def _missing(self, engine: str, bad: Collection[str]) -> list[AdapterManifest]:
         shelf = self._books[engine].shelf
-        missing = [self._manifests[name] for name in self._newest.values()
-                   if name not in shelf.held and name not in bad and self._num_serving(name) < self._num_replicas]
+        missing = [manifest for manifest in self._catalog.newest() if manifest.name not in shelf.held and manifest.name not in bad
+                   and self._num_serving(manifest.name) < self._num_replicas]
         return missing[: max(self._capacity - len(shelf.held), 0)]
 
     def _num_serving(self, name: str) -> int:
@@ -351,11 +392,3 @@ class AdapterFleet:
         async with book.lock(name):
             if name not in book.shelf.held:  # it may have been wanted again
                 await engine.unload_adapter(name, timeout_s=_UNLOAD_TIMEOUT_S)
-
-
-def _tenant(name: str) -> str:
-    return split_adapter_name(name)[0]
-
-
-def _version(name: str) -> Version:
-    return split_adapter_name(name)[1]

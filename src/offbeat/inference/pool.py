@@ -7,22 +7,24 @@ than `min_engines` are healthy, or none can serve a request, requests wait for o
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from offbeat.aio import deadline
 from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, RefusedError
 from offbeat.inference.client import EngineClient
 from offbeat.inference.members import Guarded, Member, State
 from offbeat.inference.routing import Router
-from offbeat.inference.sampling import Sample, Sampling
+from offbeat.inference.sampling import PromptScore, Sample, Sampling
 from offbeat.types import Version
 from offbeat.weights.protocol import EngineControl
 
 T = TypeVar("T")
+Ask = Callable[[EngineClient, str], Coroutine[Any, Any, T]]
+"""A request, to be made of an engine, with an adapter's name or ""."""
 
 _BUSY_RETRY_S = 0.2
 _TRIES_PER_ENGINE = 3
@@ -50,7 +52,11 @@ class WantedAdapter(Protocol):
 
 
 class EnginePool:
-    """Routes generation over the engines, and knows the standing of each."""
+    """Routes generation and scoring over the engines, and knows the standing of each.
+
+    Attributes:
+        generated_tokens: in answers, since the start.
+    """
 
     def __init__(
         self,
@@ -87,6 +93,7 @@ class EnginePool:
         self._router = Router()
         self._changed = asyncio.Event()
         self._num_waiting = 0
+        self.generated_tokens = 0
 
     # -- standing ----------------------------------------------------------------------------------------------------------------------
 
@@ -94,6 +101,11 @@ class EnginePool:
     def states(self) -> Mapping[str, State]:
         """The state of every engine."""
         return {name: member.state for name, member in self._members.items()}
+
+    @property
+    def outstanding(self) -> Mapping[str, int]:
+        """Tokens of the requests that every engine has: prompts, and the most that is to be generated."""
+        return {name: member.outstanding_tokens for name, member in self._members.items()}
 
     @property
     def healthy(self) -> Mapping[str, EngineControl]:
@@ -199,7 +211,29 @@ class EnginePool:
             EngineError: engines failed the request, and no other could serve it in time; each engine's reason.
             DeadlineError: the request passed its deadline.
         """
-        cost = n * (len(prompt) + sampling.max_new_tokens)
+        def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, list[Sample]]:
+            return client.generate(prompt, sampling, n=n, timeout_s=self._request_timeout_s, adapter=name)
+
+        samples, num_retries = await self._route(
+            ask, _newest_of_samples, cost=n * (len(prompt) + sampling.max_new_tokens), session=session, adapter=adapter)
+        self.generated_tokens += sum(len(sample.token_ids) for sample in samples)
+        return [replace(sample, num_retries=num_retries) for sample in samples] if num_retries else samples
+
+    async def score(
+        self, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None, session: str = "",
+        adapter: WantedAdapter | None = None,
+    ) -> PromptScore:
+        """What a model says of tokens; see `ScoreRequest`, and `generate` for the rest."""
+        def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, PromptScore]:
+            return client.score(tokens, adapter=name, top_k=top_k, targets=targets, timeout_s=self._request_timeout_s)
+
+        score, _ = await self._route(ask, _version_of_score, cost=len(tokens), session=session, adapter=adapter)
+        return score
+
+    async def _route(
+        self, ask: Ask[T], newest: Callable[[T], Version], *, cost: int, session: str, adapter: WantedAdapter | None,
+    ) -> tuple[T, int]:
+        """An engine's answer, and how many have failed before it; `newest` tells the newest version in an answer."""
         failed = Failures(limit=_TRIES_PER_ENGINE * len(self._members))
         give_up_s = time.monotonic() + self._request_timeout_s
         refused: set[str] = set()
@@ -210,8 +244,7 @@ class EnginePool:
             again, stint = None, member.stint
             with self._carrying(member, cost):
                 try:
-                    samples = await self._ask(member, prompt, sampling, n, adapter)
-                    return [replace(sample, num_retries=failed.count) for sample in samples] if failed.count else samples
+                    return await self._ask(member, ask, newest, adapter), failed.count
                 except RefusedError:
                     if adapter is None or member.client.name in refused:
                         raise
@@ -227,21 +260,17 @@ class EnginePool:
                     self._on_failure(member.client.name, str(exc))
                     await self.examine(member.client.name)
 
-    async def _ask(
-        self, member: Member, prompt: tuple[int, ...], sampling: Sampling, n: int, adapter: WantedAdapter | None,
-    ) -> list[Sample]:
-        """One engine's answer, once the weights that sampled it are proven; raises EngineError if it failed, or was quarantined before."""
-        ask = member.client.generate
+    async def _ask(self, member: Member, ask: Ask[T], newest: Callable[[T], Version], adapter: WantedAdapter | None) -> T:
+        """One engine's answer, once the weights that gave it are proven; raises EngineError if it failed, or was quarantined before."""
         if adapter is not None:
             async with adapter.using(Guarded(member)):
-                return await member.while_in_service(
-                    ask(prompt, sampling, n=n, timeout_s=self._request_timeout_s, adapter=adapter.name))
-        samples = await member.while_in_service(ask(prompt, sampling, n=n, timeout_s=self._request_timeout_s))
+                return await member.while_in_service(ask(member.client, adapter.name))
+        answer = await member.while_in_service(ask(member.client, ""))
         # Ahead between a switch and its proof, which the publisher ends with an admission or a quarantine.
-        async with deadline(f"the proof of what {member.client.name} sampled with", self._request_timeout_s):
-            while _is_ahead(samples, member.version):
+        async with deadline(f"the proof of what {member.client.name} answered with", self._request_timeout_s):
+            while member.version is not None and newest(answer) > member.version:
                 await member.while_in_service(member.news.wait())
-        return samples
+        return answer
 
     def _choose(self, cost: int, session: str, adapter: WantedAdapter | None, failed: "Failures") -> Member | None:
         """The engine for a request; None when it has to wait. Raises the request's last error when waiting cannot help."""
@@ -327,6 +356,9 @@ class Failures:
         self.count += 1
 
 
-def _is_ahead(samples: list[Sample], proven: Version | None) -> bool:
-    """Whether a token was sampled by a version later than the proven one."""
-    return proven is not None and any(version > proven for sample in samples for version in sample.versions)
+def _newest_of_samples(samples: list[Sample]) -> Version:
+    return max((version for sample in samples for version in sample.versions), default=-1)
+
+
+def _version_of_score(score: PromptScore) -> Version:
+    return score.version

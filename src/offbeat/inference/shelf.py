@@ -1,8 +1,11 @@
 """One engine's adapters, as the fleet knows them: what it holds, what may leave and what makes room. Decisions only, for `fleet`."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from offbeat.errors import BusyError
 
@@ -70,6 +73,23 @@ class Shelf:
         for name in names:
             self.take_out(name)
         return names
+
+
+@dataclass(frozen=True)
+class Book:
+    """A shelf with what orders the calls to its engine.
+
+    Attributes:
+        slots: loads at once.
+        locks: one at a time loads or unloads an adapter.
+    """
+
+    shelf: Shelf
+    slots: asyncio.Semaphore
+    locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+
+    def lock(self, name: str) -> asyncio.Lock:
+        return self.locks.setdefault(name, asyncio.Lock())
 
 
 @contextmanager

@@ -1,13 +1,15 @@
 """What is said to the embedded engine and how its answers are read; `test_client.py` says it to a real one."""
 
 import asyncio
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from offbeat.errors import EngineError
 from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.sampling import Sample, Sampling
+from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
 
 
 class OneAnswer:
@@ -40,14 +42,46 @@ def test_a_request_carries_the_sampling() -> None:
     _, asked = generate({"choices": []}, Sampling(7, temperature=0.5, top_p=0.9, top_k=3))
     assert asked == ("POST", "/v1/completions", {
         "prompt": (1, 2), "n": 4, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "logprobs": 0, "return_token_ids": True})
-    _, (_, _, body) = generate({"choices": []}, Sampling(7, stop=("\n",), seed=0), adapter="alice@3")
+    sampling = Sampling(
+        7, top_k=3, stop=("\n",), seed=0, stop_token_ids=(4,), ignore_eos=True, scaled_logprobs=True, top_logprobs=2)
+    _, (_, _, body) = generate({"choices": []}, sampling, adapter="alice@3")
     assert (body["stop"], body["seed"], body["model"]) == (("\n",), 0, "alice@3")
+    assert (body["stop_token_ids"], body["ignore_eos"], body["scaled_logprobs"], body["logprobs"]) == ((4,), True, True, 2)
+    _, (_, _, body) = generate({"choices": []}, replace(sampling, top_k=0))
+    assert "scaled_logprobs" not in body  # it would be no difference
 
 
 def test_an_answer_becomes_samples() -> None:
     samples, _ = generate({"choices": [choice(), choice(text="c", finish_reason="length")]})
     assert samples[0] == Sample((4, 5, 0), (-0.1, -0.2, -0.3), (2, 2, 3), "ab", "stop")
     assert samples[1].finish_reason == "length"
+
+
+def test_the_likeliest_tokens_are_as_many_as_asked_for_without_what_cannot_be_drawn() -> None:
+    rows = [{"token_id:9": -3.0, "token_id:4": -0.5, "token_id:5": -1.0}, {"token_id:5": 0.0, "token_id:6": -9999.0}, {}]
+    told = choice(logprobs={"token_logprobs": [-0.1, -0.2, -0.3], "top_logprobs": rows})
+    (sample,), _ = generate({"choices": [told]}, Sampling(7, top_logprobs=2))
+    assert sample.top_logprobs == (((4, -0.5), (5, -1.0)), ((5, 0.0),), ())
+    (sample,), _ = generate({"choices": [told]})
+    assert sample.top_logprobs == ()
+
+
+def score(answer: dict[str, Any], request: ScoreRequest, *, adapter: str = "") -> tuple[PromptScore, Any]:
+    wire = OneAnswer(answer)
+    return asyncio.run(EmbeddedDialect().score(wire, request, adapter=adapter)), wire.asked[0]
+
+
+def test_a_score_is_asked_for_and_read() -> None:
+    found, asked = score({"version": 4, "logprobs": [-0.5]}, ScoreRequest((1, 2)))
+    assert asked == ("POST", "/v1/score", {"tokens": (1, 2), "top_k": 0})
+    assert math.isnan(found.logprobs[0]) and (found.logprobs[1:], found.version, found.top, found.target_logprobs) == ((-0.5,), 4, (), ())
+    answer = {"version": 4, "logprobs": [-0.5], "top_logprobs": [[[2, -0.5]]], "target_logprobs": [[-1.0, -2.0]]}
+    found, (_, _, body) = score(answer, ScoreRequest((1, 2), 1, ((3,), (3, 4))), adapter="alice@12")
+    assert (body["adapter"], body["top_k"], body["targets"]) == ("alice@12", 1, ((3,), (3, 4)))
+    assert (found.version, found.top, found.target_logprobs[1]) == (12, ((), ((2, -0.5),)), (-1.0, -2.0))
+    assert len(found.target_logprobs[0]) == 1 and math.isnan(found.target_logprobs[0][0])
+    with pytest.raises(EngineError, match="an engine scored 3 of 2 tokens"):
+        score({"version": 4, "logprobs": [-0.5, -0.5]}, ScoreRequest((1, 2)))
 
 
 def test_tokens_of_an_adapter_carry_the_adapters_version() -> None:

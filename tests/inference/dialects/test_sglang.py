@@ -66,6 +66,32 @@ def test_samples_have_tokens_logprobs_and_a_version_each(start_engine, model_dir
     using(start_engine(version=3)[1], body)
 
 
+def test_stop_tokens_and_the_likeliest_tokens_are_asked_for_only_where_they_are_wanted(start_engine) -> None:
+    async def body(client: EngineClient, server: SGLangServer) -> None:
+        await client.generate(PROMPT, Sampling(2), n=1, timeout_s=30)
+        sampling = Sampling(30, stop_token_ids=(5, 6), ignore_eos=True, top_logprobs=3)
+        (sample,) = await client.generate(PROMPT, sampling, n=1, timeout_s=30)
+        plain, asked = server.bodies("/generate")
+        assert not {"stop_token_ids", "ignore_eos"} & plain["sampling_params"].keys() and "top_logprobs_num" not in plain
+        assert asked["sampling_params"]["stop_token_ids"] == [5, 6] and asked["sampling_params"]["ignore_eos"]
+        assert (sample.token_ids[-1] in (5, 6)) == (sample.finish_reason == "stop")
+        assert all(len(row) == 3 and row[0][1] >= row[2][1] for row in sample.top_logprobs)
+
+    using(start_engine(version=3)[1], body)
+
+
+def test_scores_are_read_and_targets_refused(start_engine, model_dir: str) -> None:
+    async def body(client: EngineClient, server: SGLangServer) -> None:
+        score = await client.score(CANARY, top_k=2, timeout_s=30)
+        assert score.logprobs[1:] == pytest.approx(reference_logprobs(model_dir, CANARY), abs=1e-4) and math.isnan(score.logprobs[0])
+        assert score.version == 3 and [len(row) for row in score.top] == [0, 2, 2, 2, 2, 2, 2]
+        assert (await client.score(CANARY, timeout_s=30)).top == ()
+        with pytest.raises(RefusedError, match="SGLang cannot score other targets at each position"):
+            await client.score((1, 2), targets=((), (3,)), timeout_s=30)
+
+    using(start_engine(version=3)[1], body)
+
+
 @pytest.mark.parametrize("interrupt", ["recompute", "keep", "drain"])
 def test_a_switch_in_the_middle_of_samples_shows_in_the_versions_of_their_tokens(start_engine, newer: Manifest, interrupt) -> None:
     async def body(client: EngineClient, server: SGLangServer) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.inference.dialects.vllm import VllmDialect
-from offbeat.inference.sampling import Sample, Sampling
+from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.weights.protocol import Proof
 
 MODELS = {"data": [{"id": "/models/small", "root": "/models/small"}, {"id": "alice@3", "root": "/a/3"}]}
@@ -71,6 +71,41 @@ def test_tokens_of_a_server_without_our_endpoints_are_its_first_weights() -> Non
     assert sample == Sample((4, 5), (-0.1, -0.2), (-1, -1), "ab", "stop")
     (sample,) = asyncio.run(dialect().generate(wire, (1,), Sampling(2), n=1, adapter="alice@3"))
     assert sample.versions == (3, 3)
+
+
+def test_what_it_cannot_tell_is_refused_in_a_sentence() -> None:
+    wire = Wire({})
+    with pytest.raises(RefusedError, match="vLLM gives log-probabilities among the tokens that top_k and top_p leave; leave out"):
+        asyncio.run(dialect().generate(wire, (1,), Sampling(2, top_k=3, scaled_logprobs=True), n=1, adapter=""))
+    with pytest.raises(RefusedError, match="vLLM on CPUs that takes adapters cannot tell log-probabilities of prompts, they end it"):
+        asyncio.run(dialect(scores_prompts=False).score(wire, ScoreRequest((1, 2)), adapter=""))
+    assert wire.asked == []
+
+
+def test_a_greedy_sample_is_asked_for_once() -> None:
+    choice = {"token_ids": [4], "logprobs": {"token_logprobs": [-0.1]}, "text": "a", "finish_reason": "length"}
+    wire = Wire({"/v1/completions": {"choices": [choice]}})
+    assert len(asyncio.run(dialect().generate(wire, (1,), Sampling(1, temperature=0.0), n=3, adapter=""))) == 3
+    assert [body["n"] for _, _, body in wire.asked] == [1]
+
+
+def told(request: ScoreRequest, *, adapter: str = "") -> PromptScore:
+    row = {"2": {"logprob": -3.0}, "8": {"logprob": -0.5}, "9": {"logprob": -1.0}}
+    wire = Wire({"/v1/completions": {"choices": [{"prompt_logprobs": [None, row], "versions": [4]}]}})
+    score = asyncio.run(dialect().score(wire, request, adapter=adapter))
+    ((_, _, body),) = wire.asked
+    assert (body["prompt"], body["max_tokens"], body["prompt_logprobs"]) == (request.tokens, 1, request.top_k)
+    assert body.get("model", "") == adapter
+    return score
+
+
+def test_a_score_is_read_out_of_a_prompts_log_probabilities() -> None:
+    score = told(ScoreRequest((1, 2), 2, ((), (9, 2))))
+    assert (score.logprobs[1:], score.version) == ((-3.0,), 4)
+    assert score.top == ((), ((8, -0.5), (9, -1.0))) and score.target_logprobs == ((), (-1.0, -3.0))
+    assert told(ScoreRequest((1, 2)), adapter="alice@7").version == 7
+    with pytest.raises(RefusedError, match="and token 7 is neither at position 1; use the embedded engine"):
+        told(ScoreRequest((1, 2), 2, ((), (9, 7))))
 
 
 def scored(body: Mapping[str, Any], *, version: int = 4) -> dict[str, Any]:

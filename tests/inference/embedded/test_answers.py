@@ -1,6 +1,7 @@
 """Answers in OpenAI's words; the server's tests send them over HTTP."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,22 @@ def test_tokens_logprobs_and_versions_are_given_on_request_and_text_is_cut_at_a_
     assert choice["token_ids"] == TOKENIZER.encode("12=3")
     assert choice["logprobs"] == {"token_logprobs": [-0.5] * 4}
     assert choice["versions"] == [7] * 4
+
+
+def test_the_likeliest_tokens_are_told_by_id() -> None:
+    told = replace(output(0, "1"), top_logprobs=[((4, -0.1), (5, -2.0))])
+    (choice,) = json.loads(answer(CompletionFormat(), logprobs=2).whole([told]))["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"token_id:4": -0.1, "token_id:5": -2.0}]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_token_that_stopped_a_sample_is_not_in_its_text(reason: str) -> None:
+    ended, text = output(0, "123", reason), "12" if reason == "stop" else "123"
+    body = {"stop_token_ids": TOKENIZER.encode("3")}
+    (choice,) = json.loads(answer(CompletionFormat(), return_token_ids=True, **body).whole([ended]))["choices"]
+    assert (choice["text"], choice["token_ids"]) == (text, TOKENIZER.encode("123"))
+    event = json.loads(answer(CompletionFormat(), stream=True, **body).piece(ended).removeprefix(b"data: "))
+    assert event["choices"][0]["text"] == text
 
 
 @pytest.mark.parametrize(("form", "read"), [

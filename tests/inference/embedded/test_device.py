@@ -11,7 +11,7 @@ from offbeat.dist.platform import Platform
 from offbeat.inference.embedded.engine import Engine
 from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.request import Output, Request, SamplingParams
+from offbeat.inference.embedded.request import Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.inference.embedded.versions import fingerprint_tensors
 from offbeat.model.peft_io import read_adapter
 
@@ -97,6 +97,34 @@ def test_the_host_waits_for_the_device_once_per_step(path, kind, model_folder, a
     waits = []
     play(load(model_folder(kind), path), model_folder(kind, 1), before_step=lambda: waits.append(accelerator.num_waits))
     assert len(waits) > 10 and {after - before for before, after in itertools.pairwise(waits)} == {1}
+
+
+@pytest.mark.parametrize("path", ["direct", "hf"])
+def test_scores_and_the_likeliest_tokens_are_those_of_the_cpu(path, model_folder, monkeypatch):
+    def play(engine: Engine) -> dict[str, Output | Scored]:
+        params = SamplingParams(max_new_tokens=5, temperature=0.7, top_k=4, scaled_logprobs=True, top_logprobs=3, seed=1)
+        engine.submit(Request(id="sample", prompt=[5, 6], params=params))
+        engine.submit(Request(id="other", prompt=[5, 6], params=SamplingParams(max_new_tokens=5, seed=2)))
+        for i, prompt in enumerate([PROMPTS[0], PROMPTS[2]]):
+            engine.submit(ScoreJob(id=str(i), tokens=prompt, top_k=2 * i, targets=[[7, 8]] * len(prompt)))
+        done = {}
+        while engine.has_work:
+            done |= {event.request_id: event.result for event in engine.step()}
+        return done
+
+    expected = play(load(model_folder("qwen3"), path))
+    monkeypatch.setattr(Platform, "device", DEVICE)
+    with torch.inference_mode(), Accelerator():
+        got = play(load(model_folder("qwen3"), path))
+    for name in ("sample", "other"):
+        assert got[name].token_ids == expected[name].token_ids
+        assert got[name].logprobs == pytest.approx(expected[name].logprobs, abs=1e-4)
+    for mine, theirs in [(got["sample"].top_logprobs, expected["sample"].top_logprobs), (got["1"].top, expected["1"].top)]:
+        assert [[token for token, _ in row] for row in mine] == [[token for token, _ in row] for row in theirs]
+    for name in "01":
+        assert got[name].logprobs == pytest.approx(expected[name].logprobs, abs=1e-4)
+        targets = [torch.tensor(results[name].target_logprobs) for results in (got, expected)]
+        assert torch.allclose(*targets, atol=1e-4)
 
 
 def test_the_pretended_accelerator_refuses_what_a_real_one_does(accelerator):

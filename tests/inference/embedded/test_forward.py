@@ -25,6 +25,12 @@ def load(folder: str, path: str) -> Forward:
     return load_forward(EngineOptions(model=folder, forward=path))
 
 
+def score(forward: Forward, *prompts: list[int]) -> torch.Tensor:
+    """[N * L, V] logits after every token of some prompts, padded on the right."""
+    length = max(map(len, prompts))
+    return torch.cat(list(forward.score(torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts]))))
+
+
 @pytest.mark.parametrize(("path", "kind"), PATHS)
 @torch.inference_mode()
 def test_prefill_decode_and_score_give_the_models_logits(path, kind, model_folder, reference):
@@ -43,7 +49,9 @@ def test_prefill_decode_and_score_give_the_models_logits(path, kind, model_folde
     for row, (prompt, more) in enumerate(zip(PROMPTS, CONTINUATION, strict=True)):
         expected = reference(kind).logits(prompt + more)[len(prompt) - 1 :]
         assert torch.allclose(torch.stack([a[row] for a in answers]), expected, atol=1e-4)
-    assert torch.allclose(forward.score(torch.tensor(PROMPTS[0])), reference(kind).logits(PROMPTS[0]), atol=1e-4)
+    scored = score(forward, *PROMPTS).unflatten(0, (len(PROMPTS), -1))
+    for row, prompt in zip(scored, PROMPTS, strict=True):
+        assert torch.allclose(row[: len(prompt)], reference(kind).logits(prompt), atol=1e-4)
 
 
 @pytest.mark.parametrize(("path", "kind"), PATHS)
@@ -58,11 +66,11 @@ def test_installed_weights_serve_and_prepared_ones_do_not(path, kind, model_fold
     forward = load(model_folder(kind), path)
     tokens = PROMPTS[0]
     prepared = read_weights(forward, model_folder(kind, 1))
-    assert torch.allclose(forward.score(torch.tensor(tokens)), reference(kind).logits(tokens), atol=1e-4)
+    assert torch.allclose(score(forward, tokens), reference(kind).logits(tokens), atol=1e-4)
     before = forward.tensors()
     fingerprint_before = fingerprint_tensors(before)
     forward.install(prepared)
-    assert torch.allclose(forward.score(torch.tensor(tokens)), reference(kind, 1).logits(tokens), atol=1e-4)
+    assert torch.allclose(score(forward, tokens), reference(kind, 1).logits(tokens), atol=1e-4)
     assert fingerprint_tensors(forward.tensors()) == fingerprint(named_bytes(reference(kind, 1).model))
     assert fingerprint_tensors(before) == fingerprint_before, "a reader of the old version keeps it"
 
@@ -103,5 +111,5 @@ def test_a_forward_that_decodes_wrongly_is_caught(model_folder):
 def test_bfloat16_stays_near_float32(path, model_folder, reference):
     forward = load_forward(EngineOptions(model=model_folder("qwen3"), forward=path, dtype="bfloat16"))
     assert forward.cache_shape.dtype == torch.bfloat16
-    got = forward.score(torch.tensor(PROMPTS[0])).float().log_softmax(-1)
+    got = score(forward, PROMPTS[0]).float().log_softmax(-1)
     assert (got - reference("qwen3").logits(PROMPTS[0]).log_softmax(-1)).abs().mean() < 0.1

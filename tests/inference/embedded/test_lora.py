@@ -106,6 +106,19 @@ def test_the_stack_holds_what_was_placed_last_whatever_was_before(placements):
             check(stack, [*wanted, None, *wanted])
 
 
+def test_an_adapter_that_comes_back_is_where_it_was_left_while_there_is_room():
+    back, other, third = adapter(0), adapter(1), adapter(2)
+    stack, written = stack_of([back, other]), back.fingerprint()
+    stack.place([other])
+    for a, _ in back.pairs.values():
+        a.zero_()  # a second writing would show
+    stack.place([other, back])
+    assert stack.read(back).fingerprint() == written
+    stack.place([other, third])
+    stack.place([back])
+    assert stack.read(back).fingerprint() == back.fingerprint() != written
+
+
 def test_an_adapter_that_overflows_reaches_no_other_row():
     wild = Adapter(2, 0.5, {name: (a * 1e30, b * 1e30) for name, (a, b) in adapter(0).pairs.items()})
     tame = adapter(1)

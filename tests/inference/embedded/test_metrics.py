@@ -5,7 +5,7 @@ from prometheus_client import generate_latest
 from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.metrics import registry_of
 from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.request import Request, SamplingParams
+from offbeat.inference.embedded.request import Request, SamplingParams, ScoreJob
 
 
 def test_the_figures_are_those_of_the_engine_at_the_time_of_asking(model_folder, adapter_folder) -> None:
@@ -13,7 +13,8 @@ def test_the_figures_are_those_of_the_engine_at_the_time_of_asking(model_folder,
     registry = registry_of(engine)
     assert registry.get_sample_value("offbeat_engine_generated_tokens_total") == 0
     engine.submit(Request(id="a", prompt=[5, 6, 7], params=SamplingParams(max_new_tokens=4, ignore_eos=True), n=2))
-    assert registry.get_sample_value("offbeat_engine_waiting") == 1
+    engine.submit(ScoreJob(id="b", tokens=[5, 6]))
+    assert registry.get_sample_value("offbeat_engine_waiting") == 1 == registry.get_sample_value("offbeat_engine_scores_waiting")
     while engine.has_work:
         engine.step()
     assert registry.get_sample_value("offbeat_engine_generated_tokens_total") == 8

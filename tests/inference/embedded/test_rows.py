@@ -6,6 +6,7 @@ import torch
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.inference.embedded.request import Request, SamplingParams
 from offbeat.inference.embedded.rows import Rows
+from offbeat.inference.embedded.sampler import Drawn
 
 TOKENIZER = character_tokenizer()
 CPU = torch.device("cpu")
@@ -20,7 +21,8 @@ def add(
 
 
 def append(rows: Rows, tokens: list[int], *, version: int = 0) -> tuple[list[bool], list[bool]]:
-    stopped, full = rows.append(np.array(tokens), np.full(len(tokens), -0.5, np.float32), version=version)
+    drawn = Drawn(np.array(tokens), np.full(len(tokens), -0.5, np.float32), np.ones(len(tokens), bool))
+    stopped, full = rows.append(drawn, version=version)
     return stopped.tolist(), full.tolist()
 
 
@@ -69,3 +71,20 @@ def test_adapters_follow_their_rows() -> None:
     assert rows.adapters() == ("t@1", "t@1", "")
     rows.compact([2], [0], running=2)
     assert rows.adapters() == ("", "t@1")
+
+
+def test_the_likeliest_tokens_follow_their_rows_and_leave_out_what_cannot_be_drawn() -> None:
+    rows = Rows(max_rows=4, device=CPU)
+    add(rows, "a", [5])
+    add(rows, "b", [5], top_logprobs=1)
+    add(rows, "c", [5], top_logprobs=3, stream=True)
+    assert rows.sampling().top is not None and rows.sampling().num_top == 3
+    for _ in range(2):
+        tops = np.array([[7, 8, 9], [7, 8, 9]]), np.array([[-0.1, -1.0, -2.0], [-0.1, -1.0, -np.inf]], np.float32)
+        rows.append(Drawn(np.array([10, 10, 10]), np.zeros(3, np.float32), np.ones(3, bool), *tops), version=0)
+    two = rows.output(2, None).top_logprobs
+    assert two is not None and [[token for token, _ in row] for row in two] == [[7, 8]] * 2
+    rows.compact([2], [0], running=2)
+    assert rows.output(0, None).top_logprobs == []  # it has been told of both
+    one = rows.output(1, "length").top_logprobs
+    assert one is not None and [[token for token, _ in row] for row in one] == [[7]] * 2

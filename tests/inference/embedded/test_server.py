@@ -162,6 +162,8 @@ def test_a_stream_adds_up_to_the_whole_answer(url):
         ("/v1/completions", {"prompt": "a", "stop": [""]}, "empty string"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "missing required field `content`"),
         ("/v1/score", {"tokens": [5]}, "2 to 160 tokens"),
+        ("/v1/score", {"tokens": [5, 6], "targets": [[]]}, "one list for each of the 2 tokens, got 1 lists"),
+        ("/v1/completions", {"prompt": "a", "logprobs": -1}, "logprobs must be 0 to 1024 likeliest tokens, got -1"),
         ("/v1/weights/stage", {"version": 1, "folder": "nowhere"}, "nowhere holds no model.safetensors"),
         ("/v1/weights/switch", {"version": 1, "interrupt": "maybe"}, "$.interrupt"),
         ("/pause", {"mode": "later"}, "$.mode"),
@@ -184,11 +186,42 @@ def test_what_is_not_json_is_answered_400(url):
 
 def test_models_health_and_metrics(url):
     assert fetch(url, "/v1/models")[2]["data"][0]["max_model_len"] == 160
-    assert fetch(url, "/health")[2] == {"status": "ok", "version": 0, "running": 0, "waiting": 0, "max_adapter_rank": 64}
+    assert fetch(url, "/health")[2] == {
+        "status": "ok", "version": 0, "running": 0, "waiting": 0, "max_context": 160, "max_adapter_rank": 64}
     status, headers, text = fetch(url, "/metrics")
     assert status == 200 and headers["Content-Type"].startswith("text/plain")
     for name in ("running 0.0", "waiting 0.0", "weight_version 0.0", "prompt_tokens_total", "generated_tokens_total", "switch_seconds"):
         assert f"offbeat_engine_{name}" in text
+
+
+def test_a_score_tells_of_the_likeliest_tokens_and_of_targets_where_they_are_asked_for(url, reference):
+    table = reference("qwen3").logits([5, 9, 20])[:-1].log_softmax(-1)
+    plain = fetch(url, "/v1/score", {"tokens": [5, 9, 20]})[2]
+    assert plain.keys() == {"version", "logprobs"}
+    answer = fetch(url, "/v1/score", {"tokens": [5, 9, 20], "top_k": 2, "targets": [[1], [], [3, 4]]})[2]
+    assert answer["logprobs"] == pytest.approx(plain["logprobs"], abs=1e-5)
+    assert [[token for token, _ in row] for row in answer["top_logprobs"]] == table.topk(2).indices.tolist()
+    assert answer["target_logprobs"] == [[], pytest.approx(table[1, [3, 4]].tolist(), abs=1e-4)]
+
+
+def test_a_client_that_goes_away_takes_its_score_back(fresh):
+    server, url = fresh
+
+    async def body():
+        blocked = threading.Event()
+        server._loop.call(lambda: blocked.wait(10))
+        calls = [asyncio.create_task(call(url, "/v1/score", {"tokens": [5, 6]})) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        calls[0].cancel()
+        await asyncio.sleep(0.2)
+        blocked.set()
+        assert (await calls[1])[0] == 200
+
+    scored = []
+    compute = server._engine._scorer.compute
+    server._engine._scorer.compute = lambda jobs, *args, **more: scored.extend(jobs) or compute(jobs, *args, **more)
+    run(body())
+    assert len(scored) == 1 and not server._inboxes
 
 
 def test_a_key_is_wanted_where_one_is_set(model_folder):

@@ -15,11 +15,12 @@ def test_defaults_are_openais():
 
 def test_every_field_arrives():
     data = b"""{"prompt": [1, 2], "n": 3, "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 11, "stop": ["a", "b"],
-        "stop_token_ids": [5], "ignore_eos": true, "logprobs": 0, "return_token_ids": true, "stream": true}"""
+        "stop_token_ids": [5], "ignore_eos": true, "logprobs": 6, "scaled_logprobs": true, "return_token_ids": true, "stream": true}"""
     body = read_body(CompletionBody, data)
     assert body.prompt == [1, 2] and body.n == 3 and body.wants_logprobs and body.return_token_ids and body.stream
     assert body.params(default_max_tokens=16) == SamplingParams(
-        max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop=("a", "b"), stop_token_ids=(5,), ignore_eos=True
+        max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop=("a", "b"), stop_token_ids=(5,), ignore_eos=True,
+        scaled_logprobs=True, top_logprobs=6,
     )
 
 
@@ -31,7 +32,9 @@ def test_null_zero_and_vllms_minus_one_mean_no_limit():
 
 def test_chat_logprobs_are_a_switch():
     message = b'"messages": [{"role": "user", "content": "hi"}]'
-    assert read_body(ChatBody, b'{"logprobs": true, ' + message + b"}").wants_logprobs
+    wanted = read_body(ChatBody, b'{"logprobs": true, ' + message + b"}")
+    assert wanted.wants_logprobs and wanted.num_top == 0
+    assert read_body(CompletionBody, b'{"prompt": "a", "logprobs": true}').num_top == 0
     assert not read_body(ChatBody, b'{"logprobs": false, ' + message + b"}").wants_logprobs
 
 

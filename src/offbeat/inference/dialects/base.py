@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from offbeat.inference.sampling import Sample, Sampling
+from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
 
@@ -38,7 +38,19 @@ class Dialect(Protocol):
         ...
 
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
-        """n whole continuations, by the adapter of that name, or by the base model where it is empty."""
+        """n whole continuations, by the adapter of that name, or by the base model where it is empty.
+
+        Raises:
+            RefusedError: the engine cannot sample so, or cannot tell what is wanted of the samples.
+        """
+        ...
+
+    async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
+        """What the adapter of that name, or the base model, says of given tokens.
+
+        Raises:
+            RefusedError: the engine cannot tell what is wanted.
+        """
         ...
 
     async def stage(self, wire: Wire, manifest: Manifest) -> None:

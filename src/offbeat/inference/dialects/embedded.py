@@ -3,15 +3,19 @@
 Weights have endpoints of their own; adapters have vLLM's, and a fingerprint.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from offbeat.errors import EngineError
 from offbeat.inference.dialects.base import Wire
-from offbeat.inference.sampling import Sample, Sampling
+from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest, TopTokens
 from offbeat.weights.adapters import split_adapter_name
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
+
+IMPOSSIBLE = -9999.0
+"""vLLM's log-probability of what has none, for JSON knows no infinity."""
 
 
 class EmbeddedDialect:
@@ -36,21 +40,44 @@ class EmbeddedDialect:
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
         body: dict[str, Any] = {
             "prompt": prompt, "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
-            "top_p": sampling.top_p, "top_k": sampling.top_k, "logprobs": 0, "return_token_ids": True,
+            "top_p": sampling.top_p, "top_k": sampling.top_k, "logprobs": sampling.top_logprobs, "return_token_ids": True,
         }
         if sampling.stop:
             body["stop"] = sampling.stop
+        if sampling.stop_token_ids:
+            body["stop_token_ids"] = sampling.stop_token_ids
+        if sampling.ignore_eos:
+            body["ignore_eos"] = True
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         if adapter:
             body["model"] = adapter
-        answer = await wire.call("POST", "/v1/completions", body)
-        return [self._sample(choice, adapter) for choice in answer["choices"]]
+        answer = await wire.call("POST", "/v1/completions", body | self._reporting(sampling))
+        return [self._sample(choice, adapter, sampling.top_logprobs) for choice in answer["choices"]]
 
-    def _sample(self, choice: Mapping[str, Any], adapter: str) -> Sample:
-        tokens = tuple(choice["token_ids"])
+    def _reporting(self, sampling: Sampling) -> dict[str, Any]:
+        """Fields of a request that say in which form, and under which distribution, log-probabilities are told."""
+        return {"scaled_logprobs": True} if sampling.scaled_logprobs and sampling.is_restricted else {}
+
+    def _sample(self, choice: Mapping[str, Any], adapter: str, num_top: int) -> Sample:
+        tokens, told = tuple(choice["token_ids"]), choice["logprobs"]
         versions = (split_adapter_name(adapter)[1],) * len(tokens) if adapter else tuple(choice["versions"])
-        return Sample(tokens, tuple(choice["logprobs"]["token_logprobs"]), versions, choice["text"], choice["finish_reason"]).check()
+        top = tuple(top_tokens(_by_id(row), num_top) for row in told["top_logprobs"]) if num_top else ()
+        return Sample(
+            tokens, tuple(told["token_logprobs"]), versions, choice["text"], choice["finish_reason"], top_logprobs=top).check()
+
+    async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
+        body: dict[str, Any] = {"tokens": request.tokens, "top_k": request.top_k}
+        if request.targets is not None:
+            body["targets"] = request.targets
+        if adapter:
+            body["adapter"] = adapter
+        answer = await wire.call("POST", "/v1/score", body)
+        version = split_adapter_name(adapter)[1] if adapter else answer["version"]
+        top = ((), *(tuple((token, logprob) for token, logprob in row) for row in answer["top_logprobs"])) if request.top_k else ()
+        target_logprobs = () if request.targets is None else (
+            (math.nan,) * len(request.targets[0]), *map(tuple, answer["target_logprobs"]))
+        return PromptScore((math.nan, *answer["logprobs"]), version, top, target_logprobs).check(request)
 
     async def stage(self, wire: Wire, manifest: Manifest) -> None:
         body = {"version": manifest.version, "folder": manifest.folder, "broadcast": manifest.broadcast}
@@ -62,7 +89,8 @@ class EmbeddedDialect:
     async def prove(self, wire: Wire, canary: tuple[int, ...], *, adapter: str) -> Proof:
         query = f"?adapter={adapter}" if adapter else ""
         fingerprint = await wire.call("GET", f"/v1/weights/fingerprint{query}")
-        score = await wire.call("POST", "/v1/score", {"tokens": canary} | ({"adapter": adapter} if adapter else {}))
+        body = {"tokens": canary, "urgent": True}  # a proof has a deadline, and may meet thousands that wait
+        score = await wire.call("POST", "/v1/score", body | ({"adapter": adapter} if adapter else {}))
         if fingerprint["version"] != score["version"]:
             raise EngineError(f"{wire.name} changed from version {fingerprint['version']} to {score['version']} during its proof")
         version = split_adapter_name(adapter)[1] if adapter else fingerprint["version"]
@@ -87,3 +115,13 @@ class EmbeddedDialect:
 
     async def _models(self, wire: Wire) -> Sequence[Mapping[str, Any]]:
         return (await wire.call("GET", "/v1/models"))["data"]
+
+
+def top_tokens(logprobs: Mapping[int, float], num: int) -> TopTokens:
+    """The `num` likeliest tokens, without those that cannot be drawn at all."""
+    possible = [(token, logprob) for token, logprob in logprobs.items() if logprob > IMPOSSIBLE]
+    return tuple(sorted(possible, key=lambda pair: -pair[1])[:num])
+
+
+def _by_id(row: Mapping[str, float]) -> dict[int, float]:
+    return {int(name.removeprefix("token_id:")): logprob for name, logprob in row.items()}

@@ -5,14 +5,15 @@ paused; and cached prefixes cannot be dropped beside requests that keep their ca
 Log-probabilities are at the sampling temperature, before top_p and top_k.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
 from offbeat.aio import deadline, gather_all
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.dialects.base import Wire
-from offbeat.inference.sampling import Sample, Sampling
+from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest, TopTokens
 from offbeat.types import Version
 from offbeat.weights.adapters import split_adapter_name
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
@@ -41,11 +42,27 @@ class SGLangDialect:
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1, "stop": list(sampling.stop)}
+        if sampling.stop_token_ids:
+            params["stop_token_ids"] = sampling.stop_token_ids
+        if sampling.ignore_eos:
+            params["ignore_eos"] = True
+        fields = {"top_logprobs_num": sampling.top_logprobs} if sampling.top_logprobs else {}
         seeds = [None] * n if sampling.seed is None else [sampling.seed + i for i in range(n)]
         # One request per sample: they share the prompt's prefix in the cache.
         answers = await gather_all(
-            self._generate(wire, prompt, params if seed is None else params | {"sampling_seed": seed}, adapter=adapter) for seed in seeds)
-        return [_sample(wire, answer, adapter) for answer in answers]
+            self._generate(wire, prompt, params if seed is None else params | {"sampling_seed": seed}, adapter=adapter, **fields)
+            for seed in seeds)
+        return [_sample(wire, answer, adapter, sampling.top_logprobs) for answer in answers]
+
+    async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
+        if request.targets is not None:
+            raise RefusedError("SGLang cannot score other targets at each position; leave targets out, or use the embedded engine")
+        fields = {"top_logprobs_num": request.top_k} if request.top_k else {}
+        meta = await self._score(wire, request.tokens, adapter=adapter, **fields)
+        logprobs = (math.nan, *(logprob for logprob, *_ in meta["input_token_logprobs"][1:]))
+        version = split_adapter_name(adapter)[1] if adapter else _version(meta["weight_version"])
+        top = ((), *map(_top_tokens, meta["input_top_logprobs"][1:])) if request.top_k else ()
+        return PromptScore(logprobs, version, top).check(request)
 
     async def stage(self, wire: Wire, manifest: Manifest) -> None:
         if manifest.broadcast:
@@ -98,8 +115,9 @@ class SGLangDialect:
         models = await wire.call("GET", "/v1/models")
         return {model["id"]: model.get("root", "") for model in models["data"]}
 
-    async def _score(self, wire: Wire, tokens: tuple[int, ...], *, adapter: str) -> dict[str, Any]:
-        answer = await self._generate(wire, tokens, {"max_new_tokens": 1, "temperature": 1.0}, adapter=adapter, logprob_start_len=0)
+    async def _score(self, wire: Wire, tokens: tuple[int, ...], *, adapter: str, **fields: Any) -> dict[str, Any]:
+        params = {"max_new_tokens": 1, "temperature": 1.0}
+        answer = await self._generate(wire, tokens, params, adapter=adapter, logprob_start_len=0, **fields)
         return answer["meta_info"]
 
     async def _generate(
@@ -113,7 +131,11 @@ class SGLangDialect:
         return await wire.call("POST", "/generate", body)
 
 
-def _sample(wire: Wire, answer: Mapping[str, Any], adapter: str) -> Sample:
+def _top_tokens(row: Sequence[Sequence[Any]]) -> TopTokens:
+    return tuple((token, logprob) for logprob, token, *_ in row)
+
+
+def _sample(wire: Wire, answer: Mapping[str, Any], adapter: str, num_top: int) -> Sample:
     meta = answer["meta_info"]
     logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
     tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
@@ -124,7 +146,9 @@ def _sample(wire: Wire, answer: Mapping[str, Any], adapter: str) -> Sample:
         if [span["start"] for span in spans] != [0, *(span["end"] for span in spans[:-1])]:
             raise EngineError(f"{wire.name} told versions of its tokens with gaps: {spans}")
         versions = list(chain.from_iterable(repeat(_version(span["version"]), span["end"] - span["start"]) for span in spans))
-    return Sample(tuple(tokens), tuple(logprobs), tuple(versions), answer["text"], meta["finish_reason"]["type"]).check()
+    top = tuple(map(_top_tokens, meta["output_top_logprobs"])) if num_top else ()
+    reason = meta["finish_reason"]["type"]
+    return Sample(tuple(tokens), tuple(logprobs), tuple(versions), answer["text"], reason, top_logprobs=top).check()
 
 
 def _version(label: str) -> Version:

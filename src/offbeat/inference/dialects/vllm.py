@@ -4,13 +4,14 @@ All of vLLM's quirks are known here and in that file. Torch-free.
 """
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.dialects.base import Wire
-from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.sampling import Sample
+from offbeat.inference.dialects.embedded import EmbeddedDialect, top_tokens
+from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.types import Version
 from offbeat.weights.adapters import split_adapter_name
 from offbeat.weights.protocol import Proof
@@ -26,11 +27,17 @@ class VllmDialect(EmbeddedDialect):
 
     _model_hint = " or under that --served-model-name"
 
-    def __init__(self, *, model: str, whole_weights: bool, lora: bool) -> None:
-        """`model` is the folder or hub id that must be served; the others are what will be published."""
+    def __init__(self, *, model: str, whole_weights: bool, lora: bool, scores_prompts: bool = True) -> None:
+        """
+        Args:
+            model: the folder or hub id that must be served.
+            whole_weights, lora: what will be published.
+            scores_prompts: whether it survives a prompt's log-probabilities: not with adapters on CPUs.
+        """
         super().__init__(model=model)
         self._whole_weights = whole_weights
         self._lora = lora
+        self._scores_prompts = scores_prompts
 
     async def check(self, wire: Wire) -> None:
         await wire.call("GET", "/health")
@@ -44,8 +51,33 @@ class VllmDialect(EmbeddedDialect):
                 f"{wire.name} cannot load adapters: it runs without --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; {_GUIDE}")
         await self._check_logprobs(wire)
 
-    def _sample(self, choice: Mapping[str, Any], adapter: str) -> Sample:
-        return super()._sample({"versions": (_INITIAL,) * len(choice["token_ids"]), **choice}, adapter)
+    async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
+        if sampling.scaled_logprobs and sampling.is_restricted:
+            raise RefusedError(
+                "vLLM gives log-probabilities among the tokens that top_k and top_p leave; leave out scaled_logprobs, or both limits")
+        if sampling.temperature == 0 and n > 1:  # refused, for all would be equal
+            return await self.generate(wire, prompt, sampling, n=1, adapter=adapter) * n
+        return await super().generate(wire, prompt, sampling, n=n, adapter=adapter)
+
+    def _reporting(self, sampling: Sampling) -> dict[str, Any]:
+        return {"return_tokens_as_token_ids": True} if sampling.top_logprobs else {}
+
+    def _sample(self, choice: Mapping[str, Any], adapter: str, num_top: int) -> Sample:
+        return super()._sample({"versions": (_INITIAL,) * len(choice["token_ids"]), **choice}, adapter, num_top)
+
+    async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
+        if not self._scores_prompts:
+            raise RefusedError(
+                "vLLM on CPUs that takes adapters cannot tell log-probabilities of prompts, they end it; use the embedded engine")
+        answer = await wire.call("POST", "/v1/completions", {
+            "prompt": request.tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": request.top_k,
+            } | ({"model": adapter} if adapter else {}))
+        choice = answer["choices"][0]
+        rows = [{int(token): entry["logprob"] for token, entry in row.items()} for row in choice["prompt_logprobs"][1:]]
+        version = split_adapter_name(adapter)[1] if adapter else choice.get("versions", (_INITIAL,))[0]
+        top = ((), *(top_tokens(row, request.top_k) for row in rows)) if request.top_k else ()
+        logprobs = (math.nan, *(row[token] for token, row in zip(request.tokens[1:], rows, strict=True)))
+        return PromptScore(logprobs, version, top, _target_logprobs(request, rows)).check(request)
 
     async def prove(self, wire: Wire, canary: tuple[int, ...], *, adapter: str) -> Proof:
         # One new token per request: with LoRA on CPUs, log-probabilities of a prompt end the engine.
@@ -114,3 +146,16 @@ class VllmDialect(EmbeddedDialect):
             return choice["logprobs"]["top_logprobs"][0][f"token_id:{token}"], choice.get("versions", (_INITIAL,))[0]
         except KeyError as exc:
             raise EngineError(f"{wire.name} gave no log-probability for the token that was asked for; use vLLM 0.32 or later") from exc
+
+
+def _target_logprobs(request: ScoreRequest, rows: Sequence[Mapping[int, float]]) -> tuple[tuple[float, ...], ...]:
+    """Log-probabilities of a request's targets, out of those of all positions but the first; raises RefusedError if one is not there."""
+    if request.targets is None:
+        return ()
+    missing = next(((i, t) for i, row in enumerate(rows, 1) for t in request.targets[i] if t not in row), None)
+    if missing is not None:
+        position, token = missing
+        raise RefusedError(
+            f"vLLM tells log-probabilities of a prompt's own tokens and of its top_k = {request.top_k} likeliest, and token {token} is "
+            f"neither at position {position}; use the embedded engine")
+    return ((math.nan,) * len(request.targets[0]), *(tuple(row[t] for t in ts) for row, ts in zip(rows, request.targets[1:], strict=True)))

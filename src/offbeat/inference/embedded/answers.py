@@ -40,7 +40,10 @@ class CompletionFormat:
 
     def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:  # noqa: ARG002
         # Without OpenAI's `tokens`: decoding them one by one would cost more than all the rest of an answer.
-        return {"token_logprobs": output.logprobs}
+        told: dict[str, Any] = {"token_logprobs": output.logprobs}
+        if output.top_logprobs is not None:  # in vLLM's words, which tell tokens of equal text apart
+            told["top_logprobs"] = [{f"token_id:{token}": logprob for token, logprob in row} for row in output.top_logprobs]
+        return told
 
 
 class ChatFormat:
@@ -84,18 +87,23 @@ class Answer:
         usage = {"prompt_tokens": self._prompt_len, "completion_tokens": generated, "total_tokens": self._prompt_len + generated}
         choices = []
         for output in sorted(outputs, key=lambda o: o.index):
-            text = cut_at_stop(self._tokenizer.decode(output.token_ids), self._stops)
+            text = cut_at_stop(self._tokenizer.decode(self._told(output)), self._stops)
             choices.append(self._choice(output, text, chunk=False))
         return msgspec.json.encode({**self._head, "object": self._form.kind, "choices": choices, "usage": usage})
 
     def piece(self, output: Output) -> bytes:
         """One event of a streaming answer."""
         stream = self._streams.setdefault(output.index, TextStream(self._tokenizer, self._stops))
-        text = "".join(map(stream.push, output.token_ids))
+        text = "".join(map(stream.push, self._told(output)))
         if output.finish_reason is not None:
             text += stream.finish()
         choice = self._choice(output, text, chunk=True)
         return b"data: " + msgspec.json.encode({**self._head, "object": self._form.chunk_kind, "choices": [choice]}) + b"\n\n"
+
+    def _told(self, output: Output) -> list[int]:
+        """Tokens whose text belongs to the answer: not one that stopped it."""
+        stopped = output.finish_reason == "stop" and output.token_ids[-1] in (self._body.stop_token_ids or ())
+        return output.token_ids[:-1] if stopped else output.token_ids
 
     def _choice(self, output: Output, text: str, *, chunk: bool) -> dict[str, Any]:
         choice = {"index": output.index, **self._form.text(text, chunk=chunk), "finish_reason": output.finish_reason, "logprobs": None}

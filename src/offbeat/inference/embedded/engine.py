@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -17,28 +16,20 @@ import torch
 from torch import Tensor
 
 from offbeat.data.tokenizer import Tokenizer
-from offbeat.errors import EngineError, RefusedError
+from offbeat.errors import EngineError
 from offbeat.inference.embedded.adapters import Adapters
 from offbeat.inference.embedded.cache import PromptRows, SlotCache
 from offbeat.inference.embedded.forward import Forward
 from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.request import Event, FinishReason, Output, Request, SamplingParams
+from offbeat.inference.embedded.request import Event, FinishReason, Output, Request, SamplingParams, Scored, ScoreJob
 from offbeat.inference.embedded.rows import Rows
 from offbeat.inference.embedded.sampler import row_keys, sample
 from offbeat.inference.embedded.scheduler import Scheduler, plan_prefill
-from offbeat.inference.embedded.versions import VersionStore, read_weights
+from offbeat.inference.embedded.scoring import Scorer
+from offbeat.inference.embedded.versions import PendingSwitch, VersionStore, read_weights
 from offbeat.model.peft_io import Adapter
 from offbeat.types import Version
 from offbeat.weights.protocol import Interrupt
-
-
-@dataclass(frozen=True, eq=False)
-class PendingSwitch:
-    """A switch that was asked for and is not done."""
-
-    version: Version
-    started: float
-    done: "Future[float]"
 
 
 class Engine:
@@ -72,6 +63,11 @@ class Engine:
         )
         self._rows = Rows(max_rows=options.max_running, device=forward.device)
         self.adapters = Adapters(forward, options, in_use=self._adapters_in_use)
+        self._scorer = Scorer(
+            forward, self.adapters, max_context=self.max_context, max_queued=options.max_queued,
+            max_tokens=min(options.max_prefill_tokens, forward.max_score_tokens),
+        )
+        self._scores_from_s = 0.0
         self._versions = VersionStore(live=options.version, folder=options.model)
         self._rng = np.random.default_rng(options.seed)
         self._starting: list[Request] = []
@@ -88,6 +84,10 @@ class Engine:
         return self._scheduler.num_waiting
 
     @property
+    def num_scores_waiting(self) -> int:
+        return self._scorer.num_waiting
+
+    @property
     def cache_bytes(self) -> int:
         """Memory that keys and values take now."""
         return self._cache.size_bytes
@@ -95,46 +95,41 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
+        return self._has_samples or self.num_scores_waiting > 0
+
+    @property
+    def _has_samples(self) -> bool:
+        """Whether a step would sample."""
         waiting = self.num_waiting > 0 and self._pending is None
         return not self.paused and (self.num_running > 0 or waiting)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request | ScoreJob) -> None:
         """Queue a request.
 
         Raises:
             RefusedError: it can never be served; says why.
             BusyError: too many wait.
         """
-        self._check(request)
-        self._scheduler.add(request)
+        if isinstance(request, ScoreJob):
+            self._scorer.submit(request)
+        else:
+            request.check(
+                vocab_size=self._forward.vocab_size, max_context=self.max_context, max_running=self._scheduler.max_running)
+            self.adapters.use(request.adapter)
+            self._scheduler.add(request)
 
     def _adapters_in_use(self) -> set[str]:
-        return {*self._rows.adapters(), *(request.adapter for request in self._scheduler.waiting())}
-
-    def _check(self, request: Request) -> None:
-        prompt_len, params = len(request.prompt), request.params
-        if prompt_len == 0:
-            raise RefusedError("the prompt is empty; it needs at least one token")
-        if min(request.prompt) < 0 or max(request.prompt) >= self._forward.vocab_size:
-            bad = next(t for t in request.prompt if not 0 <= t < self._forward.vocab_size)
-            raise RefusedError(f"prompt token {bad} is outside the vocabulary of {self._forward.vocab_size} tokens")
-        if prompt_len + params.max_new_tokens > self.max_context:
-            raise RefusedError(
-                f"the prompt has {prompt_len} tokens and max_tokens is {params.max_new_tokens}, together more than the context of "
-                f"{self.max_context}; shorten the prompt or lower max_tokens"
-            )
-        if request.n > self._scheduler.max_running:
-            raise RefusedError(f"n must be at most the engine's max_running of {self._scheduler.max_running}, got {request.n}")
-        self.adapters.use(request.adapter)
+        waiting = {request.adapter for request in self._scheduler.waiting()}
+        return waiting.union(self._rows.adapters(), self._scorer.adapters_in_use())
 
     def abort(self, request_id: str) -> None:
         """Forget a request whose client is gone; nothing is reported."""
-        if self._scheduler.remove(request_id):
-            self.adapters.drop_leaving()
-        else:
+        self._scorer.remove(request_id)
+        if not self._scheduler.remove(request_id):
             rows = [row for row, running in enumerate(self._rows.samples) if running.request.id == request_id]
             self.finished["abort"] += len(rows)
             self._release(rows)
+        self.adapters.drop_leaving()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int = 1) -> list[list[Output]]:
         """Run prompts to their end in this thread, ahead of nothing else; [P][n] outputs in order."""
@@ -147,6 +142,7 @@ class Engine:
             for event in self.step():
                 if isinstance(event.result, EngineError):
                     raise event.result
+                assert isinstance(event.result, Output), "nothing is scored beside"
                 results[event.request_id].append(event.result)
         return [sorted(outputs, key=lambda o: o.index) for outputs in results.values()]
 
@@ -154,13 +150,25 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Sample one token for every running sample and the first token of every sample that starts now."""
-        if not self.has_work:
-            return []
+        """Sample one token for every running sample and the first token of every sample that starts now; score what waits for it."""
+        events = self._score() if self.num_scores_waiting else []
+        if not self._has_samples:
+            return events
         admitted = self._schedule()
         logits = self._run(admitted)
         self._starting = []
-        return self._postprocess(logits)
+        return events + self._postprocess(logits)
+
+    def _score(self) -> list[Event]:
+        """One batch of what waits to be scored; beside samples it takes half of the time at most. A pause does not hold it up."""
+        start_s = time.monotonic()
+        if self._has_samples and start_s < self._scores_from_s:
+            return []
+        events = self._scorer.run(self.version, beside=self._rows.adapters())
+        self.adapters.drop_leaving()
+        end_s = time.monotonic()
+        self._scores_from_s = end_s + (end_s - start_s)
+        return events
 
     def _schedule(self) -> list[Request]:
         admitted = self._starting = [] if self._pending else self._scheduler.admit()
@@ -217,15 +225,15 @@ class Engine:
 
     def _postprocess(self, logits: Tensor) -> list[Event]:
         """Sample, account, report and free finished slots."""
-        tokens, logprobs, valid = sample(logits, self._rows.sampling(), self._rows.uniforms())
-        stopped, full = self._rows.append(tokens, logprobs, version=self.version)
-        self.num_generated_tokens += len(tokens)
-        failed = [] if valid.all() else self._diverged(valid)
+        drawn = sample(logits, self._rows.sampling(), self._rows.uniforms())
+        stopped, full = self._rows.append(drawn, version=self.version)
+        self.num_generated_tokens += len(drawn.tokens)
+        failed = [] if drawn.valid.all() else self._diverged(drawn.valid)
         events = []
         for row in self._rows.watched():
             running = self._rows.samples[row]
             if running.text is not None:
-                running.text.push(int(tokens[row]))
+                running.text.push(int(drawn.tokens[row]))
                 stopped[row] |= running.text.stopped
             if running.request.stream and not (stopped[row] or full[row] or row in failed):
                 events.append(Event(running.request.id, self._rows.output(row, None)))
@@ -290,6 +298,7 @@ class Engine:
         known = dict.fromkeys([request.id for request in self._starting])  # a step that failed may not have made rows of them yet
         known |= dict.fromkeys([running.request.id for running in self._rows.samples])
         known |= dict.fromkeys([request.id for request in self._scheduler.drop_waiting()])
+        known |= dict.fromkeys([job.id for job in self._scorer.drop_waiting()])
         if self._pending is not None:
             self._pending.done.set_exception(error)
         return [Event(request_id, error) for request_id in known]
@@ -375,25 +384,17 @@ class Engine:
         self.adapters.place([*self._rows.adapters(), name])
         return self.version, self.adapters.live(name)
 
-    @torch.inference_mode()
     def score(self, tokens: Sequence[int], *, adapter: str = "") -> tuple[Version, list[float]]:
-        """The live version and the log-probability, at temperature 1, of each token after the first; through the forward that serves.
+        """The live version and the log-probability, at temperature 1, of each token after the first, in this thread, ahead of all else.
 
         Raises:
             RefusedError: fewer than two tokens, too many, or one outside the vocabulary; or the adapter is not held.
             EngineError: the logits are not finite.
         """
-        if len(tokens) < 2 or len(tokens) > self.max_context:
-            raise RefusedError(f"scoring takes 2 to {self.max_context} tokens, got {len(tokens)}")
-        if min(tokens) < 0 or max(tokens) >= self._forward.vocab_size:
-            raise RefusedError(f"tokens to score must lie in the vocabulary of {self._forward.vocab_size} tokens")
-        self.adapters.use(adapter)
-        self.adapters.place([*self._rows.adapters(), adapter])
-        ids = torch.tensor(tokens, dtype=torch.int64).to(self._forward.device)
-        logits = self._forward.score(ids, lora=self.adapters.rows([adapter], repeat=len(tokens)))
-        logprobs = logits[:-1].float().log_softmax(dim=-1)
-        scores = logprobs.gather(1, ids[1:, None]).squeeze(1).cpu()
-        if not scores.isfinite().all():
-            weights = f"adapter {adapter}" if adapter else f"version {self.version}"
-            raise EngineError(f"the logits of {weights} are not finite: its weights have diverged or are damaged")
-        return self.version, scores.tolist()
+        job = ScoreJob(id="score", tokens=list(tokens), adapter=adapter)
+        self._scorer.check(job)
+        (event,) = self._scorer.compute([job], self.version, beside=self._rows.adapters())
+        if isinstance(event.result, EngineError):
+            raise event.result
+        assert isinstance(event.result, Scored), "a score is what was asked for"
+        return event.result.version, event.result.logprobs

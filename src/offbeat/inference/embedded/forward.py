@@ -19,11 +19,15 @@ from offbeat.inference.embedded.lora import AdapterRows, Groups
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-probability between a decode step and a full forward of the same tokens."""
 
+LOGITS_AT_ONCE = 1 << 26
+"""Numbers, 256 MiB of them, in the logits that a score of many tokens holds in memory."""
+
 
 class Forward(Protocol):
     """A model that prefills, decodes and scores. Not thread-safe, except for `prepare`.
 
     Attributes:
+        max_score_tokens: most tokens, padding included, that are scored together, for all of their logits may be in memory at once.
         lora_groups: its linear layers that adapters may stand beside. `lora`, where given, has an adapter for each row of a batch, which is
             each token of a prefill.
     """
@@ -32,6 +36,7 @@ class Forward(Protocol):
     cache_shape: CacheShape
     vocab_size: int
     max_positions: int
+    max_score_tokens: int
     lora_groups: Groups
 
     def prefill(
@@ -54,8 +59,11 @@ class Forward(Protocol):
         """Run one token per slot, [B] int64, store its keys and values; returns the logits after it, [B, V]."""
         ...
 
-    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Tensor:
-        """Logits after every token of one sequence: [L] int64 in, [L, V] out. Touches no cache."""
+    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
+        """Logits after every token of [N, L] int64, padded on the right with any valid id: [rows, V] each, N * L rows in all, in order.
+
+        They are computed as they are read, so that those of a long text need not be in memory at once. Touches no cache.
+        """
         ...
 
     def prepare(self, state: Mapping[str, Tensor]) -> Any:
@@ -103,7 +111,7 @@ def check_forward(forward: Forward) -> None:
     forward.prefill(tokens[None, :4], torch.tensor([4]).to(device), cache=cache, rows=PromptRows(zero, zero))
     forward.decode(tokens[4:5], cache.step(np.array([4])))
     decoded = forward.decode(tokens[5:6], cache.step(np.array([5])))[0].float().log_softmax(-1)
-    full = forward.score(tokens)[-1].float().log_softmax(-1)
+    full = torch.cat(list(forward.score(tokens[None])))[-1].float().log_softmax(-1)
     error = (decoded - full).abs().max().item()
     if not error <= CHECK_TOLERANCE[forward.cache_shape.dtype]:
         raise ModelError(

@@ -4,7 +4,7 @@ Chosen by `loader` where `supports` allows. On small models a Hugging Face forwa
 runs about 20 kernels per layer. Tests compare it token by token with Hugging Face's modules.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
-from offbeat.inference.embedded.forward import take
+from offbeat.inference.embedded.forward import LOGITS_AT_ONCE, take
 from offbeat.inference.embedded.lora import AdapterRows, Groups, Linear
 
 
@@ -95,6 +95,7 @@ class DirectForward:
         self.dtype = dtype
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_position_embeddings
+        self.max_score_tokens = 1 << 20  # their logits come in blocks
         self.cache_shape = CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
         self.lora_groups: Groups = {name: group for i in range(self.num_layers) for name, group in self._layer_groups(i).items()}
         self._scale = self.head_dim**-0.5
@@ -193,8 +194,9 @@ class DirectForward:
         hidden = self._run_prompts(tokens, cache=cache, rows=rows, lora=lora)
         return self._logits(hidden[torch.arange(len(tokens), device=self.device), lengths - 1])
 
-    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Tensor:
-        return self._logits(self._run_prompts(tokens[None], cache=None, rows=None, lora=lora)[0])
+    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
+        hidden = self._run_prompts(tokens, cache=None, rows=None, lora=lora).flatten(0, 1)
+        return map(self._logits, hidden.split(max(LOGITS_AT_ONCE // self.vocab_size, 1)))
 
     def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
         weights, rows = self._weights, step.rows

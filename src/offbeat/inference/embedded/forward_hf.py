@@ -5,7 +5,7 @@ state (recurrent layers, soft-capped scores, attention sinks) are refused by nam
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.errors import ModelError
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
-from offbeat.inference.embedded.forward import take
+from offbeat.inference.embedded.forward import LOGITS_AT_ONCE, take
 from offbeat.inference.embedded.lora import AdapterRows, Groups, Linear
 from offbeat.model.load import context_length
 
@@ -116,6 +116,7 @@ class HFForward:
         self.cache_shape = CacheShape(config.num_hidden_layers, heads, head_dim, dtype)
         self.vocab_size = config.vocab_size
         self.max_positions = context_length(config)
+        self.max_score_tokens = max(LOGITS_AT_ONCE // self.vocab_size, 1)
         # Without the head: it sees the last token of each row alone.
         head = model.get_output_embeddings()
         self._linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
@@ -132,8 +133,9 @@ class HFForward:
     def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
         return self._run(tokens[:, None], step.positions[:, None], SlotStep(step), keep=1, lora=lora)[:, 0]
 
-    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Tensor:
-        return self._run(tokens[None], self._positions(len(tokens)), PromptStep(None, None), keep=0, lora=lora)[0]
+    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
+        # All at once: what a model does between its last layer and its logits is its own.
+        return [self._run(tokens, self._positions(tokens.shape[1]), PromptStep(None, None), keep=0, lora=lora).flatten(0, 1)]
 
     def _positions(self, length: int) -> Tensor:
         return torch.arange(length, device=self.device)[None]

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from offbeat.errors import EngineError
 from offbeat.inference.embedded.engine import Engine
-from offbeat.inference.embedded.request import Event, Request
+from offbeat.inference.embedded.request import Event, Request, ScoreJob
 from offbeat.types import Version
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class EngineLoop:
 
     # -- from any thread ---------------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request | ScoreJob) -> None:
         """Queue a request and return at once; a refusal comes as an event like any answer."""
         self._post(Command(lambda: self.engine.submit(request), lambda error: self._refuse(request, error)))
 
@@ -150,7 +150,7 @@ class EngineLoop:
         since_s = self._busy_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
-    def _refuse(self, request: Request, error: Exception) -> None:
+    def _refuse(self, request: Request | ScoreJob, error: Exception) -> None:
         refusal = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
         self._deliver([Event(request.id, refusal)])
 

@@ -19,6 +19,7 @@ class EngineCollector(Collector):
         engine = self._engine
         yield GaugeMetricFamily("offbeat_engine_running", "Samples being decoded.", value=engine.num_running)
         yield GaugeMetricFamily("offbeat_engine_waiting", "Requests waiting for slots.", value=engine.num_waiting)
+        yield GaugeMetricFamily("offbeat_engine_scores_waiting", "Requests waiting to be scored.", value=engine.num_scores_waiting)
         yield GaugeMetricFamily("offbeat_engine_weight_version", "Version of the weights that serve.", value=engine.version)
         yield GaugeMetricFamily("offbeat_engine_switch_seconds", "Duration of the last weight switch.", value=engine.switch_s)
         yield GaugeMetricFamily("offbeat_engine_cache_bytes", "Memory of the key and value cache.", value=engine.cache_bytes)

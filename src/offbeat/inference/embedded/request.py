@@ -1,20 +1,23 @@
 """State of what the engine was asked for: sampling parameters, requests, and what comes out of them.
 
-A request is one prompt with n samples that share its prefill. The server (or `Engine.generate`) makes requests; the engine answers each
-sample with one `Output`, or with one per decode step when the request streams.
+A request is one prompt with n samples that share its prefill, or a `ScoreJob`, which samples nothing. The server (or `Engine.generate`)
+makes requests; the engine answers each sample with one `Output`, or with one per decode step when the request streams.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from offbeat.errors import EngineError, RefusedError
+from offbeat.inference.sampling import TopTokens
 from offbeat.types import Version
 
 FinishReason = Literal["stop", "length", "abort"]
 
-
 MAX_STOPS = 64
 """Stop strings, and stop token ids, of one request: each is compared with every token."""
+
+MAX_TOP = 1024
+"""Likeliest tokens told at one position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,8 @@ class SamplingParams:
         stop_token_ids: end the sample besides the tokenizer's end token; the token is part of the output.
         stop: strings that end the sample; the text is cut before them, the tokens are not.
         ignore_eos: go on past the tokenizer's end token; `stop_token_ids` still count.
+        scaled_logprobs: log-probabilities as if there were no top_p and top_k.
+        top_logprobs: likeliest tokens to tell at each position.
     """
 
     max_new_tokens: int = 16
@@ -40,6 +45,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    scaled_logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         checks = (
@@ -51,6 +58,7 @@ class SamplingParams:
             (len(self.stop) <= MAX_STOPS, f"stop takes at most {MAX_STOPS} strings", len(self.stop)),
             (all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids must be >= 0 and below 2**31", self.stop_token_ids[:9]),
             (len(self.stop_token_ids) <= MAX_STOPS, f"stop_token_ids takes at most {MAX_STOPS} ids", len(self.stop_token_ids)),
+            (0 <= self.top_logprobs <= MAX_TOP, f"logprobs must be 0 to {MAX_TOP} likeliest tokens", self.top_logprobs),
         )
         for holds, rule, value in checks:
             if not holds:
@@ -80,6 +88,60 @@ class Request:
         if self.n < 1:
             raise RefusedError(f"n must be >= 1, got {self.n}")
 
+    def check(self, *, vocab_size: int, max_context: int, max_running: int) -> None:
+        """Raises RefusedError, saying why, where an engine with these limits can never serve it."""
+        length, most = len(self.prompt), self.params.max_new_tokens
+        if length == 0:
+            raise RefusedError("the prompt is empty; it needs at least one token")
+        if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:
+            bad = next(t for t in self.prompt if not 0 <= t < vocab_size)
+            raise RefusedError(f"prompt token {bad} is outside the vocabulary of {vocab_size} tokens")
+        if length + most > max_context:
+            raise RefusedError(
+                f"the prompt has {length} tokens and max_tokens is {most}, together more than the context of {max_context}; shorten the "
+                "prompt or lower max_tokens"
+            )
+        if self.n > max_running:
+            raise RefusedError(f"n must be at most the engine's max_running of {max_running}, got {self.n}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreJob:
+    """Given tokens whose log-probabilities at temperature 1 are wanted.
+
+    Attributes:
+        id: as a request's.
+        tokens: [L], at least two.
+        top_k: likeliest tokens to tell at each position.
+        targets: [L] any number of tokens at each position, to be told about, too; None for none.
+        adapter: as a request's.
+        urgent: goes ahead of those that wait; for proofs, which have deadlines.
+    """
+
+    id: str
+    tokens: list[int]
+    top_k: int = 0
+    targets: list[list[int]] | None = None
+    adapter: str = ""
+    urgent: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Answer to a `ScoreJob` of L tokens; nothing is told of the first.
+
+    Attributes:
+        version: of the weights that scored.
+        logprobs: [L - 1], of each token but the first.
+        top: [L - 1], the likeliest tokens instead of each; None if not asked for.
+        target_logprobs: [L - 1], of the targets instead of each; None if not asked for.
+    """
+
+    version: Version
+    logprobs: list[float]
+    top: list[TopTokens] | None
+    target_logprobs: list[list[float]] | None
+
 
 @dataclass(frozen=True, eq=False)
 class Output:
@@ -91,6 +153,7 @@ class Output:
         logprobs: of each token, under the distribution that it was sampled from (see `sampler`).
         versions: of the weights that sampled each token.
         finish_reason: None while the sample goes on.
+        top_logprobs: the likeliest tokens instead of each, under the same distribution; None if not asked for.
     """
 
     index: int
@@ -98,11 +161,12 @@ class Output:
     logprobs: list[float]
     versions: list[Version]
     finish_reason: FinishReason | None
+    top_logprobs: list[TopTokens] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """What a step has to say to one request: tokens, or the error that ended it."""
+    """What a step has to say to one request: tokens, scores, or the error that ended it."""
 
     request_id: str
-    result: Output | EngineError
+    result: Output | Scored | EngineError

@@ -7,8 +7,9 @@ import torch
 
 from offbeat.inference.embedded.cache import BUCKET, round_up
 from offbeat.inference.embedded.request import FinishReason, Output, Request
-from offbeat.inference.embedded.sampler import SamplingRows, uniforms
+from offbeat.inference.embedded.sampler import Drawn, SamplingRows, uniforms
 from offbeat.inference.embedded.text import Decoder, TextStream
+from offbeat.inference.sampling import TopTokens
 from offbeat.types import Version
 
 NO_TOKEN = -1
@@ -20,12 +21,14 @@ class Sample:
 
     Attributes:
         text: follows the text where the request has stop strings, else None.
+        top: the likeliest tokens at each position so far, where the request wants them, else None.
         sent: generated tokens that a streaming request has been told of.
     """
 
     request: Request
     index: int
     text: TextStream | None
+    top: list[TopTokens] | None
     sent: int = 0
 
 
@@ -44,6 +47,8 @@ class Rows:
         self._temperature = np.zeros(max_rows, np.float32)
         self._top_p = np.zeros(max_rows, np.float32)
         self._top_k = np.zeros(max_rows, np.int64)
+        self._scaled = np.zeros(max_rows, bool)
+        self._num_top = np.zeros(max_rows, np.int64)
         self._stop_ids = np.full((max_rows, 1), NO_TOKEN, np.int64)
         self._tokens = np.zeros((max_rows, 0), np.int64)
         self._logprobs = np.zeros((max_rows, 0), np.float32)
@@ -67,9 +72,12 @@ class Rows:
         self._limit[rows] = prompt_len + params.max_new_tokens
         self._key[rows] = keys
         self._temperature[rows], self._top_p[rows], self._top_k[rows] = params.temperature, params.top_p, params.top_k
+        self._scaled[rows], self._num_top[rows] = params.scaled_logprobs, params.top_logprobs
         self._stop_ids[rows] = NO_TOKEN
         self._stop_ids[rows, : len(stop_ids)] = stop_ids
-        self.samples += [Sample(request, i, TextStream(tokenizer, params.stop) if params.stop else None) for i in range(request.n)]
+        self.samples += [
+            Sample(request, i, TextStream(tokenizer, params.stop) if params.stop else None, [] if params.top_logprobs else None)
+            for i in range(request.n)]
         self._sampling = self._watched = self._adapters = None
 
     def _reserve(self, *, positions: int, stop_ids: int) -> None:
@@ -86,7 +94,8 @@ class Rows:
         if self._sampling is None:
             rows = slice(0, len(self))
             self._sampling = SamplingRows(
-                temperature=self._temperature[rows], top_p=self._top_p[rows], top_k=self._top_k[rows], device=self._device
+                temperature=self._temperature[rows], top_p=self._top_p[rows], top_k=self._top_k[rows], scaled=self._scaled[rows],
+                num_top=self._num_top[rows], device=self._device,
             )
         return self._sampling
 
@@ -115,7 +124,7 @@ class Rows:
         """All tokens of a row whose keys and values are in the cache."""
         return self._tokens[row, : self.length[row] - 1]
 
-    def append(self, tokens: np.ndarray, logprobs: np.ndarray, *, version: Version) -> tuple[np.ndarray, np.ndarray]:
+    def append(self, drawn: Drawn, *, version: Version) -> tuple[np.ndarray, np.ndarray]:
         """Give every row its new token.
 
         Returns:
@@ -123,23 +132,35 @@ class Rows:
         """
         count = len(self)
         rows, position = np.arange(count), self.length[:count]
-        self._tokens[rows, position], self._logprobs[rows, position], self._versions[rows, position] = tokens, logprobs, version
+        self._tokens[rows, position], self._logprobs[rows, position] = drawn.tokens, drawn.logprobs
+        self._versions[rows, position] = version
         self.length[:count] += 1
-        return (self._stop_ids[:count] == tokens[:, None]).any(axis=1), self.length[:count] >= self._limit[:count]
+        if drawn.top_ids is not None and drawn.top_logprobs is not None:
+            self._append_top(drawn.top_ids, drawn.top_logprobs)
+        return (self._stop_ids[:count] == drawn.tokens[:, None]).any(axis=1), self.length[:count] >= self._limit[:count]
+
+    def _append_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """The likeliest tokens, [R, K] each, of the rows that want them; those that cannot be drawn are left out."""
+        wanting = [sample for sample in self.samples if sample.top is not None]
+        for sample, row_ids, row_logprobs in zip(wanting, ids.tolist(), logprobs.tolist(), strict=True):
+            assert sample.top is not None, "it wants them"
+            pairs = list(zip(row_ids, row_logprobs, strict=True))[: sample.request.params.top_logprobs]
+            sample.top.append(tuple(pair for pair in pairs if pair[1] > -np.inf))
 
     def output(self, row: int, reason: FinishReason | None) -> Output:
         """Generated tokens of a row, for a streaming request those that it has not been told of."""
         sample = self.samples[row]
         span = slice(self._prompt_len[row] + sample.sent, self.length[row])
+        top = sample.top and sample.top[sample.sent :]
         if sample.request.stream:
             sample.sent = int(self.length[row] - self._prompt_len[row])
         columns = (self._tokens, self._logprobs, self._versions)
-        return Output(sample.index, *(column[row, span].tolist() for column in columns), finish_reason=reason)
+        return Output(sample.index, *(column[row, span].tolist() for column in columns), finish_reason=reason, top_logprobs=top)
 
     def compact(self, sources: list[int], targets: list[int], *, running: int) -> None:
         """Move rows as `Scheduler.compact` says, and forget those from `running` on."""
-        columns = (self.length, self._prompt_len, self._limit, self._key, self._temperature, self._top_p, self._top_k)
-        for column in (*columns, self._stop_ids, self._tokens, self._logprobs, self._versions):
+        columns = (self.length, self._prompt_len, self._limit, self._key, self._temperature, self._top_p, self._top_k, self._scaled)
+        for column in (*columns, self._num_top, self._stop_ids, self._tokens, self._logprobs, self._versions):
             column[targets] = column[sources]
         for source, target in zip(sources, targets, strict=True):
             self.samples[target] = self.samples[source]

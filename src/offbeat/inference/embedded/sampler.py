@@ -4,9 +4,11 @@ Tokens are drawn by inverting the cumulative distribution at one uniform number 
 than one exponential number per logit, and the uniform number can be a pure function of (row key, position). So a sample depends on its key
 alone, never on what else runs in the batch.
 
-The log-probability returned is that of the distribution sampled from, after temperature, top-k and top-p with renormalisation. At
-temperature 0 (greedy) it is the log-softmax at temperature 1.
+The log-probability returned is that of the distribution sampled from, after temperature, top-k and top-p with renormalisation, or, where a
+row wants it so, after temperature alone. At temperature 0 (greedy) it is the log-softmax at temperature 1.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -47,10 +49,16 @@ class SamplingRows:
         scale: [B, 1] float32, what divides the logits; None if it is 1 everywhere.
         restricted: indices of the rows with top-k or top-p; None if there are none.
         top_p, top_k: of the restricted rows, as `restrict` takes them.
+        scaled: indices of those of them whose log-probabilities are of all tokens; None if there are none.
+        top: indices of the rows whose likeliest tokens are told; None if there are none.
+        num_top: the most that one of them wants.
     """
 
-    def __init__(self, *, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device) -> None:
-        """Each [B]; 0, 1 and 0 stand for greedy and for no limits."""
+    def __init__(
+        self, *, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, scaled: np.ndarray, num_top: np.ndarray,
+        device: torch.device,
+    ) -> None:
+        """Each [B]; 0, 1 and 0 stand for greedy and for no limits, False and 0 for no special wishes."""
         greedy = temperature == 0
         restricted = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0)))
         scale = np.where(greedy, 1, temperature).astype(np.float32)
@@ -59,6 +67,28 @@ class SamplingRows:
         self.restricted = torch.from_numpy(restricted).to(device) if restricted.size else None
         self.top_p = torch.from_numpy(top_p[restricted]).to(device)[:, None]
         self.top_k = torch.from_numpy(top_k[restricted]).to(device)[:, None]
+        self.scaled = torch.from_numpy(restricted[scaled[restricted]]).to(device) if scaled[restricted].any() else None
+        self.num_top = int(num_top.max(initial=0))
+        self.top = torch.from_numpy(np.flatnonzero(num_top)).to(device) if self.num_top else None
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """One token per row.
+
+    Attributes:
+        tokens: [B] int64.
+        logprobs: [B] float32, of the tokens; see the module's text for which.
+        valid: [B] bool, False where a row of logits is no distribution (NaN or infinite), so that its token means nothing.
+        top_ids, top_logprobs: [R, num_top], the likeliest tokens of the R rows of `SamplingRows.top`, -inf for those that cannot be drawn;
+            None where there are no such rows.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    valid: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
@@ -79,21 +109,18 @@ def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
     return torch.empty_like(logits).scatter_(1, order, values)
 
 
-def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw one token per row. What it returns crosses to the host in one transfer.
+def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
+    """Draw one token per row. What it returns crosses to the host in one transfer, the likeliest tokens in two more.
 
     Args:
         logits: [B, V] float, on any device.
         rows: parameters of the B rows, on the same one.
         uniform: [B] float64 in [0, 1), see `uniforms`.
-
-    Returns:
-        tokens [B] int64, their log-probabilities [B] float32, see the module's text for which, and valid [B] bool: False where a row of
-        logits is no distribution (NaN or infinite), so that its token means nothing.
     """
     logits = logits.float()
     if rows.scale is not None:
         logits = logits / rows.scale
+    full = logits
     if rows.restricted is not None:
         kept = restrict(logits[rows.restricted], top_p=rows.top_p, top_k=rows.top_k)
         logits = logits.index_copy(0, rows.restricted, kept)
@@ -105,5 +132,11 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> tuple[np.
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
+    if rows.scaled is not None:
+        logprobs = logprobs.index_copy(0, rows.scaled, torch.log_softmax(full[rows.scaled], dim=-1))
     drawn = torch.cat([tokens.double(), logprobs.gather(1, tokens).double(), total], dim=1).cpu().numpy()
-    return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32), np.isfinite(drawn[:, 2])
+    columns = (drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32), np.isfinite(drawn[:, 2]))
+    if rows.top is None:
+        return Drawn(*columns)
+    top = logprobs[rows.top].topk(min(rows.num_top, logprobs.shape[-1]), dim=-1)
+    return Drawn(*columns, top.indices.cpu().numpy(), top.values.cpu().numpy())

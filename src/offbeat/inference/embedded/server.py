@@ -10,8 +10,9 @@ import socket
 import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -28,7 +29,7 @@ from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.loop import EngineLoop
 from offbeat.inference.embedded.metrics import registry_of
 from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.request import Event, Output, Request
+from offbeat.inference.embedded.request import Event, Output, Request, Scored, ScoreJob
 from offbeat.inference.embedded.versions import fingerprint_tensors
 from offbeat.inference.embedded.wire import (
     ChatBody,
@@ -43,6 +44,7 @@ from offbeat.inference.embedded.wire import (
     read_body,
 )
 
+T = TypeVar("T")
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
 
 DEFAULT_MAX_TOKENS = 16
@@ -55,6 +57,10 @@ logger = logging.getLogger(__name__)
 
 class Disconnected(Exception):  # noqa: N818 (an event, not an error)
     """The client of a request went away."""
+
+
+Inbox = asyncio.Queue[Output | Scored | EngineError | Disconnected]
+"""What the engine says to one request."""
 
 
 class HttpServer(uvicorn.Server):
@@ -92,7 +98,7 @@ class EngineServer:
         self._tokenizer = self._engine.tokenizer
         self._loop = EngineLoop(self._engine, deliver=self._deliver)
         self._registry = registry_of(self._engine)
-        self._inboxes: dict[str, asyncio.Queue[Output | EngineError | Disconnected]] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._http: HttpServer | None = None
         self._thread: threading.Thread | None = None
 
@@ -224,22 +230,27 @@ class EngineServer:
             EngineError: the engine refused it or failed.
             Disconnected: the client went away.
         """
+        unfinished = request.n
+        async with self._submitted(http, request) as inbox:
+            while unfinished:
+                output = await _next(inbox, Output)
+                unfinished -= output.finish_reason is not None
+                yield output
+
+    @asynccontextmanager
+    async def _submitted(self, http: HttpRequest, request: Request | ScoreJob) -> AsyncIterator[Inbox]:
+        """Give the engine a request, and what it says of it to the body; a body that ends by an exception aborts it."""
         inbox = self._inboxes[request.id] = asyncio.Queue()
         watch = asyncio.create_task(self._watch(http, request.id), name=f"disconnect of {request.id}")
         self._loop.submit(request)
-        unfinished = request.n
         try:
-            while unfinished:
-                result = await inbox.get()
-                if not isinstance(result, Output):
-                    raise result
-                unfinished -= result.finish_reason is not None
-                yield result
+            yield inbox
+        except BaseException:
+            self._loop.abort(request.id)
+            raise
         finally:
             watch.cancel()
             del self._inboxes[request.id]
-            if unfinished:
-                self._loop.abort(request.id)
 
     async def _watch(self, http: HttpRequest, request_id: str) -> None:
         """Abort a request as soon as its client is gone; its handler may be busy sending, or waiting for the next output."""
@@ -263,7 +274,7 @@ class EngineServer:
         status = "paused" if engine.paused else "ok"
         return _json(msgspec.json.encode({
             "status": status, "version": engine.version, "running": engine.num_running, "waiting": engine.num_waiting,
-            "max_adapter_rank": self._options.max_adapter_rank}))
+            "max_context": engine.max_context, "max_adapter_rank": self._options.max_adapter_rank}))
 
     async def _metrics(self, _: HttpRequest) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
@@ -292,8 +303,17 @@ class EngineServer:
 
     async def _score(self, http: HttpRequest) -> Response:
         body = read_body(ScoreBody, await http.body())
-        version, logprobs = await asyncio.wrap_future(self._loop.call(lambda: self._engine.score(body.tokens, adapter=body.adapter)))
-        return _json(msgspec.json.encode({"version": version, "logprobs": logprobs}))
+        job = ScoreJob(
+            id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, top_k=body.top_k, targets=body.targets, adapter=body.adapter,
+            urgent=body.urgent)
+        async with self._submitted(http, job) as inbox:
+            scored = await _next(inbox, Scored)
+        answer: dict[str, Any] = {"version": scored.version, "logprobs": scored.logprobs}
+        if scored.top is not None:
+            answer["top_logprobs"] = scored.top
+        if scored.target_logprobs is not None:
+            answer["target_logprobs"] = scored.target_logprobs
+        return _json(msgspec.json.encode(answer))
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         body = read_body(LoadAdapterBody, await http.body())
@@ -315,6 +335,15 @@ class EngineServer:
     async def _resume(self, _: HttpRequest) -> Response:
         await asyncio.wrap_future(self._loop.call(self._engine.resume))
         return _json(msgspec.json.encode({"status": "ok"}))
+
+
+async def _next(inbox: Inbox, kind: type[T]) -> T:
+    """What comes next; raises it if it is an error."""
+    result = await inbox.get()
+    if isinstance(result, Exception):
+        raise result
+    assert isinstance(result, kind), "the engine answers what it was asked"
+    return result
 
 
 async def _stream(answer: Answer, first: Output, outputs: AsyncGenerator[Output]) -> AsyncIterator[bytes]:

@@ -4,6 +4,8 @@ A version is bound to its folder while it is staged or live, and until a later o
 """
 
 from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,15 @@ from offbeat.inference.embedded.receive import receive_weights
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.types import Version
+
+
+@dataclass(frozen=True, eq=False)
+class PendingSwitch:
+    """A switch that was asked for and is not done."""
+
+    version: Version
+    started: float
+    done: "Future[float]"
 
 
 def read_weights(forward: Forward, folder: str, broadcast: str = "") -> Any:

@@ -20,7 +20,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     Attributes:
         model: the name of a loaded adapter; anything else without an "@" is the base model.
         max_tokens: None takes the endpoint's default: 16 for completions, the rest of the context for chats.
-        logprobs: anything but null or false returns the log-probability of each sampled token; others are not offered.
+        logprobs: anything but null or false returns the log-probability of each sampled token.
+        scaled_logprobs: log-probabilities as if there were no top_p and top_k.
         return_token_ids: return token ids, and with them the weight version of each token.
     """
 
@@ -36,6 +37,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool = False
     stream: bool = False
     logprobs: int | bool | None = None
+    scaled_logprobs: bool = False
     return_token_ids: bool = False
 
     def params(self, *, default_max_tokens: int) -> SamplingParams:
@@ -53,7 +55,14 @@ class GenerateBody(msgspec.Struct, kw_only=True):
             stop=tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            scaled_logprobs=self.scaled_logprobs,
+            top_logprobs=self.num_top,
         )
+
+    @property
+    def num_top(self) -> int:
+        """Likeliest tokens to tell at each position."""
+        return 0
 
     @property
     def wants_logprobs(self) -> bool:
@@ -61,10 +70,14 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(GenerateBody, kw_only=True):
-    """POST /v1/completions."""
+    """POST /v1/completions; as a number, `logprobs` asks for as many likeliest tokens at each position."""
 
     prompt: str | list[int]
     echo: bool = False
+
+    @property
+    def num_top(self) -> int:
+        return int(self.logprobs or 0) if self.logprobs is not True else 0
 
 
 class Message(msgspec.Struct):
@@ -97,10 +110,13 @@ class SwitchBody(msgspec.Struct):
 
 
 class ScoreBody(msgspec.Struct):
-    """POST /v1/score; by the base model, or by an adapter."""
+    """POST /v1/score; by the base model, or by an adapter. See `ScoreJob`."""
 
     tokens: list[int]
     adapter: str = ""
+    top_k: int = 0
+    targets: list[list[int]] | None = None
+    urgent: bool = False
 
 
 class LoadAdapterBody(msgspec.Struct):

@@ -1,0 +1,200 @@
+"""Log-probabilities of given tokens: waiting requests of any adapters share forward passes, which touch no cache. Used by the engine.
+
+The engine decides when a batch runs; which requests are in it is decided here: the oldest, and as many others of about its length as fit.
+Numbers do not depend on what else is in the batch.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.errors import BusyError, EngineError, RefusedError
+from offbeat.inference.embedded.adapters import Adapters
+from offbeat.inference.embedded.forward import Forward
+from offbeat.inference.embedded.request import MAX_TOP, Event, Scored, ScoreJob
+from offbeat.types import Version
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What to read of the logits of N jobs, rows [N * L, V], of which row n * L + i says what follows token i of job n.
+
+    Attributes:
+        length: L, of the longest job.
+        next_ids: [N * L] int64, the token that does follow; any where none does.
+        top_rows: [R] int64, ascending: rows whose `num_top` likeliest tokens are wanted.
+        target_rows, target_ids: [M] int64 each, the rows ascending: further tokens that are wanted.
+    """
+
+    length: int
+    next_ids: np.ndarray
+    num_top: int
+    top_rows: np.ndarray
+    target_rows: np.ndarray
+    target_ids: np.ndarray
+
+    @classmethod
+    def of(cls, jobs: Sequence[ScoreJob], tokens: np.ndarray) -> "Wanted":
+        """`tokens` [N, L] int64 are those of the jobs, padded."""
+        length = tokens.shape[1]
+        top_rows = [n * length + np.arange(len(job.tokens) - 1) for n, job in enumerate(jobs) if job.top_k]
+        targets = [
+            (n * length + i, token) for n, job in enumerate(jobs) for i, ids in enumerate((job.targets or [])[1:]) for token in ids]
+        rows, ids = np.array(targets, np.int64).reshape(-1, 2).T
+        return cls(
+            length, np.roll(tokens, -1, axis=1).ravel(), max(job.top_k for job in jobs),
+            np.concatenate([np.zeros(0, np.int64), *top_rows]), rows, ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Log-probabilities that were read: `own` [N * L], `top` [R, num_top] of the tokens `top_ids`, `targets` [M]."""
+
+    own: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
+    targets: np.ndarray
+
+    @classmethod
+    def read(cls, blocks: Iterable[Tensor], wanted: Wanted) -> "Found":
+        """Read logits, which come as some [rows, V] after the other; no more than one block of them is held."""
+        own, top_ids, top, targets, start = [], [], [], [], 0
+        for logits in blocks:
+            table = logits.float().log_softmax(dim=-1)
+            device, stop = table.device, start + len(table)
+            own.append(table.gather(1, _on(device, wanted.next_ids[start:stop])[:, None]).squeeze(1))
+            if wanted.num_top:
+                here = slice(*np.searchsorted(wanted.top_rows, (start, stop)))
+                values, ids = table[_on(device, wanted.top_rows[here] - start)].topk(min(wanted.num_top, table.shape[1]))
+                top.append(values)
+                top_ids.append(ids)
+            if len(wanted.target_rows):
+                here = slice(*np.searchsorted(wanted.target_rows, (start, stop)))
+                targets.append(table[_on(device, wanted.target_rows[here] - start), _on(device, wanted.target_ids[here])])
+            start = stop
+        return cls(*(torch.cat(parts).cpu().numpy() if parts else np.zeros(0) for parts in (own, top_ids, top, targets)))
+
+
+class Scorer:
+    """Score requests of one engine, on its thread."""
+
+    def __init__(self, forward: Forward, adapters: Adapters, *, max_context: int, max_queued: int, max_tokens: int) -> None:
+        """
+        Args:
+            max_tokens: of one batch, padding included, unless it is a single request.
+        """
+        self._forward = forward
+        self._adapters = adapters
+        self._max_context = max_context
+        self._max_queued = max_queued
+        self._max_tokens = max_tokens
+        self._waiting: deque[ScoreJob] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def adapters_in_use(self) -> set[str]:
+        """Of waiting requests."""
+        return {job.adapter for job in self._waiting}
+
+    def submit(self, job: ScoreJob) -> None:
+        """Queue a request.
+
+        Raises:
+            RefusedError: it can never be served; says why.
+            BusyError: too many wait.
+        """
+        self.check(job)
+        if job.urgent:
+            self._waiting.appendleft(job)
+            return
+        if self.num_waiting >= self._max_queued:
+            raise BusyError(f"{self.num_waiting} requests wait to be scored, as many as max_queued allows; try again later")
+        self._waiting.append(job)
+
+    def check(self, job: ScoreJob) -> None:
+        """Note that a request wants its adapter; raises RefusedError if the request cannot be served."""
+        tokens, targets, vocab = job.tokens, job.targets, self._forward.vocab_size
+        if not 2 <= len(tokens) <= self._max_context:
+            raise RefusedError(f"scoring takes 2 to {self._max_context} tokens, got {len(tokens)}")
+        if not 0 <= job.top_k <= MAX_TOP:
+            raise RefusedError(f"top_k of a score must be 0 to {MAX_TOP}, got {job.top_k}")
+        if targets is not None and len(targets) != len(tokens):
+            raise RefusedError(f"targets hold one list for each of the {len(tokens)} tokens, got {len(targets)} lists")
+        for ids in (tokens, *(targets or ())):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise RefusedError(f"tokens to score must lie in the vocabulary of {vocab} tokens")
+        self._adapters.use(job.adapter)
+
+    def remove(self, job_id: str) -> None:
+        """Forget a waiting request; an unknown one is no error."""
+        self._waiting = deque(job for job in self._waiting if job.id != job_id)
+
+    def drop_waiting(self) -> list[ScoreJob]:
+        """Empty the queue and return what was in it."""
+        dropped, self._waiting = list(self._waiting), deque()
+        return dropped
+
+    def run(self, version: Version, *, beside: Iterable[str]) -> list[Event]:
+        """Score one batch of those that wait; see `compute`."""
+        return self.compute(self._take(), version, beside=beside)
+
+    def _take(self) -> list[ScoreJob]:
+        """The oldest request, and others in their order, no more than twice as long or half as long, while they fit."""
+        batch, left, longest = [], deque[ScoreJob](), 0
+        first = len(self._waiting[0].tokens)
+        for job in self._waiting:
+            length = max(longest, len(job.tokens))
+            alike = first <= 2 * len(job.tokens) and len(job.tokens) <= 2 * first
+            if not batch or (alike and length * (len(batch) + 1) <= self._max_tokens):
+                batch.append(job)
+                longest = length
+            else:
+                left.append(job)
+        self._waiting = left
+        return batch
+
+    @torch.inference_mode()
+    def compute(self, jobs: Sequence[ScoreJob], version: Version, *, beside: Iterable[str] = ()) -> list[Event]:
+        """Score requests together, through the forward that serves; their results, or the errors of those whose logits are not finite.
+
+        Args:
+            version: the live one.
+            beside: adapters that stay placed for running samples.
+        """
+        length = max(len(job.tokens) for job in jobs)
+        tokens = np.zeros((len(jobs), length), np.int64)
+        for row, job in zip(tokens, jobs, strict=True):
+            row[: len(job.tokens)] = job.tokens
+        names = [job.adapter for job in jobs]
+        self._adapters.place([*beside, *names])
+        wanted, ids = Wanted.of(jobs, tokens), _on(self._forward.device, tokens)
+        found = Found.read(self._forward.score(ids, lora=self._adapters.rows(names, repeat=length)), wanted)
+        return [Event(job.id, _result(job, n, version, wanted, found)) for n, job in enumerate(jobs)]
+
+
+def _on(device: torch.device, array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+def _result(job: ScoreJob, n: int, version: Version, wanted: Wanted, found: Found) -> Scored | EngineError:
+    """What was found for job number n."""
+    first, last = n * wanted.length, (n + 1) * wanted.length
+    own = found.own[first : first + len(job.tokens) - 1]
+    if not np.isfinite(own).all():
+        weights = f"adapter {job.adapter}" if job.adapter else f"version {version}"
+        return EngineError(f"the logits of {weights} are not finite: its weights have diverged or are damaged")
+    top = target_logprobs = None
+    if job.top_k:
+        rows = slice(*np.searchsorted(wanted.top_rows, (first, last)))
+        pairs = zip(found.top_ids[rows, : job.top_k].tolist(), found.top[rows, : job.top_k].tolist(), strict=True)
+        top = [tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
+    if job.targets is not None:
+        logprobs = iter(found.targets[slice(*np.searchsorted(wanted.target_rows, (first, last)))].tolist())
+        target_logprobs = [[next(logprobs) for _ in ids] for ids in job.targets[1:]]
+    return Scored(version, own.tolist(), top, target_logprobs)
