@@ -8,6 +8,8 @@ from offbeat.checkpoint.adapters import FILE, AdapterState, read_adapter_state, 
 from offbeat.errors import StorageError
 from offbeat.model.peft_io import Adapter
 
+HEADER = {"step": "1", "rank": "1", "scaling": "1.0"}
+
 
 def random_adapter(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +50,9 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path):
 def test_folders_that_are_no_checkpoints_are_refused(tmp_path):
     for name, tensors, about in (
         ("nothing", None, None), ("text", "hello", None), ("names", {"weights.x.C": torch.zeros(1)}, {}), ("about", {}, {"step": "1"}),
-        ("side", {"weights.x.A": torch.zeros(1, 1)}, {"step": "1", "rank": "1", "scaling": "1.0"}),
+        ("side", {"weights.x.A": torch.zeros(1, 1)}, HEADER),
+        ("moment", {"weights.x.A": torch.zeros(1, 1), "weights.x.B": torch.zeros(1, 1)}, HEADER),
+        ("rank", {f"{part}.x.{side}": torch.zeros(2, 2) for part in ("weights", "exp_avg", "exp_avg_sq") for side in "AB"}, HEADER),
     ):
         (tmp_path / name).mkdir()
         if isinstance(tensors, str):

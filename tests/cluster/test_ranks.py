@@ -1,6 +1,7 @@
 """Ranks that are started together meet, whatever they train; `test_train_group.py` trains with them."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from small_run import small_config
 def test_a_rank_that_cannot_load_the_model_is_named(tmp_path: Path) -> None:
     async def main() -> None:
         async with LocalLauncher(stop_timeout_s=5) as launcher:
-            await start_ranks(
-                launcher, small_config(tmp_path), "offbeat.cluster.train_worker:TrainWorker", model=str(tmp_path / "nothing"), build=None,
-                log_dir=tmp_path)
+            with pytest.raises(OffbeatError, match="nothing"):
+                await start_ranks(
+                    launcher, small_config(tmp_path), "offbeat.cluster.train_worker:TrainWorker", model=str(tmp_path / "nothing"),
+                    build=None, log_dir=tmp_path)
+            (rank,) = launcher._children
+            with pytest.raises(ProcessLookupError):  # it is gone, though its launcher is not
+                os.kill(rank.pid, 0)
 
-    with pytest.raises(OffbeatError, match="nothing"):
-        asyncio.run(main())
+    asyncio.run(main())

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from datum_samples import make_datums
 from offbeat.algorithms.adam import AdamParams
 from offbeat.cluster.local import LocalLauncher
 from offbeat.cluster.tenant_group import TenantGroup
@@ -16,6 +17,7 @@ from offbeat.model.peft_io import read_adapter
 from small_run import small_config
 from train_samples import make_batch
 
+MODULES = ("attn", "mlp")
 TENANTS = ("alice", "bob", "alice", "bob", "bob", "alice")
 
 
@@ -24,7 +26,7 @@ async def train(num_ranks: int, folder: Path, model: str) -> tuple[dict, np.ndar
     async with LocalLauncher(stop_timeout_s=5) as launcher:
         group = await TenantGroup.start(launcher, config, model=model, build=None, log_dir=folder)
         for seed, name in enumerate(("alice", "bob")):
-            await group.add(name, rank=4, alpha=8.0, seed=seed)
+            await group.add(name, rank=4, alpha=8.0, seed=seed, modules=MODULES)
         batch = make_batch(6, 1)
         metrics, logprobs = {}, batch.rollout_logprobs
         for _ in range(2):
@@ -39,7 +41,15 @@ async def train(num_ranks: int, folder: Path, model: str) -> tuple[dict, np.ndar
         assert manifest.name == "alice@3" and manifest.fingerprint == read_adapter(folder / "alice").fingerprint()
         again = await group.update(dict.fromkeys(("alice", "bob"), AdamParams(lr=1e-2)))
         assert again == {"alice": 0.0, "bob": 0.0}  # what the failed pass had added is gone
-        return metrics, logprobs, scores, norms
+        assert group.steps == {"alice": 3, "bob": 3}
+        datums = make_datums(12, seed=1)
+        passed = await group.run_datums(datums, TENANTS * 2, learn=True)
+        with pytest.raises(ConfigError, match="carol"):
+            await group.run_datums(datums, (*TENANTS, *TENANTS[:-1], "carol"), learn=False)
+        norms |= {f"{name} by datums": norm for name, norm in (await group.update({"alice": AdamParams(lr=1e-2)})).items()}
+        await group.discard(["bob"])
+        assert (await group.update({"bob": AdamParams(lr=1e-2)}))["bob"] == 0.0
+        return metrics, logprobs, scores, norms, passed
 
 
 def test_two_ranks_train_tenants_as_one_does(tmp_path: Path, model_dir: str) -> None:
@@ -49,11 +59,13 @@ def test_two_ranks_train_tenants_as_one_does(tmp_path: Path, model_dir: str) -> 
             folder.mkdir()
         return await asyncio.gather(*(train(n, folder, model_dir) for n, folder in zip((1, 2), folders, strict=True)))
 
-    (metrics, logprobs, scores, norms), (metrics_2, logprobs_2, scores_2, norms_2) = asyncio.run(main())
+    (metrics, logprobs, scores, norms, passed), (metrics_2, logprobs_2, scores_2, norms_2, passed_2) = asyncio.run(main())
+    np.testing.assert_allclose(passed_2.logprobs, passed.logprobs, atol=1e-4)
+    np.testing.assert_allclose(passed_2.losses, passed.losses, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(logprobs_2, logprobs, atol=1e-4)
     np.testing.assert_allclose(scores_2, scores, atol=1e-4)
+    assert norms_2 == pytest.approx(norms, rel=1e-3) and len(norms) == 3
     for name in ("alice", "bob"):
-        assert norms_2[name] == pytest.approx(norms[name], rel=1e-4)
         assert metrics_2[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6)
         assert metrics[name]["train/tokens"] > 0
 
@@ -72,7 +84,7 @@ def test_a_rank_that_misbehaves_in_a_step_is_named(
     async def main() -> None:
         async with LocalLauncher(stop_timeout_s=1) as launcher:
             group = await TenantGroup.start(launcher, config, model=model_dir, build=None, log_dir=tmp_path)
-            await group.add("alice", rank=4, alpha=8.0, seed=0)
+            await group.add("alice", rank=4, alpha=8.0, seed=0, modules=MODULES)
             with pytest.raises(RunError, match=sentence):
                 await group.update({"alice": AdamParams(lr=1e-2)})
 

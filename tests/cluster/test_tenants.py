@@ -1,6 +1,9 @@
 """Many tenants on real ranks and engines: what one does leaves no trace in another, and what is sampled is what was trained."""
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -13,12 +16,15 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from datum_samples import LOSSES_OF_ALL, make_datums
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.data.batch import TokenBatch
-from offbeat.errors import ConfigError, DataError, ModelError, RefusedError
+from offbeat.data.datums import LossSpec
+from offbeat.errors import ConfigError, DataError, ModelError, RefusedError, StorageError, WorkerError
 from offbeat.inference.sampling import Sampling
+from offbeat.model.peft_io import read_adapter
 from offbeat.telemetry.record import SilentRecord
 from small_run import small_config
 from waiting import until
@@ -134,6 +140,99 @@ def test_a_tenant_that_is_left_alone_keeps_every_bit_and_goes_on_exactly(run: Ru
     run(body)
 
 
+def test_tenants_with_other_losses_share_a_pass_of_datums(run: Run) -> None:
+    batches = {"alice": make_datums(6, seed=1), "bob": make_datums(5, seed=2, losses=LOSSES_OF_ALL[2:]), "carol": make_datums(2).select([])}
+
+    async def body(tenants: Tenants) -> None:
+        for seed, name in enumerate(batches):
+            await tenants.add(name, seed=seed)
+        for learn in (False, True):
+            together = await tenants.run_datums(batches, learn=learn)
+            assert together.keys() == batches.keys() and len(together["carol"].losses) == 0
+            for name in ("alice", "bob"):
+                alone = (await tenants.run_datums({name: batches[name]}, learn=False))[name]
+                np.testing.assert_allclose(together[name].logprobs, alone.logprobs, atol=1e-5)
+                np.testing.assert_allclose(together[name].losses, alone.losses, rtol=1e-4, atol=1e-4)
+        assert await tenants.run_datums({}, learn=True) == {}
+        await tenants.discard(["bob"])
+        norms = await tenants.update(dict.fromkeys(batches, STEP))
+        assert norms["alice"] > 0 == norms["bob"] == norms["carol"]
+        assert [tenants.step_of(name) for name in batches] == [1, 1, 1]
+        assert (await tenants.run_datums(batches, learn=False))["alice"].losses.sum() != together["alice"].losses.sum()
+
+    run(body)
+
+
+def test_an_adapter_is_written_without_being_published_and_restored_with_a_fresh_optimizer(run: Run, tmp_path: Path) -> None:
+    async def body(tenants: Tenants) -> None:
+        await tenants.add("alice", train_attn=False, train_unembed=False)
+        await tenants.train_step({"alice": batch(0)}, STEP)
+        first = await tenants.write("alice", tmp_path / "first")
+        assert set(read_adapter(tmp_path / "first").pairs) == {f"model.layers.0.mlp.{side}_proj" for side in ("gate", "up", "down")}
+        with pytest.raises(RefusedError, match="no adapter 'alice'"):
+            await tenants.sample("alice", PROMPT, GREEDY)
+        assert (first.tenant, first.folder) == ("alice", str(tmp_path / "first"))
+        assert first.fingerprint == read_adapter(first.folder).fingerprint()
+        with pytest.raises(StorageError, match="a version is written once"):
+            await tenants.write("alice", tmp_path / "first")
+        later = await tenants.write("alice", tmp_path / "later", version=first.version + 10)
+        await tenants.serving.fleet.publish(later)
+        assert set((await tenants.sample("alice", PROMPT, GREEDY))[0].versions) == {later.version}
+        await tenants.publish("alice")
+        assert set((await tenants.sample("alice", PROMPT, GREEDY))[0].versions) == {later.version + 1}
+        await tenants.save("alice", tmp_path / "saved")
+        await tenants.restore("alice", tmp_path / "saved", optimizer=False)
+        assert tenants.step_of("alice") == 0
+        await tenants.restore("alice", tmp_path / "saved")
+        assert tenants.step_of("alice") == 1
+        assert (await tenants.write("alice", tmp_path / "same")).fingerprint == first.fingerprint
+
+    run(body)
+
+
+def test_trainers_that_die_are_restarted_and_tenants_go_on_from_what_they_saved(run: Run, tmp_path: Path) -> None:
+    datums = make_datums(6, losses=(LossSpec("cross_entropy"),), dense=True)
+
+    async def body(tenants: Tenants) -> None:
+        for name in ("alice", "bob"):
+            await tenants.add(name)
+            await tenants.train_step({name: batch(0)}, STEP)
+        await tenants.publish("alice")
+        await tenants.save("alice", tmp_path / "alice")
+        await tenants.run_datums({"alice": datums}, learn=True)
+        await tenants.update({"alice": STEP})
+        expected = (await tenants.run_datums({"alice": datums}, learn=False))["alice"]
+        victim = tenants._trainers._workers[1].pid
+        os.kill(victim, signal.SIGSTOP)  # so that it dies in the middle of the call
+        call = asyncio.create_task(tenants.run_datums({"alice": datums}, learn=True))
+        await asyncio.sleep(0.2)
+        assert tenants.trainers_alive and not call.done()
+        os.kill(victim, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 1 \(process \d+\) was killed by SIGKILL in run_datums"):
+            await call
+        with pytest.raises(WorkerError, match="update was not begun: the train ranks have failed before"):
+            await tenants.update({"alice": STEP})
+        assert time.monotonic() - start < 10 and not tenants.trainers_alive
+        assert len(await tenants.sample("alice", PROMPT, GREEDY)) == 1
+        await asyncio.gather(tenants.restart_trainers(), tenants.restart_trainers())
+        assert tenants.trainers_alive
+        with pytest.raises(ConfigError, match="the adapter of tenant 'alice' was lost with the trainers"):
+            await tenants.run_datums({"alice": datums}, learn=True)
+        await tenants.restore("alice", tmp_path / "alice")
+        assert tenants.step_of("alice") == 1
+        await tenants.run_datums({"alice": datums}, learn=True)
+        await tenants.update({"alice": STEP})
+        again = (await tenants.run_datums({"alice": datums}, learn=False))["alice"]
+        np.testing.assert_allclose(again.losses, expected.losses, rtol=1e-5)
+        np.testing.assert_allclose(again.logprobs, expected.logprobs, atol=1e-5)
+        await tenants.add("bob")
+        await tenants.publish("alice")
+        assert set((await tenants.sample("alice", PROMPT, GREEDY))[0].versions) == {tenants._tenants["alice"].newest}
+
+    run(body)
+
+
 def test_what_one_tenant_gets_wrong_is_one_sentence_and_disturbs_nobody(run: Run, tmp_path: Path) -> None:
     async def body(tenants: Tenants) -> None:
         await tenants.add("alice")
@@ -150,6 +249,19 @@ def test_what_one_tenant_gets_wrong_is_one_sentence_and_disturbs_nobody(run: Run
         for bad, reason in ((1 + 10_000, "outside the vocabulary"), (-1, "outside the vocabulary")):
             with pytest.raises(DataError, match=f"tenant 'alice' .*{reason}"):
                 await tenants.learn({"alice": replace(batch(1), tokens=np.full(24, bad, np.int32))})
+        datums = make_datums(3)
+        for changes, reason in (({"targets": np.full_like(datums.targets, 9999)}, "a target"), ({"tokens": -1 - datums.tokens}, "a token")):
+            with pytest.raises(DataError, match=f"{reason} of tenant 'alice' is outside the vocabulary"):
+                await tenants.run_datums({"alice": replace(datums, **changes)}, learn=True)
+        with pytest.raises(DataError, match="a sequence of tenant 'alice' has .* tokens, more than the 64"):
+            await tenants.run_datums({"alice": make_datums(1, prompt_len=80)}, learn=True)
+        with pytest.raises(ConfigError, match="there is no tenant 'bob'"):
+            await tenants.run_datums({"alice": datums, "bob": datums}, learn=True)
+        with pytest.raises(ModelError, match="would train no layer"):
+            await tenants.add("bob", train_attn=False, train_mlp=False)
+        with pytest.raises(ConfigError, match="there is no tenant 'bob'"):
+            await tenants.discard(["bob"])
+        assert await tenants.update({"alice": STEP}) == {"alice": 0.0}
         long = sft_batch([(np.full(65, 5, np.int32), np.arange(65) >= 3)])
         with pytest.raises(DataError, match="a sequence of tenant 'alice' has 65 tokens, more than the 64"):
             await tenants.learn({"alice": long})
@@ -192,5 +304,28 @@ def test_tenants_go_on_while_an_engine_is_killed_and_comes_back(run: Run) -> Non
         await tenants.train_step({"alice": batch(1)}, STEP)
         report = await tenants.publish("alice")
         assert sorted(report.serving) == ["engine 0", "engine 1"]
+
+    run(body)
+
+
+def test_the_base_model_is_sampled_and_scored_beside_tenants_before_anything_is_published(run: Run, model_dir: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+
+    @torch.inference_mode()
+    def reference(tokens: tuple[int, ...]) -> list[float]:
+        logits = model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        return logits[:-1].gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
+
+    async def body(tenants: Tenants) -> None:
+        fleet = tenants.serving.fleet
+        (sample,) = await fleet.generate("", PROMPT, Sampling(6), n=1)
+        assert list(sample.logprobs) == pytest.approx(reference(PROMPT + sample.token_ids)[len(PROMPT) - 1 :], abs=1e-4)
+        assert list((await fleet.score("", PROMPT)).logprobs[1:]) == pytest.approx(reference(PROMPT), abs=1e-4)
+        await tenants.add("alice")
+        await tenants.train_step({"alice": batch(0)}, STEP)
+        await tenants.publish("alice")
+        changed, base = await asyncio.gather(fleet.score("alice", PROMPT), fleet.score("", PROMPT))
+        assert list(base.logprobs[1:]) == pytest.approx(reference(PROMPT), abs=1e-4)
+        assert list(changed.logprobs[1:]) != pytest.approx(reference(PROMPT), abs=1e-4)
 
     run(body)

@@ -1,11 +1,14 @@
 """Many adapters in one process: each as if it were alone, on one rank and on two."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.config.algorithms import AlgorithmConfig
@@ -214,11 +217,18 @@ def test_several_passes_add_up_and_can_be_discarded(folder):
     run_alone(check)
 
 
-def test_a_step_without_tokens_changes_nothing(folder):
+def test_a_step_without_tokens_is_a_step_of_momentum_and_decay(folder):
     def check(groups, _):
         engine = build(groups, folder)
         step(engine, 0)
-        before = state_of(engine, "alice")
+        before, others = state_of(engine, "alice"), state_of(engine, "bob")
+        bank, adam, slot = engine._bank, engine._adam, engine._slots["alice"]
+        expected = torch.nn.Parameter(bank.weights.detach()[slot].clone())
+        optimizer = torch.optim.AdamW([expected], lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps, weight_decay=ADAM.weight_decay)
+        optimizer.state[expected] = {
+            "step": adam.steps[slot].clone(), "exp_avg": adam.exp_avg[slot].clone(), "exp_avg_sq": adam.exp_avg_sq[slot].clone()}
+        expected.grad = torch.zeros_like(expected)
+        optimizer.step()
         empty = engine.forward_backward(make_batch(1, 1).select([]), [], objective_name="ppo", algorithm=PPO)
         assert empty.stats == {} and len(empty.logprobs) == 0
         batch = make_batch(1, 2)
@@ -226,7 +236,9 @@ def test_a_step_without_tokens_changes_nothing(folder):
         stats = engine.forward_backward(silent, ["alice"] * 2, objective_name="ppo", algorithm=PPO).stats
         assert stats["alice"].sums == {"train/tokens": 0.0, "train/loss": 0.0}
         assert engine.optim_step({"alice": ADAM}) == {"alice": 0.0}
-        assert torch.equal(state_of(engine, "alice"), before)
+        assert engine.step_of("alice") == 2 and not torch.equal(state_of(engine, "alice"), before)
+        torch.testing.assert_close(bank.weights.detach()[slot], expected.detach(), rtol=1e-6, atol=1e-8)
+        assert torch.equal(state_of(engine, "bob"), others)
 
     run_alone(check)
 
@@ -257,6 +269,50 @@ def test_an_adapter_goes_on_exactly_from_what_was_saved_also_among_others_and_in
         engine.forward_backward(batch, ["bob"] * 3, objective_name="ppo", algorithm=PPO)
         engine.optim_step({"bob": ADAM})
         assert torch.equal(state_of(engine, "bob"), moved)
+
+    run_alone(check)
+
+
+def test_weights_alone_are_restored_for_a_fresh_optimizer(folder, tmp_path):
+    def check(groups, _):
+        engine = build(groups, folder)
+        step(engine, 0)
+        engine.save("bob", tmp_path / "bob")
+        saved = engine.write("bob", tmp_path / "bob@1")
+        step(engine, 1)
+        engine.restore("bob", tmp_path / "bob", optimizer=False)
+        engine.load("same", tmp_path / "bob@1")
+        assert engine.write("bob", tmp_path / "again").fingerprint == saved.fingerprint
+        assert engine.step_of("bob") == 0 and torch.equal(state_of(engine, "bob"), state_of(engine, "same"))
+
+    run_alone(check)
+
+
+@pytest.mark.parametrize("modules", [("attn",), ("mlp",)])
+def test_layers_that_an_adapter_does_not_train_are_in_none_of_its_files_and_stay_as_in_the_model(modules, folder, tmp_path):
+    def check(groups, _):
+        engine = build(groups, folder, names=["alice"])
+        engine.add("bob", rank=2, alpha=8.0, seed=1, modules=modules)
+        for number in range(2):
+            assert step(engine, number, ["alice", "bob"])["bob"] > 0
+        engine.write("bob", tmp_path / "bob@1")
+        config = json.loads((tmp_path / "bob@1" / "adapter_config.json").read_text())
+        layers = {"attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": {"gate_proj", "up_proj", "down_proj"}}[modules[0]]
+        assert set(config["target_modules"]) == layers
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "bob@1")
+        tokens = [3, 4, 5, 6, 7]
+        with torch.no_grad():
+            rows = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        assert engine.canary("bob", tokens) == pytest.approx(rows.gather(1, torch.tensor(tokens[1:])[:, None]).mean().item(), abs=1e-5)
+        engine.save("bob", tmp_path / "bob")
+        before = state_of(engine, "bob")
+        engine.restore("bob", tmp_path / "bob")
+        assert torch.equal(state_of(engine, "bob"), before)
+        step(engine, 2, ["alice", "bob"])
+        assert {name.rpartition(".")[2] for name in engine._bank.adapter(engine._slots["bob"]).pairs} == layers
+        assert np.count_nonzero(state_of(engine, "alice")) > np.count_nonzero(state_of(engine, "bob"))
+        with pytest.raises(ModelError, match="the adapter would train no layer; model.lora.targets names layers of attn, mlp"):
+            engine.add("carol", rank=2, alpha=8.0, seed=1, modules=())
 
     run_alone(check)
 

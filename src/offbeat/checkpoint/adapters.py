@@ -79,6 +79,15 @@ def read_adapter_state(folder: Path) -> AdapterState:
         rank, scaling = int(about["rank"]), float(about["scaling"])
         weights, exp_avg, exp_avg_sq = (
             Adapter(rank, scaling, {module: (sides["A"], sides["B"]) for module, sides in pairs[name].items()}) for name in _PARTS)
+        _check_shapes(weights, exp_avg, exp_avg_sq)
         return AdapterState(int(about["step"]), weights, exp_avg, exp_avg_sq)
     except (OSError, SafetensorError, ValueError, KeyError) as exc:
         raise StorageError(f"{folder} is no checkpoint of an adapter, or a damaged one: {exc}") from exc
+
+
+def _check_shapes(*parts: Adapter) -> None:
+    shapes = [{module: (a.shape, b.shape) for module, (a, b) in part.pairs.items()} for part in parts]
+    rank = parts[0].rank
+    if any(own != shapes[0] for own in shapes) or any(
+            len(a) != 2 or len(b) != 2 or not a[0] == b[1] == rank for a, b in shapes[0].values()):
+        raise ValueError(f"its weights and moments are not all A and B of rank {rank}")

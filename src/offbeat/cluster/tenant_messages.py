@@ -6,17 +6,24 @@ import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.data.batch import TokenBatch
+from offbeat.data.datums import DatumBatch
 from offbeat.telemetry.tracker import StatsPart
 
 
 @dataclass(frozen=True)
 class TenantStart:
-    """Give a tenant a fresh adapter, or one that goes on from the PEFT folder `folder`; alpha over rank scales its output."""
+    """Give a tenant a fresh adapter, or one that goes on from the PEFT folder `folder`.
+
+    Attributes:
+        alpha: over the rank, what its output is scaled by.
+        modules: kinds of layers that a fresh one trains, of `offbeat.model.lora.LAYER_KINDS`.
+    """
 
     tenant: str
     rank: int
     alpha: float
     seed: int
+    modules: tuple[str, ...]
     folder: str = ""
 
 
@@ -57,6 +64,20 @@ class TenantPass:
     stats: dict[str, StatsPart]
 
 
+@dataclass(frozen=True, eq=False)
+class DatumShard:
+    """One rank's datums of some tenants; answered by a `DatumPass`.
+
+    Attributes:
+        tenants: of each datum of the batch.
+        learn: add gradients; otherwise only score.
+    """
+
+    batch: DatumBatch
+    tenants: tuple[str, ...]
+    learn: bool
+
+
 @dataclass(frozen=True)
 class TenantsUpdate:
     """Take an optimizer step for these tenants with the gradients that they have gathered."""
@@ -73,17 +94,48 @@ class TenantsDiscard:
 
 @dataclass(frozen=True)
 class TenantsUpdated:
-    """Norm of each tenant's gradient before clipping; not finite where its update was left out."""
+    """Of each tenant, the norm of its gradient before clipping, not finite where its update was left out, and the steps it has taken."""
 
     grad_norms: dict[str, float]
+    steps: dict[str, int]
 
 
 @dataclass(frozen=True)
 class TenantFolder:
-    """A folder for, or with, all that a tenant's training needs to go on exactly."""
+    """A folder for all that a tenant's training needs to go on exactly."""
 
     tenant: str
     path: str
+
+
+@dataclass(frozen=True)
+class TenantRestore:
+    """Go on from such a folder, with its optimizer or with a fresh one."""
+
+    tenant: str
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class TenantRestored:
+    """Optimizer steps that the tenant has taken."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class BaseCanary:
+    """Tokens to be scored under the base model alone."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BaseCanaryScored:
+    """Mean log-probability of a canary's tokens but the first."""
+
+    logprob: float
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,16 @@ from pathlib import Path
 from offbeat.cluster.group import Nothing
 from offbeat.cluster.rank_worker import RankWorker
 from offbeat.cluster.tenant_messages import (
+    BaseCanary,
+    BaseCanaryScored,
+    DatumShard,
     TenantFolder,
     TenantName,
     TenantPass,
     TenantPublish,
     TenantPublished,
+    TenantRestore,
+    TenantRestored,
     TenantsDiscard,
     TenantShard,
     TenantStart,
@@ -22,6 +27,7 @@ from offbeat.cluster.tenant_messages import (
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.dist.mesh import ProcessGroups
+from offbeat.trainer.adapter_types import DatumPass
 from offbeat.trainer.adapters import AdapterEngine
 
 
@@ -38,7 +44,7 @@ class TenantWorker(RankWorker):
         if request.folder:
             self._engine.load(request.tenant, Path(request.folder))
         else:
-            self._engine.add(request.tenant, rank=request.rank, alpha=request.alpha, seed=request.seed)
+            self._engine.add(request.tenant, rank=request.rank, alpha=request.alpha, seed=request.seed, modules=request.modules)
         return Nothing()
 
     def remove(self, request: TenantName) -> Nothing:
@@ -54,6 +60,10 @@ class TenantWorker(RankWorker):
         passed = self._engine.forward_backward(shard.batch, shard.tenants, objective_name=shard.objective, algorithm=algorithm)
         return TenantPass(passed.logprobs, passed.stats)
 
+    def run_datums(self, shard: DatumShard) -> DatumPass:
+        """Score this rank's datums, and add their gradients if they are to be learnt."""
+        return self._engine.run_datums(shard.batch, shard.tenants, learn=shard.learn)
+
     def discard(self, request: TenantsDiscard) -> Nothing:
         """Drop gradients that wait for a step."""
         self._engine.discard(request.tenants)
@@ -61,7 +71,12 @@ class TenantWorker(RankWorker):
 
     def update(self, request: TenantsUpdate) -> TenantsUpdated:
         """One optimizer step for each tenant named."""
-        return TenantsUpdated(self._engine.optim_step(request.params))
+        grad_norms = self._engine.optim_step(request.params)
+        return TenantsUpdated(grad_norms, {tenant: self._engine.step_of(tenant) for tenant in grad_norms})
+
+    def score_base(self, request: BaseCanary) -> BaseCanaryScored:
+        """Score the canary under the base model alone."""
+        return BaseCanaryScored(self._engine.canary("", request.tokens))
 
     def publish(self, request: TenantPublish) -> TenantPublished:
         """Score the canary, and write the adapter on rank 0."""
@@ -74,7 +89,7 @@ class TenantWorker(RankWorker):
         self._engine.save(request.tenant, Path(request.path))
         return Nothing()
 
-    def restore(self, request: TenantFolder) -> Nothing:
+    def restore(self, request: TenantRestore) -> TenantRestored:
         """Go on from what `save` wrote."""
-        self._engine.restore(request.tenant, Path(request.path))
-        return Nothing()
+        self._engine.restore(request.tenant, Path(request.path), optimizer=request.optimizer)
+        return TenantRestored(self._engine.step_of(request.tenant))

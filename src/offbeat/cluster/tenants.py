@@ -1,7 +1,8 @@
 """Many tenants in one process: each trains an adapter of its own on one base model, and samples from what it has published.
 
 `open_tenants` starts the ranks and the engines; services and programs call `Tenants`. Any of the tenants train together in one pass, a
-publish of one never waits for another, and what fails for one is an error of its own call.
+publish of one never waits for another, and what fails for one is an error of its own call. Trainers that die take all adapters in training
+with them, but no engine: `restart_trainers`, and then `restore` of each tenant, goes on from what was saved.
 """
 
 import asyncio
@@ -23,13 +24,15 @@ from offbeat.cluster.tenant_group import Passed, TenantGroup
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
+from offbeat.data.datums import DatumBatch
 from offbeat.data.model_folder import read_model_config
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError, DataError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.telemetry.record import RunRecord
+from offbeat.trainer.adapter_types import DatumPass
 from offbeat.types import Version
-from offbeat.weights.adapters import adapter_name, check_tenant
+from offbeat.weights.adapters import AdapterManifest, adapter_name, check_tenant
 from offbeat.weights.lora_fanout import FanoutReport
 
 _DEFAULT_ALGORITHM = AlgorithmConfig()
@@ -40,11 +43,11 @@ class Tenant:
     """One tenant's standing.
 
     Attributes:
-        published: its newest version, also of an earlier tenant of this name; -1 before the first.
+        newest: its newest version, also of an earlier tenant of this name; -1 before the first.
         publishing: one publish at a time.
     """
 
-    published: Version = -1
+    newest: Version = -1
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -61,6 +64,7 @@ class Tenants:
 
     Attributes:
         tokenizer: of the base model.
+        limits: of the base model.
         serving: the engines.
     """
 
@@ -69,7 +73,7 @@ class Tenants:
         canary: tuple[int, ...], limits: Limits,
     ) -> None:
         """`canary` are the tokens that prove each publish."""
-        self._limits = limits
+        self.limits = limits
         self.tokenizer = tokenizer
         self.serving = serving
         self._config = config
@@ -82,37 +86,54 @@ class Tenants:
         """Of all tenants."""
         return tuple(self._tenants)
 
+    @property
+    def trainers_alive(self) -> bool:
+        """Whether the ranks can train; where they cannot, every call that needs them raises until `restart_trainers`."""
+        return self._trainers.alive
+
+    async def restart_trainers(self) -> None:
+        """End all ranks, at once also those that hang, and start them anew, while the engines go on serving.
+
+        All adapters in training are gone: `restore` or `add` each tenant. What was published is sampled as before.
+
+        Raises:
+            WorkerError, DeathError, DeadlineError: they do not start; may be called again.
+        """
+        await self._trainers.restart()
+
     async def add(
-        self, tenant: str, *, rank: int | None = None, alpha: float | None = None, seed: int = 0, folder: str | Path = "",
+        self, tenant: str, *, rank: int | None = None, alpha: float | None = None, seed: int = 0, train_attn: bool = True,
+        train_mlp: bool = True, train_unembed: bool = True, folder: str | Path = "",
     ) -> None:
-        """Give a tenant a fresh adapter that changes nothing yet, or one that goes on from a PEFT folder.
+        """Give a tenant a fresh adapter that changes nothing yet, or one that goes on from a PEFT folder, with its rank, alpha and layers.
 
         Args:
             rank: at most `model.lora.rank`, which is the default; alpha likewise from the configuration.
+            train_attn, train_mlp, train_unembed: which of the layers in `model.lora.targets` it has weights for. The output head is never
+                among them, so that the last changes nothing.
 
         Raises:
             ConfigError: the name is taken or cannot be one, or the rank is out of range.
-            ModelError: the folder is no adapter that fits.
+            ModelError: the folder is no adapter that fits, or no layer would be trained.
         """
         lora = self._config.model.lora
         rank = lora.rank if rank is None else rank
-        if check_tenant(tenant) in self._tenants:
+        if check_tenant(tenant) in self._trainers.steps:
             raise ConfigError(f"there is a tenant {tenant!r} already; choose another name, or remove it first")
         if not 1 <= rank <= lora.rank:
             raise ConfigError(f"the rank of tenant {tenant!r} must be 1 to model.lora.rank = {lora.rank}, got {rank}")
-        self._tenants[tenant] = Tenant(self._newest_folder(tenant))  # taken while it is made
-        try:
-            await self._trainers.add(tenant, rank=rank, alpha=lora.alpha if alpha is None else alpha, seed=seed, folder=str(folder))
-        except BaseException:
-            del self._tenants[tenant]
-            raise
+        modules = [kind for kind, wanted in (("attn", train_attn), ("mlp", train_mlp), ("unembed", train_unembed)) if wanted]
+        await self._trainers.add(
+            tenant, rank=rank, alpha=lora.alpha if alpha is None else alpha, seed=seed, modules=modules, folder=str(folder))
+        self._enter(tenant)
 
     async def remove(self, tenant: str) -> None:
         """Forget a tenant; its requests in flight finish."""
         async with self._find(tenant).publishing:
             del self._tenants[tenant]
             self.serving.fleet.remove(tenant)
-            await self._trainers.remove(tenant)
+            if tenant in self._trainers.steps:
+                await self._trainers.remove(tenant)
 
     async def learn(
         self, batches: Mapping[str, TokenBatch], *, objective: Literal["ppo", "sft"] = "sft",
@@ -134,11 +155,46 @@ class Tenants:
         """
         return await self._trainers.score(*self._join(batches))
 
+    async def run_datums(self, batches: Mapping[str, DatumBatch], *, learn: bool) -> dict[str, DatumPass]:
+        """Score the datums of all tenants in one pass, and if `learn` add the gradients of their losses to those gathered.
+
+        Raises:
+            DataError: a batch cannot be used; names its tenant. Nothing was added for any.
+            WorkerError: a rank failed. What these tenants had gathered is gone, of earlier passes, too.
+        """
+        for tenant, batch in batches.items():
+            self._check(tenant, batch)
+            self._check_tokens(tenant, batch.targets, "target")
+        if not batches:
+            return {}
+        joined = DatumBatch.concatenate(list(batches.values()))
+        passed = await self._trainers.run_datums(joined, _repeated(batches), learn=learn)
+        sequences = np.cumsum([0, *(len(batch) for batch in batches.values())])
+        targets = joined.sequence_target_offsets[sequences]
+        return {
+            tenant: DatumPass(passed.logprobs[targets[i] : targets[i + 1]], passed.losses[sequences[i] : sequences[i + 1]])
+            for i, tenant in enumerate(batches)}
+
+    async def discard(self, tenants: Sequence[str]) -> None:
+        """Drop the gradients that these tenants have gathered since their last update."""
+        for tenant in tenants:
+            self._find_training(tenant)
+        await self._trainers.discard(tenants)
+
     async def update(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
-        """One optimizer step for each tenant named; norms of their gradients, not finite where the update was left out."""
+        """One optimizer step for each tenant named, also for one that has gathered nothing: momentum and weight decay act.
+
+        Returns:
+            Norms of their gradients before clipping; not finite where the update was left out.
+        """
         for tenant in params:
-            self._find(tenant)
+            self._find_training(tenant)
         return await self._trainers.update(params)
+
+    def step_of(self, tenant: str) -> int:
+        """Optimizer steps that the tenant's adapter has taken, those before its last `restore` included."""
+        self._find_training(tenant)
+        return self._trainers.steps[tenant]
 
     async def train_step(
         self, batches: Mapping[str, TokenBatch], params: AdamParams, *, objective: Literal["ppo", "sft"] = "sft",
@@ -155,13 +211,25 @@ class Tenants:
         Raises:
             PublishError: no engine serves it; each engine's reason. Its older version, and all other tenants, go on.
         """
-        state = self._find(tenant)
+        state = self._find_training(tenant)
         async with state.publishing:
-            version = state.published + 1
-            folder = self._folder(tenant) / f"v{version:08d}"
-            manifest = await self._trainers.publish(tenant, version, folder, canary=self._canary)
-            state.published = version  # also of a publish that fails: a version is written once
+            version = state.newest + 1
+            manifest = await self.write(tenant, self._folder(tenant) / f"v{version:08d}", version=version)
             return await self.serving.fleet.publish(manifest)
+
+    async def write(self, tenant: str, folder: Path, *, version: Version | None = None) -> AdapterManifest:
+        """Write the tenant's adapter as it is now into a new PEFT folder, with its proof, for engines to load or for anyone to keep.
+
+        Args:
+            version: its number; None takes the next. The number is used up, even where this fails.
+
+        Raises:
+            StorageError: the folder is there already, or cannot be written.
+        """
+        state = self._find_training(tenant)
+        version = state.newest + 1 if version is None else version
+        state.newest = max(state.newest, version)
+        return await self._trainers.publish(tenant, version, folder.resolve(), canary=self._canary)
 
     async def sample(
         self, tenant: str, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, version: Version | None = None, session: str = "",
@@ -177,31 +245,38 @@ class Tenants:
 
     async def save(self, tenant: str, folder: Path) -> None:
         """Write all that the tenant's training needs to go on exactly."""
-        self._find(tenant)
+        self._find_training(tenant)
         await self._trainers.save(tenant, folder)
 
-    async def restore(self, tenant: str, folder: Path) -> None:
-        """Go on from what `save` wrote, in place of the tenant's adapter if there is one."""
-        await self._trainers.restore(check_tenant(tenant), folder)
-        self._tenants.setdefault(tenant, Tenant(self._newest_folder(tenant)))
+    async def restore(self, tenant: str, folder: Path, *, optimizer: bool = True) -> None:
+        """Go on from what `save` wrote, in place of the tenant's adapter if there is one.
+
+        Args:
+            optimizer: with its moments and step count; otherwise with fresh ones.
+        """
+        await self._trainers.restore(check_tenant(tenant), folder, optimizer=optimizer)
+        self._enter(tenant)
 
     def _join(self, batches: Mapping[str, TokenBatch]) -> tuple[TokenBatch, list[str]]:
         """All batches as one, and the tenant of each sequence."""
         if not batches:
             raise DataError("there is no batch; give one for at least one tenant")
         for tenant, batch in batches.items():
-            self._find(tenant)
             self._check(tenant, batch)
-        return TokenBatch.concatenate(list(batches.values())), [name for name, batch in batches.items() for _ in range(len(batch))]
+        return TokenBatch.concatenate(list(batches.values())), _repeated(batches)
 
-    def _check(self, tenant: str, batch: TokenBatch) -> None:
+    def _check(self, tenant: str, batch: TokenBatch | DatumBatch) -> None:
         """Before any rank computes: a pass that fails half-way would take the others' gradients with it."""
-        longest, limit = int(batch.lengths.max(initial=0)), min(self._limits.context, self._config.train.max_tokens_per_microbatch)
+        self._find_training(tenant)
+        longest, limit = int(batch.lengths.max(initial=0)), min(self.limits.context, self._config.train.max_tokens_per_microbatch)
         if longest > limit:
             raise DataError(f"a sequence of tenant {tenant!r} has {longest} tokens, more than the {limit} that fit; cut it")
-        if batch.num_tokens and not 0 <= batch.tokens.min() <= batch.tokens.max() < self._limits.vocab_size:
+        self._check_tokens(tenant, batch.tokens, "token")
+
+    def _check_tokens(self, tenant: str, tokens: np.ndarray, what: str) -> None:
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.limits.vocab_size:
             raise DataError(
-                f"a token of tenant {tenant!r} is outside the vocabulary of {self._limits.vocab_size}; use the base model's tokenizer")
+                f"a {what} of tenant {tenant!r} is outside the vocabulary of {self.limits.vocab_size}; use the base model's tokenizer")
 
     def _folder(self, tenant: str) -> Path:
         return self._config.weights_dir.resolve() / tenant
@@ -209,10 +284,24 @@ class Tenants:
     def _newest_folder(self, tenant: str) -> Version:
         return max((int(folder.name[1:]) for folder in self._folder(tenant).glob("v????????")), default=-1)
 
+    def _enter(self, tenant: str) -> None:
+        self._tenants.setdefault(tenant, Tenant(self._newest_folder(tenant)))
+
+    def _find_training(self, tenant: str) -> Tenant:
+        state = self._find(tenant)
+        if tenant not in self._trainers.steps:
+            raise ConfigError(f"the adapter of tenant {tenant!r} was lost with the trainers that have failed; restore or add it first")
+        return state
+
     def _find(self, tenant: str) -> Tenant:
         if tenant not in self._tenants:
             raise ConfigError(f"there is no tenant {tenant[:120]!r}, only {', '.join(self._tenants) or 'none'}; add it first")
         return self._tenants[tenant]
+
+
+def _repeated(batches: Mapping[str, TokenBatch] | Mapping[str, DatumBatch]) -> list[str]:
+    """The tenant of each sequence of the batches, one after the other."""
+    return [tenant for tenant, batch in batches.items() for _ in range(len(batch))]
 
 
 @asynccontextmanager
@@ -240,6 +329,7 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
         serving = await open_serving(stack, engines, urls, config, record, model=base.model)
         canary = tuple(range(min(base.tokenizer.vocab_size, 16)))
         async with beside(serving.watch()):
+            await serving.fleet.serve_base(canary, await trainers.score_base(canary))
             model_config = read_model_config(base.model)
             limits = Limits((model_config.get("text_config") or model_config)["vocab_size"], base.context)
             yield Tenants(config, trainers, serving, tokenizer=base.tokenizer, canary=canary, limits=limits)

@@ -9,12 +9,14 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
 from offbeat.model.attention import AttentionPlan, build_plan
+
+_CHUNK = 1 << 20
+"""Logits that are normalised at a time: they stay in a CPU's cache, and what is made of them is small."""
 
 
 @overload
@@ -44,15 +46,11 @@ def token_logprobs(
     logits = _logits(model, row, source if len(source) else np.zeros(1, np.int64), device)
     if len(source) < len(logits):
         logits = logits[: len(source)]  # the dummy position: through the graph, yet in no result
+    scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
     # Where samples share a prompt, its last position predicts several tokens: one softmax serves them all.
-    logprobs_UV = log_softmax(logits.float() / temperature if temperature != 1.0 else logits.float(), dim=-1)
-    inverse_tensor = torch.from_numpy(inverse).to(device)
-    logprobs = logprobs_UV[inverse_tensor, torch.from_numpy(row.target).to(device)]
-    if not with_entropy:
-        return logprobs
-    with torch.no_grad():
-        entropy = -(logprobs_UV.exp() * logprobs_UV).nan_to_num(nan=0.0).sum(dim=-1)
-    return logprobs, entropy[inverse_tensor]
+    index = torch.from_numpy(inverse).to(device)
+    logprobs, entropy = _Picked.apply(scaled, index, torch.from_numpy(row.target).to(device), with_entropy)
+    return (logprobs, entropy[index]) if with_entropy else logprobs
 
 
 def dummy_row() -> PackedRow:
@@ -60,6 +58,43 @@ def dummy_row() -> PackedRow:
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int64)
     segments = Segments(np.zeros(1, np.int64), np.ones(1, np.int64), np.full(1, -1))
     return PackedRow(one, one, segments, source=none, target=none, batch_index=none, owner=np.full(1, -1))
+
+
+class _Picked(torch.autograd.Function):
+    """Some entries of a log-softmax over the vocabulary, which as a whole is never made: chunk by chunk, in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_UV: Tensor, index: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        """[M] log-probabilities of the targets [M] at the positions `index` [M], and [U] entropies, or none."""
+        normalizers, entropies = [], []
+        for part in logits_UV.split(_chunk_rows(logits_UV)):
+            largest = part.amax(dim=-1, keepdim=True)
+            exps = (part - largest).exp_()
+            sums = exps.sum(dim=-1)
+            normalizers.append(largest[:, 0] + sums.log())
+            if with_entropy:
+                means = exps.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) / sums  # 0 * -inf of a token that cannot come
+                entropies.append(normalizers[-1] - means)
+        normalizer = torch.cat(normalizers)
+        ctx.save_for_backward(logits_UV, index, targets, normalizer)
+        entropy = torch.cat(entropies) if with_entropy else normalizer.new_empty(0)
+        ctx.mark_non_differentiable(entropy)
+        return logits_UV[index, targets] - normalizer[index], entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Of the logits."""
+        logits_UV, index, targets, normalizer = ctx.saved_tensors
+        sums = torch.zeros_like(normalizer).index_add_(0, index, grads[0])
+        result, rows = torch.empty_like(logits_UV), _chunk_rows(logits_UV)
+        for out, part, low, total in zip(*(t.split(rows) for t in (result, logits_UV, normalizer, sums)), strict=True):
+            torch.sub(part, low.unsqueeze(1), out=out).exp_().mul_(-total.unsqueeze(1))
+        result.index_put_((index, targets), grads[0], accumulate=True)
+        return result, None, None, None
+
+
+def _chunk_rows(logits_UV: Tensor) -> int:
+    return max(1, _CHUNK // logits_UV.shape[1])
 
 
 def _logits(model: nn.Module, row: PackedRow, source: np.ndarray, device: torch.device) -> Tensor:

@@ -21,6 +21,19 @@ class AdapterPass:
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
+@dataclass(frozen=True, eq=False)
+class DatumPass:
+    """A forward, or forward and backward, pass over datums.
+
+    Attributes:
+        logprobs: [M] float32, of the batch's targets under the weights of the pass, at temperature 1.
+        losses: [N] float32, the sum of each sequence's losses.
+    """
+
+    logprobs: np.ndarray
+    losses: np.ndarray
+
+
 @dataclass(frozen=True)
 class WrittenAdapter:
     """An adapter in PEFT's format: its folder, `model.fingerprint` of its tensors, and their size in bytes."""

@@ -6,7 +6,8 @@ by every rank, with the same names; the others compute on this rank alone, so th
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
@@ -22,16 +23,18 @@ from offbeat.checkpoint.adapters import AdapterState, read_adapter_state, write_
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
+from offbeat.data.datums import DatumBatch
 from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.dist.mesh import ProcessGroups
 from offbeat.dist.platform import current_platform
 from offbeat.errors import ConfigError, DataError, StorageError, UserError
 from offbeat.model.logprobs import token_logprobs
-from offbeat.model.lora import AdapterBank
+from offbeat.model.lora import LAYER_KINDS, AdapterBank
 from offbeat.model.lora_routes import Route
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 from offbeat.telemetry.tracker import StatsPart
-from offbeat.trainer.adapter_types import AdapterPass, WrittenAdapter
+from offbeat.trainer.adapter_types import AdapterPass, DatumPass, WrittenAdapter
+from offbeat.trainer.datum_pass import DatumResults, layout
 from offbeat.trainer.optim import RowAdam
 from offbeat.trainer.policy import ScoredRow, autocast, load_policy, mean_logprob, row_of, score_row
 from offbeat.weights.adapters import check_tenant
@@ -57,7 +60,6 @@ class AdapterEngine:
         self._config = config.train
         self._temperature = config.rollout.temperature or 1.0
         self._slots: dict[str, int] = {}
-        self._num_tokens: dict[str, int] = {}  # behind the gradients that wait for their step
 
     @classmethod
     def build(cls, model_folder: str | Path, *, config: Config, groups: ProcessGroups) -> Self:
@@ -85,15 +87,18 @@ class AdapterEngine:
         """Of the adapters that are here."""
         return tuple(self._slots)
 
-    def add(self, name: str, *, rank: int, alpha: float, seed: int) -> None:
+    def add(self, name: str, *, rank: int, alpha: float, seed: int, modules: Collection[str] = LAYER_KINDS) -> None:
         """Make an adapter; equal seeds give equal weights.
+
+        Args:
+            modules: kinds of layers that it trains, of `LAYER_KINDS`; it has no weights for others.
 
         Raises:
             ConfigError: the name is taken, or cannot be one.
-            ModelError: the rank exceeds the bank's.
+            ModelError: the rank exceeds the bank's, or there are no layers of these kinds.
         """
         self._check_new(name)
-        self._enter(name, self._bank.add(rank=rank, scaling=alpha / rank if rank else 0.0, seed=seed))
+        self._enter(name, self._bank.add(rank=rank, scaling=alpha / rank if rank else 0.0, seed=seed, kinds=modules))
 
     def load(self, name: str, folder: Path) -> None:
         """Make an adapter from a PEFT folder, with a fresh optimizer; collective.
@@ -121,7 +126,7 @@ class AdapterEngine:
         slot = self._slot(name)
         self._bank.remove(slot)
         self._adam.clear(slot)
-        del self._slots[name], self._num_tokens[name]
+        del self._slots[name]
 
     def forward_backward(
         self, batch: TokenBatch, adapters: Sequence[str], *, objective_name: str, algorithm: AlgorithmConfig,
@@ -146,10 +151,7 @@ class AdapterEngine:
                 scored.losses.sum().backward()
             logprobs[row.batch_index] = scored.logprobs.detach().cpu().numpy()
             stats.add(scored, sequences)
-        parts = stats.take()
-        for name, part in parts.items():
-            self._num_tokens[name] += int(part.sums["train/tokens"])
-        return AdapterPass(parts, logprobs)
+        return AdapterPass(stats.take(), logprobs)
 
     def forward(self, batch: TokenBatch, adapters: Sequence[str]) -> np.ndarray:
         """[T] float32 log-probabilities of the tokens where loss_mask is True, at the temperature of the sampling, 0 on others.
@@ -162,23 +164,47 @@ class AdapterEngine:
                 logprobs[row.batch_index] = token_logprobs(self._model, row, temperature=self._temperature).cpu().numpy()
         return logprobs
 
+    def run_datums(self, batch: DatumBatch, adapters: Sequence[str], *, learn: bool) -> DatumPass:
+        """Score datums, and if `learn` add the gradients of the sum of their losses to those of their adapters.
+
+        Args:
+            batch: this rank's share.
+            adapters: [N] names, of each datum.
+
+        Raises:
+            ConfigError: no such adapter.
+            DataError: a datum is longer than a micro-batch may be, or there are not as many names as datums; nothing was computed.
+        """
+        packed = layout(batch, max_tokens=self._config.max_tokens_per_microbatch)
+        results = DatumResults(batch)
+        for row, route, _ in self._rows(packed, adapters):
+            with self._bank.using(route), torch.set_grad_enabled(learn):
+                with autocast(self._config):
+                    loss = results.run(self._model, row)
+                if learn:
+                    loss.backward()
+        return results.take()
+
     def discard(self, names: Sequence[str]) -> None:
         """Drop the gradients that wait for a step, as after a pass that failed on some rank."""
         for name in names:
             self._bank.gradients[self._slot(name)] = 0.0
-            self._num_tokens[name] = 0
+
+    def step_of(self, name: str) -> int:
+        """Optimizer steps that an adapter has taken."""
+        return int(self._adam.steps[self._slot(name)])
 
     @torch.no_grad()
     def optim_step(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
-        """Update the named adapters with the gradients of all ranks; collective.
+        """Update the named adapters with the gradients of all ranks; collective. Gradients of zero are a step like any other.
 
         Returns:
-            By name the norm of the gradient before clipping. Where that is not finite, or where no token was trained on since the last
-            step, the adapter keeps its weights, moments and step count; its gradient is gone all the same.
+            By name the norm of the gradient before clipping. Where that is not finite, the adapter keeps its weights, moments and step
+            count; its gradient is gone all the same.
         """
         names = sorted(params)
         slots = [self._slot(name) for name in names]
-        num_tokens = self.groups.sync.sum_scalars("optim_step", {name: self._num_tokens[name] for name in names})
+        self.groups.sync.arrive("optim_step", keys=names)
         gradients = [self._bank.gradients[slot] for slot in slots]
         if self.groups.world > 1 and names:
             with self.groups.sync.region("optim_step_gradients"):
@@ -187,7 +213,7 @@ class AdapterEngine:
                 gradients = list(summed)
         norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).tolist() if names else []
         for name, slot, gradient, norm in zip(names, slots, gradients, norms, strict=True):
-            if num_tokens[name] and math.isfinite(norm):
+            if math.isfinite(norm):
                 self._adam.update(slot, gradient, params[name], norm=norm)
         self.discard(names)
         return dict(zip(names, norms, strict=True))
@@ -204,8 +230,11 @@ class AdapterEngine:
                 int(self._adam.steps[slot]), self._bank.adapter(slot), self._bank.unpack(self._adam.exp_avg[slot], slot),
                 self._bank.unpack(self._adam.exp_avg_sq[slot], slot)), folder)
 
-    def restore(self, name: str, folder: Path) -> None:
+    def restore(self, name: str, folder: Path, *, optimizer: bool = True) -> None:
         """Make an adapter from what `save` wrote, in place of the one of this name if there is one; collective.
+
+        Args:
+            optimizer: go on with its moments and step count, too; otherwise with fresh ones.
 
         Raises:
             StorageError: there is no checkpoint that this rank, or another, can read; nothing is changed.
@@ -223,7 +252,8 @@ class AdapterEngine:
         if name in self._slots:
             self.remove(name)
         self._enter(name, self._bank.put(state.weights))
-        self._adam.set(self._slots[name], exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=state.step)
+        if optimizer:
+            self._adam.set(self._slots[name], exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=state.step)
 
     def write(self, name: str, folder: Path) -> WrittenAdapter:
         """Write a PEFT folder from rank 0; the answer is equal on all ranks.
@@ -237,8 +267,12 @@ class AdapterEngine:
         return WrittenAdapter(str(folder), adapter.fingerprint(), adapter.num_bytes)
 
     def canary(self, name: str, tokens: Sequence[int]) -> float:
-        """Mean log-probability at temperature 1, without autocast, of all given tokens but the first; equal on all ranks."""
-        with torch.no_grad(), self._bank.using(self._bank.route_all(self._slot(name))):
+        """Mean log-probability at temperature 1, without autocast, of all given tokens but the first; equal on all ranks.
+
+        Args:
+            name: of an adapter; "" is the base model alone.
+        """
+        with torch.no_grad(), self._bank.using(self._bank.route_all(self._slot(name))) if name else nullcontext():
             return mean_logprob(self._model, tokens)
 
     @property
@@ -256,7 +290,7 @@ class AdapterEngine:
 
     def _enter(self, name: str, slot: int) -> None:
         self._adam.follow(self._bank.weights.detach())
-        self._slots[name], self._num_tokens[name] = slot, 0
+        self._slots[name] = slot
 
     def _on_all(self, point: str, read: Callable[[], T], folder: Path) -> T:
         """What `read` gives, once it has given it on every rank, so that no rank goes on alone; collective."""
