@@ -5,7 +5,7 @@ engines at once, through `AdapterFleet`; the naive order is rank 0 bringing them
 barrier. Both load and prove the same adapters on the same engines, in turns. A publish lasts from the moment at which all 16 are written
 until every engine serves it; ranks are held until the barrier is passed.
 
-Serving: the same requests through the same pool, 64 in flight, of 16 tenants and of one; and how evenly engines got them.
+Serving: the same requests of 64 tokens each through the same pool, 64 in flight, of 16 tenants and of one; and how evenly engines got them.
 
     python benchmarks/fanout.py [--quick] [--repeats 5] [--tenants 16] [--engines 4]
 """
@@ -276,7 +276,7 @@ async def load(served: Serving, *, tenants: int, num_requests: int, seed: int) -
     async def client() -> None:
         while waiting:
             tenant, prompt = waiting.pop()
-            samples = await served.fleet.generate(tenant, prompt, Sampling(NUM_TOKENS, seed=len(waiting)), n=1)
+            samples = await served.fleet.generate(tenant, prompt, Sampling(NUM_TOKENS, seed=len(waiting), ignore_eos=True), n=1)
             lengths.extend(len(sample.token_ids) for sample in samples)
 
     await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))

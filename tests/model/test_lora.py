@@ -14,7 +14,7 @@ from offbeat.data.packing import pack_row
 from offbeat.errors import ModelError
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import dummy_row, token_logprobs
-from offbeat.model.lora import AdapterBank, find_targets
+from offbeat.model.lora import AdapterBank, find_targets, layer_kind
 from offbeat.model.peft_io import Adapter, write_adapter
 from train_samples import build_model, make_batch
 
@@ -218,6 +218,28 @@ def test_targets_are_last_parts_of_names(folder):
         find_targets(torch.nn.Linear(2, 2), ("all-linear",))
 
 
+@pytest.mark.parametrize("name, kind", [
+    ("model.layers.0.self_attn.q_proj", "attn"), ("model.layers.0.linear_attn.in_proj_qkvz", "attn"),
+    ("gpt_neox.layers.0.attention.dense", "attn"),
+    ("model.layers.0.mlp.gate_proj", "mlp"), ("model.layers.0.mlp.shared_expert.up_proj", "mlp"), ("model.decoder.layers.3.fc1", "mlp"),
+    ("model.layers.0.block_sparse_moe.experts.0.w1", "mlp"), ("model.layers.0.feed_forward.w2", "mlp")])
+def test_layers_are_of_two_kinds(name, kind):
+    assert layer_kind(name) == kind
+
+
+def test_an_adapter_of_fewer_layers_learns_in_them_alone(folder):
+    batch, slots = make_batch(3, 2), np.array([1, 1, 3, 3, 0, 0])
+    model, bank = make_bank(folder)
+    _, narrow = make_bank(folder, targets=("q_proj",))
+    few = narrow.adapter(1)
+    assert bank.put(few) == 3
+    assert bank.adapter(3).pairs.keys() == few.pairs.keys()
+    _, gradients = forward_backward(model, bank, batch, slots)
+    own = bank.unpack(gradients[3], 3)
+    assert own.pairs.keys() == few.pairs.keys() and all(t.any() for pair in own.pairs.values() for t in pair)
+    assert torch.equal(bank.pack(own), gradients[3])  # zero elsewhere
+
+
 def test_adapters_that_do_not_fit_are_refused(folder):
     _, bank = make_bank(folder)
     _, narrow = make_bank(folder, targets=("q_proj",))
@@ -226,8 +248,10 @@ def test_adapters_that_do_not_fit_are_refused(folder):
     for rank in (-1, 0, 5):
         with pytest.raises(ModelError, match=rf"rank must be in 1\.\.4, got {rank}"):
             bank.add(rank=rank, scaling=1.0, seed=0)
-    with pytest.raises(ModelError, match="lacks 'model.layers.0.mlp.down_proj'"):
-        bank.put(narrow.adapter(0))
+    with pytest.raises(ModelError, match="would train no layer; model.lora.targets names layers of attn$"):
+        narrow.add(rank=1, scaling=1.0, seed=0, kinds=("mlp",))
+    with pytest.raises(ModelError, match="would train no layer; .* attn, mlp$"):
+        bank.put(Adapter(4, 1.0, {}))
     with pytest.raises(ModelError, match="adapts also 'model.layers.0.mlp.down_proj'"):
         narrow.put(fresh)
     with pytest.raises(ModelError, match="takes .* from 7 to .* features"):

@@ -2,12 +2,13 @@
 
 Used by the trainer. All parameters of an adapter are one row of a flat matrix, and its gradient one row of another, so that clipping,
 optimizer, reduction over ranks and saving work on rows; each adapted linear layer sees its part of them as A [N, in, R] and B [N, R, out].
-An adapter of a lower rank than the bank's is padded with zeros, which stay zero: there the gradient of A is a product with B's zeros and
-the other way around. The model's own names, weights and state_dict stay as they are; hooks add what the adapters do.
+An adapter of a lower rank than the bank's, or of fewer layers, is padded with zeros, which stay zero: there the gradient of A is a product
+with B's zeros and the other way around. The model's own names, weights and state_dict stay as they are; hooks add what the adapters do.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,10 @@ from offbeat.model.lora_routes import EqualRoute, OneRoute, Route, SpanRoute
 from offbeat.model.peft_io import Adapter
 
 ALL_LINEAR = "all-linear"
+LAYER_KINDS = ("attn", "mlp", "unembed")
+"""Of the layers that an adapter may train; see `layer_kind`. The output head alone is of the last kind, which no bank adapts today."""
+
+_FEED_FORWARD = re.compile(r"\.(\w*mlp|feed_?forward|ffn|\w*experts?|\w*moe|fc\d)(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class _Layer:
 class _Slot:
     rank: int
     scaling: float
+    layers: frozenset[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,16 +102,21 @@ class AdapterBank(nn.Module):
             self.weights.grad = torch.zeros_like(self.weights)
         return self.weights.grad
 
-    def add(self, *, rank: int, scaling: float, seed: int) -> int:
+    def add(self, *, rank: int, scaling: float, seed: int, kinds: Collection[str] = LAYER_KINDS) -> int:
         """Put a fresh adapter into a free slot, which is returned: A uniform as in PEFT and equal for equal seeds, B zero.
 
+        Args:
+            kinds: of `LAYER_KINDS`; layers of others it leaves as they are in the model.
+
         Raises:
-            ModelError: the rank is below 1 or exceeds the bank's.
+            ModelError: the rank is below 1 or exceeds the bank's, or there are no layers of these kinds.
         """
         self._check_rank(rank)
         generator = torch.Generator().manual_seed(seed)
         pairs = {}
         for layer in self._layers:
+            if layer_kind(layer.name) not in kinds:
+                continue
             bound = 1.0 / math.sqrt(layer.num_in)  # kaiming_uniform with a = sqrt(5)
             a = torch.empty(rank, layer.num_in).uniform_(-bound, bound, generator=generator)
             pairs[layer.name] = (a, torch.zeros(layer.num_out, rank))
@@ -118,7 +129,7 @@ class AdapterBank(nn.Module):
         if None not in self._slots:
             self._grow()
         slot = self._slots.index(None)
-        self._slots[slot] = _Slot(adapter.rank, adapter.scaling)
+        self._slots[slot] = _Slot(adapter.rank, adapter.scaling, frozenset(adapter.pairs))
         self.weights[slot] = row
         return slot
 
@@ -139,6 +150,8 @@ class AdapterBank(nn.Module):
         flat = row.cpu().unsqueeze(0)
         pairs = {}
         for layer in self._layers:
+            if layer.name not in held.layers:
+                continue
             a, b = self._parts(flat, layer)
             pairs[layer.name] = (a[0, :, : held.rank].T.clone(memory_format=torch.contiguous_format),
                                  b[0, : held.rank].T.clone(memory_format=torch.contiguous_format))
@@ -146,25 +159,29 @@ class AdapterBank(nn.Module):
 
     def check(self, adapter: Adapter) -> None:
         """Raises:
-            ModelError: the adapter cannot stand here: its rank exceeds the bank's, or it is of other layers.
+            ModelError: the adapter cannot stand here: its rank exceeds the bank's, or it has no layers or others than the bank.
         """
         self._check_rank(adapter.rank)
         own = {layer.name: (layer.num_in, layer.num_out) for layer in self._layers}
         given = {name: (a.shape[1], len(b)) for name, (a, b) in adapter.pairs.items()}
-        for problem, names in (("lacks", own.keys() - given.keys()), ("adapts also", given.keys() - own.keys())):
-            if names:
-                raise ModelError(f"the adapter {problem} {min(names)!r}; it must adapt the layers that model.lora.targets names, no others")
-        for name, (num_in, num_out) in own.items():
-            if given[name] != (num_in, num_out):
+        if not given:
+            raise ModelError(
+                f"the adapter would train no layer; model.lora.targets names layers of {', '.join(sorted(set(map(layer_kind, own))))}")
+        if others := given.keys() - own.keys():
+            raise ModelError(f"the adapter adapts also {min(others)!r}; it must adapt layers that model.lora.targets names, no others")
+        for name, (num_in, num_out) in given.items():
+            if own[name] != (num_in, num_out):
                 raise ModelError(
-                    f"the adapter takes {name!r} from {given[name][0]} to {given[name][1]} features, the layer goes from {num_in} to"
-                    f" {num_out}; it must be of the same base model")
+                    f"the adapter takes {name!r} from {num_in} to {num_out} features, the layer goes from {own[name][0]} to"
+                    f" {own[name][1]}; it must be of the same base model")
 
     def pack(self, adapter: Adapter) -> Tensor:
         """The row [P] of an adapter, on the CPU, padded with zeros; the inverse of `unpack`. Raises as `check`."""
         self.check(adapter)
         row = torch.zeros(self.weights.shape[1])
         for layer in self._layers:
+            if layer.name not in adapter.pairs:
+                continue
             a, b = self._parts(row.unsqueeze(0), layer)
             own_a, own_b = adapter.pairs[layer.name]
             a[0, :, : adapter.rank] = own_a.T
@@ -184,9 +201,10 @@ class AdapterBank(nn.Module):
         if len(spans) == 1:
             return OneRoute(spans[0], self._held(spans[0]).scaling)
         lengths = [high - low for low, high in pairwise([*row.segments.starts[firsts].tolist(), len(row)])]
-        scalings = torch.tensor([self._held(slot).scaling for slot in spans]).repeat_interleave(torch.tensor(lengths))
-        scaling = scalings.unsqueeze(1).to(self.weights.device)
-        return EqualRoute(spans, scaling) if len(set(lengths)) == 1 else SpanRoute(spans, lengths, scaling)
+        device, scalings = self.weights.device, np.array([self._held(slot).scaling for slot in spans], np.float32)
+        of_token = torch.from_numpy(scalings.repeat(lengths)).unsqueeze(1).to(device)
+        scaling = of_token if np.ptp(scalings) else self._held(spans[0]).scaling
+        return EqualRoute(spans, scaling, device=device) if len(set(lengths)) == 1 else SpanRoute(spans, lengths, scaling, device=device)
 
     def route_all(self, slot: int) -> Route:
         """Every token to one adapter."""
@@ -292,6 +310,11 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
             there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ModelError(f"model.lora.targets has {target!r}, which is no linear layer of the decoder; use {there} or {ALL_LINEAR}")
     return {name: module for name, module in linear.items() if any(_is_named(name, target) for target in targets)}
+
+
+def layer_kind(name: str) -> str:
+    """"mlp" for the linear layers of a decoder layer's feed-forward part, experts included, "attn" for those of its token mixing."""
+    return "mlp" if _FEED_FORWARD.search(name) else "attn"
 
 
 def _is_named(name: str, target: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 
 class Route(Protocol):
@@ -55,12 +56,10 @@ class OneRoute:
 class EqualRoute:
     """K spans of tokens, all of one length, each with the adapter of its slot: one batched product."""
 
-    def __init__(self, slots: Sequence[int], scaling: Tensor) -> None:
+    def __init__(self, slots: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
         self._num = len(slots)
-        # Neighbouring slots are a view of the bank; others are copied out, and their sums added back.
-        are_neighbours = list(slots) == list(range(slots[0], slots[0] + self._num))
-        self._slots = slice(slots[0], slots[0] + self._num) if are_neighbours else torch.tensor(slots, device=scaling.device)
-        self.scaling: float | Tensor = scaling
+        self._slots = _selector(slots, device)
+        self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
         """See `Route.multiply`."""
@@ -76,7 +75,7 @@ class EqualRoute:
         if isinstance(self._slots, slice):
             _add_product(sums[self._slots], x, g)
         else:
-            sums.index_add_(0, self._slots, (x @ g).to(sums.dtype))
+            _add_at(sums, self._slots, x @ g)
 
     def _blocks(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (self._num, -1))
@@ -85,26 +84,55 @@ class EqualRoute:
 class SpanRoute:
     """Spans of tokens of any lengths, one product each: measured several times faster than padding them to one length."""
 
-    def __init__(self, slots: Sequence[int], lengths: Sequence[int], scaling: Tensor) -> None:
-        self._slots, self._lengths = list(slots), list(lengths)
-        self.scaling: float | Tensor = scaling
+    def __init__(self, slots: Sequence[int], lengths: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
+        self._lengths = list(lengths)
+        self._slots = _selector(slots, device)
+        self._ends = torch.tensor(lengths).cumsum(0).to(device, torch.int32)
+        self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
         """See `Route.multiply`."""
-        result = x.new_empty(len(x), weights.shape[2])
-        for slot, span, part in zip(self._slots, x.split(self._lengths), result.split(self._lengths), strict=True):
-            torch.mm(span, weights[slot].to(x.dtype), out=part)
-        return result
+        own = weights[self._slots].to(x.dtype)
+        if _is_aligned(x) and _is_aligned(own):
+            return grouped_mm(x, own, offs=self._ends)
+        return torch.cat([span @ matrix for span, matrix in zip(self._spans(x), own, strict=True)])
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
         """See `Route.add_product`."""
-        for slot, part, span in zip(self._slots, rows.split(self._lengths), x.split(self._lengths), strict=True):
-            _add_product(part, span, weights[slot].to(x.dtype))
+        own = weights[self._slots].to(x.dtype)
+        for part, span, matrix in zip(self._spans(rows), self._spans(x), own.unbind(), strict=True):
+            _add_product(part, span, matrix)
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
         """See `Route.add_outer`."""
-        for slot, span_x, span_g in zip(self._slots, x.split(self._lengths), g.split(self._lengths), strict=True):
-            _add_product(sums[slot], span_x.mT, span_g)
+        x = x.mT
+        if _is_aligned(x) and _is_aligned(g):
+            products = grouped_mm(x, g, offs=self._ends)
+        else:
+            products = torch.stack([span_x @ span_g for span_x, span_g in zip(x.split(self._lengths, 1), self._spans(g), strict=True)])
+        _add_at(sums, self._slots, products)
+
+    def _spans(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.split(self._lengths)
+
+
+def _selector(slots: Sequence[int], device: torch.device) -> slice | Tensor:
+    """What picks the slots out of a stack: as a view where they are neighbours, else as a copy."""
+    run = range(slots[0], slots[0] + len(slots))
+    return slice(run.start, run.stop) if list(slots) == list(run) else torch.tensor(slots, device=device)
+
+
+def _add_at(sums: Tensor, slots: slice | Tensor, products: Tensor) -> None:
+    if isinstance(slots, slice):
+        sums[slots].add_(products)
+    else:
+        sums.index_add_(0, slots, products.to(sums.dtype))
+
+
+def _is_aligned(matrices: Tensor) -> bool:
+    """Whether torch's grouped product takes them on the CPU, where it is one call instead of one per span: rows of whole 16 bytes."""
+    outer, inner = sorted(matrices.stride()[-2:], reverse=True)
+    return matrices.is_cpu and inner == 1 and outer * matrices.element_size() % 16 == 0
 
 
 def _add_product(sums: Tensor, x: Tensor, y: Tensor) -> None:

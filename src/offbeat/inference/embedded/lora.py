@@ -42,31 +42,34 @@ class GroupWeights:
     Attributes:
         a: [slots, inputs, layers * rank].
         b: [slots, blocks, rank, width]; a layer's outputs are some neighbouring blocks.
-        layer: [blocks] int64, whose block each is.
+        layer: [blocks], whose block each is.
     """
 
     a: Tensor
     b: Tensor
-    layer: Tensor
+    layer: tuple[int, ...]
 
     @classmethod
     def zeros(cls, linears: tuple[Linear, ...], *, slots: int, rank: int, device: torch.device) -> "GroupWeights":
         width = math.gcd(*(linear.outputs for linear in linears))
-        layer = [i for i, linear in enumerate(linears) for _ in range(linear.outputs // width)]
+        layer = tuple(i for i, linear in enumerate(linears) for _ in range(linear.outputs // width))
         a = torch.zeros(slots, linears[0].inputs, len(linears) * rank, device=device)
-        return cls(a, torch.zeros(slots, len(layer), rank, width, device=device), torch.tensor(layer).to(device))
+        return cls(a, torch.zeros(slots, len(layer), rank, width, device=device), layer)
 
 
 class AdapterStack:
-    """Weights of adapters in the dense slots 0..n-1, float32 whatever the base model's format is.
+    """Weights of adapters, float32 whatever the base model's format is: those that run in the slots 0..n-1.
+
+    The slots behind keep adapters that ran before, until another needs the room: who comes back is not written again.
 
     Attributes:
-        adapters: [n], by slot.
+        adapters: [n], those that run, by slot.
         layout: counts changes of the slots; an `AdapterRows` serves the layout that it was made for.
     """
 
     def __init__(self, groups: Groups, *, device: torch.device) -> None:
         self.adapters: list[Adapter] = []
+        self._held: list[Adapter] = []
         self.layout = 0
         self.device = device
         self._groups = groups
@@ -79,26 +82,33 @@ class AdapterStack:
         return self._weights.get(group)
 
     def place(self, wanted: Iterable[Adapter]) -> None:
-        """Hold these adapters and no others; moves and copies as little as possible."""
+        """Run these adapters and no others; writes and moves as little as possible."""
         wanted = dict.fromkeys(wanted)
         if wanted.keys() == set(self.adapters):
             return
         self.layout += 1
         if wanted:
             self._resize(wanted)
-        missing = [adapter for adapter in wanted if adapter not in self.adapters]
-        holes = [slot for slot, adapter in enumerate(self.adapters) if adapter not in wanted]
-        for adapter in missing:
-            slot = holes.pop(0) if holes else len(self.adapters)
-            self.adapters[slot : slot + 1] = [adapter]
-            self._write(slot, adapter)
-        for slot in reversed(holes):
-            last = self.adapters.pop()
-            if slot < len(self.adapters):
-                self.adapters[slot] = last
-                for weights in self._weights.values():
-                    for stacked in (weights.a, weights.b):
-                        stacked[slot] = stacked[len(self.adapters)]
+        # The first to make room have just ended, so that who comes in their place need not be moved there.
+        idle = [slot for slot, adapter in enumerate(self._held) if adapter not in wanted]
+        for adapter in wanted:
+            if adapter not in self._held:
+                slot = len(self._held) if len(self._held) < self._capacity else idle.pop(0)
+                self._held[slot : slot + 1] = [adapter]
+                self._write(slot, adapter)
+        behind = [slot for slot in range(len(wanted), len(self._held)) if self._held[slot] in wanted]
+        for slot in range(len(wanted)):
+            if self._held[slot] not in wanted:
+                self._swap(slot, behind.pop())
+        self.adapters = self._held[: len(wanted)]
+
+    def _swap(self, one: int, other: int) -> None:
+        self._held[one], self._held[other] = self._held[other], self._held[one]
+        for weights in self._weights.values():
+            for stacked in (weights.a, weights.b):
+                kept = stacked[one].clone()
+                stacked[one] = stacked[other]
+                stacked[other] = kept
 
     def read(self, adapter: Adapter) -> Adapter:
         """A copy of an adapter as its slot holds it: what serves, taken apart again."""
@@ -121,7 +131,7 @@ class AdapterStack:
         # Doubled, so that adapters that start one after the other are copied twice on average.
         self._capacity = max(self._capacity, 1 << (count - 1).bit_length())
         self._rank = rank
-        self.adapters, self._weights = [], {}
+        self.adapters, self._held, self._weights = [], [], {}
         for group in groups:
             self._weights[group] = GroupWeights.zeros(self._groups[group], slots=self._capacity, rank=rank, device=self.device)
 
@@ -244,9 +254,9 @@ class AdapterRows:
         self._stack = stack
         self._pieces = segments.pieces
         self._rows = segments.index
-        self._index = torch.from_numpy(segments.index).to(stack.device)
-        self._weight = torch.from_numpy(np.where(segments.padding, 0, scaling)).to(stack.device)[:, None]
-        self._targets = {1: self._index}
+        self._index = self._send(segments.index)
+        self._weight = self._send(np.where(segments.padding, 0, scaling)[:, None])
+        self._of_blocks: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = {(0,): (None, self._index)}
 
     def add(self, group: str, x: Tensor, y: Tensor) -> None:
         """Add the adapters' part of a group of layers to its output.
@@ -259,26 +269,44 @@ class AdapterRows:
         if weights is None:
             return
         _, blocks, rank, width = weights.b.shape
-        low = self._products(x.index_select(0, self._index).float()[:, None], weights.a[:, None]).mul_(self._weight)
-        parts = low.view(len(low), -1, rank)
-        if parts.shape[1] < blocks:
-            parts = parts.index_select(1, weights.layer)
-        y.view(-1, width).index_add_(0, self._target(blocks), self._products(parts, weights.b).to(y.dtype))
+        source, target = self._of_blocks.get(weights.layer) or self._find_blocks(weights.layer)
+        low = self._products(x.index_select(0, self._index).float(), weights.a, times=1).mul_(self._weight)
+        if source is not None:
+            low = low.view(-1, rank).index_select(0, source)
+        delta = self._products(low, weights.b.flatten(0, 1), times=blocks)
+        y.view(-1, width).index_add_(0, target, delta.to(y.dtype))
 
-    def _products(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Each gathered row times the matrices of its slot: [M, blocks, in] to [M * blocks, out], within a segment block after block."""
-        blocks = x.shape[1]
-        result = x.new_empty(len(x) * blocks, weights.shape[3])
-        for piece in self._pieces:
-            rows = x[piece.rows].view(piece.num_slots, piece.length, blocks, -1).transpose(1, 2).flatten(0, 1)
-            out = result[piece.rows.start * blocks : piece.rows.stop * blocks].view(len(rows), piece.length, -1)
-            torch.bmm(rows, weights[piece.slots].flatten(0, 1), out=out)
+    def _products(self, x: Tensor, weights: Tensor, *, times: int) -> Tensor:
+        """Each gathered row times the matrices of its slot, `times` of them: [M * times, i] and [slots * times, i, o] to [M * times, o]."""
+        spans = [(_scaled(piece.rows, times), weights[_scaled(piece.slots, times)]) for piece in self._pieces]
+        if len(spans) == 1:
+            ((_, own),) = spans
+            return torch.bmm(x.view(len(own), -1, x.shape[1]), own).flatten(0, 1)
+        result = x.new_empty(len(x), weights.shape[2])
+        for rows, own in spans:
+            torch.bmm(x[rows].view(len(own), -1, x.shape[1]), own, out=result[rows].view(len(own), -1, weights.shape[2]))
         return result
 
-    def _target(self, blocks: int) -> Tensor:
-        """[M * blocks] where the products of a group belong in its output, seen as [rows * blocks, width]."""
-        if blocks not in self._targets:
-            first = [self._rows[piece.rows].reshape(-1, 1, piece.length) * blocks for piece in self._pieces]
-            target = np.concatenate([(rows + np.arange(blocks)[:, None]).ravel() for rows in first])
-            self._targets[blocks] = torch.from_numpy(target).to(self._index.device)
-        return self._targets[blocks]
+    def _find_blocks(self, layer: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
+        """Which rows the blocks of a group multiply, and where the products belong: slot after slot, block after block, row after row.
+
+        Args:
+            layer: see `GroupWeights`.
+
+        Returns:
+            source: [M * blocks] rows of the product of A, seen as [M * layers, rank]; None where these are the same.
+            target: [M * blocks] rows of the output, seen as [rows * blocks, width].
+        """
+        gathered = np.arange(len(self._rows))
+        each = [gathered[piece.rows].reshape(-1, 1, piece.length) for piece in self._pieces]
+        source = np.concatenate([(rows * (max(layer) + 1) + np.array(layer)[:, None]).ravel() for rows in each])
+        target = np.concatenate([(self._rows[rows] * len(layer) + np.arange(len(layer))[:, None]).ravel() for rows in each])
+        self._of_blocks[layer] = self._send(source), self._send(target)
+        return self._of_blocks[layer]
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._stack.device)
+
+
+def _scaled(span: slice, factor: int) -> slice:
+    return slice(span.start * factor, span.stop * factor)
