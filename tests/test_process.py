@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 
 from offbeat.errors import ConfigError, DeadlineError, WorkerError
 from offbeat.process import Child, ChildSpec
@@ -87,6 +89,18 @@ def test_a_signal_is_named() -> None:
             await waiting
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_dead_child_can_be_stopped_on_any_event_loop(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def body() -> None:
+        child = await start()
+        await child.kill()
+        await child.stop(timeout_s=5)
+        assert not child.alive
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(body())
 
 
 def test_a_failed_start_shows_the_first_real_error() -> None:

@@ -269,6 +269,8 @@ class Child:
         return future
 
     def _frame(self, kind: int, call_id: int, payload: bytes) -> None:
+        if self._writer.is_closing():  # the process is gone, as `_read` tells whoever waits
+            return
         self._writer.write(_HEADER.pack(len(payload), call_id, kind))
         self._writer.write(payload)
 

@@ -1,12 +1,13 @@
 """Logging of processes."""
 
+import json
 import logging
 import re
 
 import pytest
 
 from offbeat.errors import StorageError
-from offbeat.telemetry.log import set_up_logging
+from offbeat.telemetry.log import current_request, set_up_logging
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +61,30 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write"):
         set_up_logging(tmp_path / "file" / "x.log")
+
+
+def test_a_service_writes_json_lines_that_carry_the_request(tmp_path):
+    path = tmp_path / "log" / "service.jsonl"
+    set_up_logging(path, as_json=True)
+    log = logging.getLogger("offbeat.service")
+    token = current_request.set("r1")
+    log.info("took %s", "ä", extra={"fields": {"status": 200}})
+    current_request.reset(token)
+    try:
+        raise ValueError("why")
+    except ValueError:
+        log.exception("failed")
+    first, second = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert first.items() >= {"level": "info", "logger": "offbeat.service", "message": "took ä", "request": "r1", "status": 200}.items()
+    assert "request" not in second and second["traceback"].endswith("ValueError: why")
+
+
+def test_json_lines_go_on_in_another_file_when_one_is_large(tmp_path, monkeypatch):
+    monkeypatch.setattr("offbeat.telemetry.log._FILE_BYTES", 1000)
+    path = tmp_path / "service.jsonl"
+    set_up_logging(path, as_json=True)
+    for number in range(100):
+        logging.getLogger("offbeat").info("line %d", number)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 9 and all(file.stat().st_size <= 1000 for file in files)
+    assert json.loads(path.read_text().splitlines()[-1])["message"] == "line 99"

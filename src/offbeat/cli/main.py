@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from offbeat.cli import config, doctor, engine, evaluate, quickstart, report, sft, train
+from offbeat.cli import config, doctor, engine, evaluate, quickstart, report, serve, sft, train
 from offbeat.config.load import split_overrides
 from offbeat.errors import OffbeatError
 
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="offbeat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (quickstart, train, sft, evaluate, engine, config, doctor, report):
+    for module in (quickstart, train, sft, evaluate, engine, serve, config, doctor, report):
         module.add_parser(commands)
     return parser
 

@@ -16,6 +16,7 @@ from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
 from offbeat.config.rollout import RolloutConfig
 from offbeat.config.run import RunConfig
+from offbeat.config.service import ServeConfig
 from offbeat.config.telemetry import TelemetryConfig
 from offbeat.config.train import SftConfig, TrainConfig
 from offbeat.config.weights import WeightsConfig
@@ -38,6 +39,7 @@ class Config(Section):
     cluster: ClusterConfig = field(ClusterConfig(), "Worker processes.")
     dist: DistConfig = field(DistConfig(), "Process groups.")
     telemetry: TelemetryConfig = field(TelemetryConfig(), "Records and display.")
+    serve: ServeConfig = field(ServeConfig(), "The service for tenants.")
 
     @property
     def run_dir(self) -> Path:

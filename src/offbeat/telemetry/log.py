@@ -1,24 +1,47 @@
 """Logging of the controller and of every worker: each process writes `logs/<name>.log` in the run, one line per record.
 
-Nothing goes to the terminal, which belongs to the console, unless `debug` asks for it.
+Nothing goes to the terminal, which belongs to the console, unless `debug` asks for it. Services write JSON lines instead, in which every
+record of one request carries its id.
 """
 
+import json
 import logging
 import sys
 import time
+from contextvars import ContextVar
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from offbeat.errors import StorageError
 
 _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"
+_FILE_BYTES, _NUM_FILES = 32 * 2**20, 8
+
+current_request: ContextVar[str] = ContextVar("current_request", default="")
+"""The id of the request that this task works on."""
 
 
-def set_up_logging(path: Path | None, *, debug: bool = False) -> None:
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: time, level, logger, message, the request's id, and what `extra={"fields": {...}}` adds."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        row = {
+            "time": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        if request := current_request.get():
+            row["request"] = request
+        row |= getattr(record, "fields", {})
+        if record.exc_info:
+            row["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(row, ensure_ascii=False, default=str)
+
+
+def set_up_logging(path: Path | None, *, debug: bool = False, as_json: bool = False) -> None:
     """Send this process's log records to a file, in place of wherever they went before. Times are UTC.
 
     Args:
         path: the file, appended to; None sends warnings (with `debug`, everything) to stderr.
         debug: record DEBUG of offbeat and INFO of libraries, and show it on stderr too; else INFO of offbeat and WARNING of libraries.
+        as_json: write JSON lines into `path`, and begin another file when it is large; the oldest are removed.
 
     Raises:
         StorageError: the file cannot be written.
@@ -29,19 +52,21 @@ def set_up_logging(path: Path | None, *, debug: bool = False) -> None:
         handler.close()
     formatter = logging.Formatter(_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
-    for handler in _handlers(path, debug=debug):
-        handler.setFormatter(formatter)
+    for handler in _handlers(path, debug=debug, as_json=as_json):
+        handler.setFormatter(JsonFormatter() if isinstance(handler, RotatingFileHandler) else formatter)
         root.addHandler(handler)
     root.setLevel(logging.INFO if debug else logging.WARNING)
     logging.getLogger("offbeat").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
-def _handlers(path: Path | None, *, debug: bool) -> list[logging.Handler]:
+def _handlers(path: Path | None, *, debug: bool, as_json: bool) -> list[logging.Handler]:
     handlers: list[logging.Handler] = []
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(path, encoding="utf-8"))
+            handlers.append(
+                RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_NUM_FILES, encoding="utf-8") if as_json
+                else logging.FileHandler(path, encoding="utf-8"))
         except OSError as exc:
             raise StorageError(f"cannot write {path}: {exc.strerror}; free space or choose another folder with run.dir") from exc
     if path is None or debug:

@@ -1,0 +1,81 @@
+"""`offbeat serve`: a Tinker-compatible service, where many clients train adapters of one base model and sample from them."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from offbeat.config.load import Override, load_config
+from offbeat.service.serve import run_service
+
+_DESCRIPTION = """\
+Serve one base model to many clients of the public `tinker` SDK: each trains LoRA adapters of its own and samples from them, all on the same
+trainers and engines. Models, checkpoints and results are kept in the data folder and are there again after a restart.
+
+The server answers to this machine only. To let others in, give it an address and a file of keys:
+
+  [owners.alice]
+  key = "tml-long-and-random"          # what alice sets as TINKER_API_KEY
+  max_models = 8                       # and, where they should differ: max_queued_tokens, max_disk_bytes
+
+Without the file any key that begins with tml- will do, and each is an owner of its own. A status page is at /, metrics are at /metrics.
+Ctrl-C ends the server and saves every model; a second one ends it at once.
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat serve --model runs/quickstart/export
+  offbeat serve --model /models/Qwen3-0.6B --model-name Qwen/Qwen3-0.6B --num-engines 4 --num-ranks 4 --cluster.devices_per_worker 1
+  offbeat serve --model /models/Qwen3-0.6B --host 0.0.0.0 --keys keys.toml --database postgresql://offbeat@db/offbeat
+
+then, where the client runs (pip install tinker):
+  export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-mine
+  python -c "import tinker; print(tinker.ServiceClient().get_server_capabilities())"
+"""
+
+# What the service needs and a run does not; anything given on the command line wins.
+_DEFAULTS: Sequence[Override] = (("model.lora.rank", "32"), ("inference.request_timeout_s", "3600"))
+_SETTINGS = {
+    "model": "model.path", "model_name": "serve.model_name", "host": "serve.host", "port": "serve.port", "data_dir": "serve.data_dir",
+    "database": "serve.database", "keys": "serve.keys", "num_engines": "inference.num_engines", "num_ranks": "train.num_ranks",
+    "max_lora_rank": "model.lora.rank", "lora_alpha": "model.lora.alpha", "public_status": "serve.public_status",
+}
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `serve`."""
+    parser = subparsers.add_parser(
+        "serve", help="let many clients train and sample adapters over HTTP", description=_DESCRIPTION, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the base model, its tokenizer included")
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="what clients call it and load its tokenizer by, such as org/model (default: the folder's)")
+    parser.add_argument("--host", help="address to listen on; another one than this machine's own needs --keys (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (default: 8000)")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder for all that is kept (default: offbeat-data)")
+    parser.add_argument("--database", metavar="URL", help="postgresql://USER:PASSWORD@HOST/NAME (default: SQLite in the data folder)")
+    parser.add_argument("--keys", metavar="FILE", help="TOML file with owners and their API keys (default: any key)")
+    parser.add_argument("--num-engines", type=int, metavar="N", help="engines that sample (default: 1)")
+    parser.add_argument("--num-ranks", type=int, metavar="N", help="processes that train (default: 1)")
+    parser.add_argument("--max-lora-rank", type=int, metavar="R", help="largest rank of an adapter (default: 32)")
+    parser.add_argument("--lora-alpha", type=float, metavar="A", help="an adapter's output is scaled by A / its rank (default: 32)")
+    parser.add_argument("--public-status", action="store_true", default=None, help="show the status page and /metrics to other machines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
+    """Serve until interrupted.
+
+    Raises:
+        ConfigError, ModelError, PortBusyError, StorageError: something that was given cannot work.
+    """
+    config = load_config(None, [*_DEFAULTS, *_given(args), *overrides])
+    run_service(config, say=lambda text: print(text, flush=True), debug=args.debug)
+    return 0
+
+
+def _given(args: argparse.Namespace) -> Iterator[Override]:
+    for name, key in _SETTINGS.items():
+        value = getattr(args, name)
+        if value is not None:
+            yield key, str(value).lower() if isinstance(value, bool) else str(value)
+    if (args.max_lora_rank or 0) > 64:
+        yield "inference.max_adapter_rank", str(args.max_lora_rank)

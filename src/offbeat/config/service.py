@@ -1,0 +1,25 @@
+"""[serve]: the service for many tenants."""
+
+from offbeat.config.base import Section, field
+
+
+class ServeConfig(Section):
+    """`offbeat serve`: where it listens, what it keeps, and how work is shared out."""
+
+    host: str = field("127.0.0.1", "Address to listen on; another one than this machine's own needs `keys`.", min_length=1)
+    port: int = field(8000, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    data_dir: str = field("offbeat-data", "Folder for checkpoints, results, logs and, by default, the database.", min_length=1)
+    database: str = field("", "URL of the database, such as postgresql://user@host/name; empty takes SQLite in `data_dir`.")
+    keys: str = field("", "TOML file with owners and their API keys; empty takes any key, each as an owner of its own.")
+    model_name: str = field("", "What clients call the base model, such as org/model; empty takes the last part of `model.path`.")
+    public_status: bool = field(False, "Show the status page and /metrics to other machines, too.")
+    max_tokens_per_pass: int = field(
+        65536, "Tokens of all tenants in one forward and backward; more make better use of the trainers, fewer shorten waits.", ge=1)
+    max_samples_in_flight: int = field(256, "Samples per engine that are generated at once; the rest waits its owner's turn.", ge=1)
+    max_body_bytes: int = field(256 * 2**20, "Largest body of a request, in bytes, also after unpacking.", ge=2**20)
+    gap_patience_s: float = field(5.0, "Seconds that a model's next request waits for an earlier one that has not arrived.", gt=0)
+    session_timeout_s: float = field(
+        600.0, "Seconds without a heartbeat after which a session's models are parked on disk; clients send one every 10 s.", gt=0)
+    sampler_timeout_s: float = field(
+        3600.0, "Seconds without a request after which an unnamed sampler is forgotten, unless it is the newest of its model.", gt=0)
+    result_retention_s: float = field(3600.0, "Seconds for which a finished result can be fetched.", ge=600)

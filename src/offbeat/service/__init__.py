@@ -1,0 +1,1 @@
+"""The Tinker-compatible service: many tenants fine-tune and sample on one base model over HTTP."""

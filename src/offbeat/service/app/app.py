@@ -1,0 +1,97 @@
+"""The application: every endpoint behind one gate that checks the key, bounds the body, turns errors into answers, and logs.
+
+An error is `{"detail": one sentence}`. 5xx is for what is no fault of the client, which then asks again for minutes.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from offbeat.errors import OffbeatError
+from offbeat.service.app.auth import authenticate
+from offbeat.service.app.body import Bodies
+from offbeat.service.app.journal import Journal
+from offbeat.service.app.reply import Call, Endpoint, refusal
+from offbeat.service.errors import OverLimitError, RequestError
+from offbeat.service.keys import Keys
+from offbeat.telemetry.log import current_request
+
+Open = Callable[[Request], Awaitable[Response]]
+
+_log = logging.getLogger(__name__)
+
+
+def make_app(endpoints: Iterable[Endpoint], public: Iterable[Route], *, keys: Keys, bodies: Bodies, journal: Journal) -> Starlette:
+    """The application.
+
+    Args:
+        endpoints: for callers with a key.
+        public: for anybody.
+    """
+    gate = Gate(keys, bodies, journal)
+    routes = [Route(endpoint.path, gate.guard(endpoint), methods=[endpoint.method]) for endpoint in endpoints]
+    return Starlette(routes=[*public, *routes], exception_handlers={HTTPException: _no_such_endpoint})
+
+
+class Gate:
+    """Stands before every handler."""
+
+    def __init__(self, keys: Keys, bodies: Bodies, journal: Journal) -> None:
+        self._keys = keys
+        self._bodies = bodies
+        self._journal = journal
+
+    def guard(self, endpoint: Endpoint) -> Open:
+        """The handler of an endpoint for whoever has a key."""
+
+        async def guarded(http: Request) -> Response:
+            start, owner = time.monotonic(), ""
+            request_id = uuid.uuid4().hex[:12]
+            token = current_request.set(request_id)
+            try:
+                caller = authenticate(http, self._keys)
+                owner = caller.owner
+                async with self._bodies.reading(http) as body:
+                    response, detail = await endpoint.handler(Call(http, caller, body)), ""
+            except Exception as exc:
+                response, detail = _refuse(exc, endpoint, request_id)
+            finally:
+                current_request.reset(token)
+            response.headers["x-request-id"] = request_id
+            self._journal.note(
+                endpoint, http.url.path, request_id=request_id, owner=owner, status=response.status_code,
+                seconds=time.monotonic() - start, detail=detail)
+            return response
+
+        return guarded
+
+
+def _refuse(exc: Exception, endpoint: Endpoint, request_id: str) -> tuple[Response, str]:
+    """The answer to an error, and its sentence."""
+    sentence, status, headers = str(exc), 503, {}
+    match exc:
+        case OverLimitError():
+            status, headers = exc.status, {"retry-after": f"{exc.retry_after_s:g}"}
+        case RequestError():
+            status = exc.status
+        case OffbeatError():  # a full disk, an unreachable database: it may pass
+            _log.error("%s %s failed: %s", endpoint.method, endpoint.path, exc)
+            headers = {"retry-after": "2"}
+        case _:
+            _log.exception("%s %s failed", endpoint.method, endpoint.path)
+            sentence, status = f"this server failed in a way that it did not expect; its log has the reason under {request_id}", 500
+    return refusal(sentence, status=status, headers=headers), sentence
+
+
+async def _no_such_endpoint(http: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException), "registered for nothing else"
+    if exc.status_code == 405:
+        return refusal(f"{http.url.path} does not take {http.method}", status=405)
+    return refusal(f"this server has no {http.method} {http.url.path[:200]}", status=exc.status_code)

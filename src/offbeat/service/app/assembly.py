@@ -1,0 +1,49 @@
+"""The HTTP application over a core: all routes, the status page and metrics, sharing what they need. Called by `service.serve`."""
+
+from dataclasses import dataclass, replace
+
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from offbeat.service.app.app import make_app
+from offbeat.service.app.body import Bodies
+from offbeat.service.app.journal import Journal
+from offbeat.service.app.metrics import StatusCollector, scrape
+from offbeat.service.app.reply import Served
+from offbeat.service.app.routes_rest import Links, RestRoutes
+from offbeat.service.app.routes_sampling import SamplingRoutes
+from offbeat.service.app.routes_session import SessionRoutes
+from offbeat.service.app.routes_training import TrainingRoutes
+from offbeat.service.app.status import StatusPage
+from offbeat.service.keys import Keys
+from offbeat.service.sampling import Sampling
+from offbeat.service.service import Service
+from offbeat.service.types import Status
+
+
+@dataclass(frozen=True)
+class Front:
+    """The application, and the status page, whose `watch` has to run beside it."""
+
+    app: Starlette
+    page: StatusPage
+
+
+def open_front(service: Service, sampling: Sampling, served: Served, *, keys: Keys, max_body_bytes: int, public_status: bool) -> Front:
+    """Put it together."""
+    registry, links = CollectorRegistry(), Links()
+    journal = Journal(registry)
+
+    def status() -> Status:
+        core = service.status()
+        failures = sorted((*core.failures, *sampling.failures), key=lambda failure: -failure.time)
+        return replace(core, sampling=sampling.standing(), failures=tuple(failures))
+
+    page = StatusPage(status, journal, public=public_status)
+    registry.register(StatusCollector(status))
+    endpoints = [
+        *SamplingRoutes(service, sampling, served).endpoints,  # asked for most often, and routes are tried in order
+        *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, links).endpoints]
+    public = [*page.routes, links.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
+    return Front(make_app(endpoints, public, keys=keys, bodies=Bodies(max_body_bytes), journal=journal), page)

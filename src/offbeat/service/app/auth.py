@@ -1,0 +1,44 @@
+"""Who asks: API keys for clients, and this machine alone for those who look at the server. Called by `app` before a handler runs."""
+
+from ipaddress import ip_address
+
+from starlette.requests import Request
+
+from offbeat.service.errors import UnknownError, UnknownKeyError
+from offbeat.service.keys import Keys
+from offbeat.service.types import Caller
+
+_HEADER = "x-api-key"
+
+
+def authenticate(http: Request, keys: Keys) -> Caller:
+    """The owner of the request's key.
+
+    Raises:
+        UnknownKeyError: there is no key, or nobody knows it.
+    """
+    key = http.headers.get(_HEADER)
+    if not key:
+        raise UnknownKeyError("this server wants an API key; set TINKER_API_KEY, or send the key as X-API-Key")
+    return keys.caller(key)
+
+
+def demand_local(http: Request) -> None:
+    """Let only this machine pass.
+
+    Raises:
+        UnknownError: the request comes from another one.
+    """
+    if not is_loopback(http.client.host if http.client else ""):
+        raise UnknownError("the status of this server is shown to its own machine only; start it with --public-status to change that")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

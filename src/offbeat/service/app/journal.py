@@ -1,0 +1,59 @@
+"""What requests came to: a log line for each, counts for /metrics, and the last errors for the status page."""
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from offbeat.service.app.reply import Endpoint
+
+_log = logging.getLogger(__name__)
+_ERRORS_KEPT = 50
+_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+_LATER = (408, 429)  # how a server with much to do answers all day
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A request that was refused or failed."""
+
+    time: float
+    request_id: str
+    owner: str
+    what: str
+    sentence: str
+
+
+class Journal:
+    """Hears of every request.
+
+    Attributes:
+        troubles: the last ones, the newest first.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Counts go into `registry`."""
+        self.troubles: deque[Trouble] = deque(maxlen=_ERRORS_KEPT)
+        self._requests = Counter("offbeat_http_requests", "Requests by endpoint and status", ["endpoint", "status"], registry=registry)
+        self._seconds = Histogram("offbeat_http_seconds", "Time to the answer", ["endpoint"], buckets=_BUCKETS, registry=registry)
+
+    def note(
+        self, endpoint: Endpoint, path: str, *, request_id: str, owner: str, status: int, seconds: float, detail: str = "",
+    ) -> None:
+        """One request is answered."""
+        name = endpoint.path.removeprefix("/api/v1/")
+        self._requests.labels(name, status).inc()
+        self._seconds.labels(name).observe(seconds)
+        failed = status >= 400 and status not in _LATER
+        if failed:
+            self.trouble(request_id, owner, f"{endpoint.method} {path}"[:200], detail)
+        if failed or not endpoint.quiet:
+            fields = {"request": request_id, "owner": owner, "status": status, "ms": round(1000 * seconds, 1)}
+            _log.info(
+                "%s %s", endpoint.method, path[:300], extra={"fields": fields | ({"detail": detail} if detail else {})})
+
+    def trouble(self, request_id: str, owner: str, what: str, sentence: str) -> None:
+        """Keep an error for the status page."""
+        self.troubles.appendleft(Trouble(time.time(), request_id, owner, what, sentence))

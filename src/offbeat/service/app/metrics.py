@@ -1,0 +1,54 @@
+"""Prometheus /metrics: the service's standing at the moment of the scrape, beside what `journal` counts."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from offbeat.service.types import Status
+
+
+class StatusCollector(Collector):
+    """Turns a status into samples."""
+
+    def __init__(self, status: Callable[[], Status]) -> None:
+        self._status = status
+
+    def describe(self) -> list[Metric]:
+        """Nothing: there is no status yet when this is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All samples of now."""
+        status = self._status()
+        queues = {"training": status.training, "sampling": status.sampling}
+        yield CounterMetricFamily("offbeat_trained_tokens", "Tokens of forward and backward passes", status.trained_tokens)
+        yield CounterMetricFamily("offbeat_sampled_tokens", "Tokens that engines generated", status.sampled_tokens)
+        yield GaugeMetricFamily("offbeat_trainers_alive", "1 while the train ranks run", float(status.trainers_alive))
+        yield _labelled("offbeat_models", "Models", "where", {
+            "resident": sum(model.resident for model in status.models), "parked": sum(not model.resident for model in status.models)})
+        yield _labelled("offbeat_queue_jobs", "Work that waits or runs", "queue", {name: queue.jobs for name, queue in queues.items()})
+        yield _labelled("offbeat_queue_tokens", "Its tokens", "queue", {name: queue.tokens for name, queue in queues.items()})
+        yield _labelled(
+            "offbeat_queue_oldest_wait_seconds", "Its longest wait", "queue", {name: q.oldest_wait_s for name, q in queues.items()})
+        yield _labelled("offbeat_owner_models", "Models of an owner", "owner", {o.owner: o.models for o in status.owners})
+        yield _labelled("offbeat_owner_queued_tokens", "Its tokens under way", "owner", {o.owner: o.queued_tokens for o in status.owners})
+        yield _labelled("offbeat_owner_disk_bytes", "Its checkpoints", "owner", {o.owner: o.disk_bytes for o in status.owners})
+        yield _labelled("offbeat_engine_up", "1 while it serves", "engine", {e.name: e.state == "serving" for e in status.engines})
+        yield _labelled("offbeat_engine_adapters", "Adapters held", "engine", {e.name: len(e.adapters) for e in status.engines})
+        yield _labelled(
+            "offbeat_engine_outstanding_tokens", "Tokens asked of it", "engine", {e.name: e.outstanding_tokens for e in status.engines})
+
+
+def _labelled(name: str, text: str, label: str, values: dict[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], float(value))
+    return family
+
+
+def scrape(registry: CollectorRegistry) -> Response:
+    """All metrics as text."""
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,79 @@
+"""What handlers are given and what they give back: what is served, a checked request, and answers as JSON or as a payload."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from offbeat.service.types import Caller, Payload
+from offbeat.service.wire.limits import WireLimits
+
+_JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The base model and what may be asked of it.
+
+    Attributes:
+        tokenizer_id: what clients load the tokenizer by.
+        alpha: of every adapter.
+    """
+
+    base_model: str
+    tokenizer_id: str
+    alpha: float
+    limits: WireLimits
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request whose key has been checked, with its whole body."""
+
+    http: Request
+    caller: Caller
+    body: bytes
+
+    def param(self, name: str) -> str:
+        """A part of the path."""
+        return self.http.path_params[name]
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One line of the table of routes.
+
+    Attributes:
+        quiet: called so often that its successes are not logged.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    quiet: bool = False
+
+
+def answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A value as JSON."""
+    return Response(msgspec.json.encode(value), status_code=status, headers=headers, media_type=_JSON)
+
+
+def accepted(request_id: str, **more: Any) -> Response:
+    """Work goes on under this id."""
+    return answer({"request_id": request_id, **more})
+
+
+def refusal(sentence: str, *, status: int, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as clients expect it."""
+    return answer({"detail": sentence}, status=status, headers=headers)
+
+
+def payload(content: Payload) -> Response:
+    """An answer that is encoded already."""
+    return Response(content.data, headers={"content-type": content.content_type})

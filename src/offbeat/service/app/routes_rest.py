@@ -1,0 +1,165 @@
+"""Endpoints over runs, checkpoints and sessions, as the SDK's RestClient and command line use them; all answer at once."""
+
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from offbeat.service.app.reply import Call, Endpoint, answer, refusal
+from offbeat.service.errors import BadRequestError
+from offbeat.service.service import Service
+from offbeat.service.types import ModelInfo
+from offbeat.service.wire import rest
+from offbeat.service.wire.bodies import CopyWeightsBody, TtlBody, WeightsInfoBody
+from offbeat.service.wire.json_body import read_json
+
+_RUN = "/api/v1/training_runs/{run}"
+_CHECKPOINT = _RUN + "/checkpoints/{segment}/{name}"
+_LINK_S = 3600.0
+_MAX_PAGE = 1000
+
+
+class RestRoutes:
+    """See the module."""
+
+    def __init__(self, service: Service, links: "Links") -> None:
+        self._service = service
+        self._links = links
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """All that want a key."""
+        return [
+            Endpoint("GET", "/api/v1/training_runs", self._runs),
+            Endpoint("GET", _RUN, self._run),
+            Endpoint("GET", _RUN + "/checkpoints", self._checkpoints_of_run),
+            Endpoint("GET", "/api/v1/checkpoints", self._checkpoints),
+            Endpoint("DELETE", _CHECKPOINT, self._delete),
+            Endpoint("POST", _CHECKPOINT + "/publish", self._publish),
+            Endpoint("DELETE", _CHECKPOINT + "/publish", self._unpublish),
+            Endpoint("PUT", _CHECKPOINT + "/ttl", self._set_ttl),
+            Endpoint("GET", _CHECKPOINT + "/external_weights_urls", self._urls),
+            Endpoint("POST", "/api/v1/weights_info", self._weights_info),
+            Endpoint("POST", "/api/v1/copy_weights", self._copy),
+            Endpoint("GET", "/api/v1/sessions", self._sessions),
+            Endpoint("GET", "/api/v1/sessions/{session}", self._session),
+        ]
+
+    async def _runs(self, call: Call) -> Response:
+        limit, offset = _page(call, default=20)
+        infos, total = self._service.runs(call.caller, limit=limit, offset=offset, accessible=_accessible(call))
+        runs = [self._run_answer(call, info) for info in infos]
+        return answer(rest.training_runs(runs, limit=limit, offset=offset, total=total))
+
+    async def _run(self, call: Call) -> Response:
+        info = self._service.run_info(call.caller, call.param("run"), accessible=_accessible(call))
+        return answer(self._run_answer(call, info))
+
+    def _run_answer(self, call: Call, info: ModelInfo) -> rest.Answer:
+        """A run with its newest checkpoints: to train from, and to sample."""
+        infos, _ = self._service.list_checkpoints(call.caller, run_id=info.model_id)
+        newest = {checkpoint.kind: checkpoint for checkpoint in sorted(infos, key=lambda checkpoint: checkpoint.created)}
+        return rest.training_run(info, last_checkpoint=newest.get("training"), last_sampler_checkpoint=newest.get("sampler"))
+
+    async def _checkpoints_of_run(self, call: Call) -> Response:
+        infos, total = self._service.list_checkpoints(call.caller, run_id=call.param("run"))
+        return answer(rest.checkpoints(infos, limit=total, offset=0, total=total))
+
+    async def _checkpoints(self, call: Call) -> Response:
+        limit, offset = _page(call, default=100)
+        infos, total = self._service.list_checkpoints(call.caller, limit=limit, offset=offset)
+        return answer(rest.checkpoints(infos, limit=limit, offset=offset, total=total))
+
+    async def _delete(self, call: Call) -> Response:
+        await self._service.delete_checkpoint(call.caller, _path(call))
+        return Response(status_code=204)
+
+    async def _publish(self, call: Call) -> Response:
+        await self._service.set_public(call.caller, _path(call), public=True)
+        return Response(status_code=204)
+
+    async def _unpublish(self, call: Call) -> Response:
+        await self._service.set_public(call.caller, _path(call), public=False)
+        return Response(status_code=204)
+
+    async def _set_ttl(self, call: Call) -> Response:
+        await self._service.set_ttl(call.caller, _path(call), read_json(TtlBody, call.body).ttl_seconds)
+        return Response(status_code=204)
+
+    async def _urls(self, call: Call) -> Response:
+        files = self._service.external_files(call.caller, _path(call))
+        token, expires = self._links.make(files)
+        base = f"{call.http.base_url}api/v1/external/{token}"
+        return answer(rest.external_weights_urls({name: f"{base}/{name}" for name in files}, expires=expires))
+
+    async def _weights_info(self, call: Call) -> Response:
+        base_model, lora = self._service.weights_info(call.caller, read_json(WeightsInfoBody, call.body).tinker_path)
+        return answer(rest.weights_info(base_model, lora))
+
+    async def _copy(self, call: Call) -> Response:
+        body = read_json(CopyWeightsBody, call.body)
+        assert body.session_id is not None and body.model_seq_id is not None, "checked when the body was read"
+        path = await self._service.copy_weights(
+            call.caller, path=body.source_path, session_id=body.session_id, model_seq_id=body.model_seq_id, ttl_s=body.ttl_seconds)
+        return answer({"tinker_path": path})
+
+    async def _sessions(self, call: Call) -> Response:
+        limit, offset = _page(call, default=20)
+        return answer({"sessions": self._service.list_sessions(call.caller, limit=limit, offset=offset)})
+
+    async def _session(self, call: Call) -> Response:
+        return answer(rest.session(self._service.session_info(call.caller, call.param("session"))))
+
+
+class Links:
+    """URLs of exported files, which nobody can guess and which expire; whoever has one needs no key, as clients send none."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[float, dict[str, Path]]] = {}
+
+    def make(self, files: Mapping[str, Path]) -> tuple[str, float]:
+        """A token for files by their names, and until when it is good, in seconds since the epoch."""
+        now = time.time()
+        self._files = {token: (expires, known) for token, (expires, known) in self._files.items() if expires > now}
+        token, expires = secrets.token_urlsafe(24), now + _LINK_S
+        self._files[token] = expires, dict(files)
+        return token, expires
+
+    @property
+    def route(self) -> Route:
+        """Where the files are fetched."""
+        return Route("/api/v1/external/{token}/{name:path}", self._fetch)
+
+    def find(self, token: str, name: str) -> Path | None:
+        """The file that a link means, while it is good."""
+        expires, files = self._files.get(token, (0.0, {}))
+        return files.get(name) if expires > time.time() else None
+
+    async def _fetch(self, http: Request) -> Response:
+        path = self.find(http.path_params["token"], http.path_params["name"])
+        if path is None or not path.is_file():
+            return refusal("there is no such file, or its link has expired; ask for external_weights_urls again", status=404)
+        return FileResponse(path)
+
+
+def _path(call: Call) -> str:
+    return f"tinker://{call.param('run')}/{call.param('segment')}/{call.param('name')}"
+
+
+def _accessible(call: Call) -> bool:
+    return call.http.query_params.get("access_scope", "owned") == "accessible"
+
+
+def _page(call: Call, *, default: int) -> tuple[int, int]:
+    """`limit` and `offset` of the query."""
+    found = []
+    for name, value in (("limit", default), ("offset", 0)):
+        text = call.http.query_params.get(name, str(value))
+        if not (text.isascii() and text.isdecimal() and len(text) <= 12):
+            raise BadRequestError(f"{name} must be a whole number of at least 0, got {text[:40]!r}")
+        found.append(int(text))
+    return min(found[0], _MAX_PAGE), found[1]

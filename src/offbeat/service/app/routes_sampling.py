@@ -1,0 +1,55 @@
+"""Endpoints of samplers, and of all futures: they are polled with long waits, and say why they do not move."""
+
+from starlette.responses import Response
+
+from offbeat.service.app.reply import Call, Endpoint, Served, answer, payload
+from offbeat.service.sampling import Sampling
+from offbeat.service.service import Service
+from offbeat.service.types import Pending
+from offbeat.service.wire import rest
+from offbeat.service.wire.bodies import CreateSamplingSessionBody, RetrieveFutureBody
+from offbeat.service.wire.json_body import read_json
+from offbeat.service.wire.sample_body import SampleBody
+
+_POLL_S = 25.0  # clients wait for 45 s, and proxies often for 30 s
+_NOT_YET = 408
+
+
+class SamplingRoutes:
+    """See the module."""
+
+    def __init__(self, service: Service, sampling: Sampling, served: Served) -> None:
+        self._service = service
+        self._sampling = sampling
+        self._served = served
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """All of them."""
+        return [
+            Endpoint("POST", "/api/v1/create_sampling_session", self._create),
+            Endpoint("GET", "/api/v1/samplers/{sampler}", self._info),
+            Endpoint("POST", "/api/v1/asample", self._sample, quiet=True),
+            Endpoint("POST", "/api/v1/retrieve_future", self._retrieve, quiet=True),
+        ]
+
+    async def _create(self, call: Call) -> Response:
+        body = read_json(CreateSamplingSessionBody, call.body)
+        sampler = await self._sampling.samplers.create(
+            call.caller, session_id=body.session_id, seq=body.sampling_session_seq_id, base_model=body.base_model,
+            model_path=body.model_path)
+        return answer({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def _info(self, call: Call) -> Response:
+        return answer(rest.sampler(self._sampling.samplers.info(call.caller, call.param("sampler"))))
+
+    async def _sample(self, call: Call) -> Response:
+        request = read_json(SampleBody, call.body).request(self._served.limits)
+        return answer(rest.sample_accepted(self._sampling.sample(call.caller, request), num_samples=request.num_samples))
+
+    async def _retrieve(self, call: Call) -> Response:
+        request_id = read_json(RetrieveFutureBody, call.body).request_id
+        found = await self._service.retrieve(call.caller, request_id, timeout_s=_POLL_S)
+        if not isinstance(found, Pending):
+            return payload(found)
+        return answer(rest.pending(request_id, found), status=_NOT_YET)

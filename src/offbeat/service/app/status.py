@@ -1,0 +1,85 @@
+"""The status page at `/`, what it fetches every two seconds, and health. The page is one file with no assets from elsewhere."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from offbeat.service.app.auth import demand_local
+from offbeat.service.app.journal import Journal
+from offbeat.service.app.reply import answer, refusal
+from offbeat.service.errors import RequestError
+from offbeat.service.types import Status
+
+_EVERY_S = 2.0
+_POINTS = 150
+_PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens per second at one time."""
+
+    time: float
+    trained: float
+    sampled: float
+
+
+class StatusPage:
+    """Shows the service to its own machine, or to everybody if `public`."""
+
+    def __init__(self, status: Callable[[], Status], journal: Journal, *, public: bool) -> None:
+        self._status = status
+        self._journal = journal
+        self._public = public
+        self._started = time.time()
+        self._history: deque[Rates] = deque(maxlen=_POINTS)
+
+    @property
+    def routes(self) -> list[Route]:
+        """Those that need no key."""
+        return [
+            Route("/api/v1/healthz", self._health), Route("/", self.shielded(self._page)),
+            Route("/status.json", self.shielded(self._json))]
+
+    async def watch(self) -> None:
+        """Until cancelled, keep the history of rates."""
+        before, then = self._status(), time.monotonic()
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            status, now = self._status(), time.monotonic()
+            trained = (status.trained_tokens - before.trained_tokens) / (now - then)
+            sampled = (status.sampled_tokens - before.sampled_tokens) / (now - then)
+            self._history.append(Rates(time.time(), round(trained, 1), round(sampled, 1)))
+            before, then = status, now
+
+    def shielded(self, handler: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+        """Answer nobody but this machine, unless all may look."""
+
+        async def shielded(http: Request) -> Response:
+            try:
+                if not self._public:
+                    demand_local(http)
+                return handler()
+            except RequestError as exc:
+                return refusal(str(exc), status=exc.status)
+
+        return shielded
+
+    async def _health(self, _: Request) -> Response:
+        return answer({"status": "ok"})
+
+    def _page(self) -> Response:
+        return HTMLResponse(_PAGE, headers={"content-security-policy": "default-src 'self' 'unsafe-inline'; img-src data:"})
+
+    def _json(self) -> Response:
+        content = {
+            "now": time.time(), "started": self._started, "status": self._status(), "rates": list(self._history),
+            "troubles": list(self._journal.troubles)}
+        return answer(content, headers={"cache-control": "no-store"})

@@ -1,0 +1,141 @@
+"""Carries out what the service decides: the only place that knows both its terms and those of `offbeat.cluster.tenants`.
+
+A model is a tenant; the weights that a sampler samples are a pinned version of it. Errors are those of the layers below.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.cluster.tenants import Tenants
+from offbeat.config.root import Config
+from offbeat.data.datums import DatumBatch
+from offbeat.errors import DataError, ModelError
+from offbeat.inference.sampling import PromptScore, Sample, Sampling
+from offbeat.service.types import EngineStatus, LoraSpec
+from offbeat.trainer.adapter_types import DatumPass
+from offbeat.weights.adapters import AdapterManifest
+
+
+class Backend:
+    """Trainers and engines with one base model.
+
+    Attributes:
+        base_model: what clients call it.
+        max_rank: of an adapter.
+        max_length: tokens of a sequence that is trained on.
+    """
+
+    def __init__(self, tenants: Tenants, config: Config, *, base_model: str) -> None:
+        self.base_model = base_model
+        self.max_rank = config.model.lora.rank
+        self.max_length = min(tenants.limits.context, config.train.max_tokens_per_microbatch)
+        self._tenants = tenants
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and its continuation."""
+        return self._tenants.limits.context
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tenants.limits.vocab_size
+
+    # -- training ----------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def trainers_alive(self) -> bool:
+        """Whether the trainers can work; if not, they have forgotten every model, and want `restart_trainers`."""
+        return self._tenants.trainers_alive
+
+    async def restart_trainers(self) -> None:
+        """Start them anew, without any model; raises WorkerError or DeadlineError if they do not start."""
+        await self._tenants.restart_trainers()
+
+    def check_lora(self, lora: LoraSpec) -> None:
+        """Raise ModelError for an adapter that cannot be trained here."""
+        if not 1 <= lora.rank <= self.max_rank:
+            raise ModelError(f"the rank of an adapter must be 1 to {self.max_rank} on this server, got {lora.rank}")
+        if not (lora.train_attn or lora.train_mlp):
+            raise ModelError("an adapter needs train_attn or train_mlp; the output head alone cannot be trained here")
+
+    def check_batch(self, batch: DatumBatch) -> None:
+        """Raise DataError for one that would fail in a pass, and the work of others with it."""
+        if (longest := int(batch.lengths.max(initial=0))) > self.max_length:
+            raise DataError(f"a datum has {longest} tokens, more than the {self.max_length} that fit; cut it")
+        for what, ids in (("token", batch.tokens), ("target", batch.targets)):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+                raise DataError(f"a {what} is outside the vocabulary of {self.vocab_size}; use the tokenizer of {self.base_model}")
+
+    async def create(self, model_id: str, lora: LoraSpec) -> None:
+        """Give the trainers a fresh model."""
+        await self._tenants.add(
+            tenant_of(model_id), rank=lora.rank, alpha=lora.alpha, seed=lora.seed, train_attn=lora.train_attn, train_mlp=lora.train_mlp,
+            train_unembed=lora.train_unembed)
+
+    async def load(self, model_id: str, folder: Path, *, optimizer: bool = True) -> None:
+        """Give the trainers a model as `save` wrote it, in place of the one they have of this id; without `optimizer`, with a fresh one."""
+        await self._tenants.restore(tenant_of(model_id), folder, optimizer=optimizer)
+
+    async def save(self, model_id: str, folder: Path) -> None:
+        """Write all that training needs to go on exactly, into a new folder."""
+        await self._tenants.save(tenant_of(model_id), folder)
+
+    async def remove(self, model_id: str) -> None:
+        """Make the trainers forget a model; what was pinned of it stays."""
+        await self._tenants.remove(tenant_of(model_id))
+
+    async def run(self, batches: Mapping[str, DatumBatch], *, learn: bool) -> Mapping[str, DatumPass]:
+        """One pass over the datums of many models, by model id."""
+        passes = await self._tenants.run_datums({tenant_of(model_id): batch for model_id, batch in batches.items()}, learn=learn)
+        return {model_id: passes[tenant_of(model_id)] for model_id in batches}
+
+    async def step(self, params: Mapping[str, AdamParams]) -> Mapping[str, float]:
+        """One optimizer step of many models; norms of their gradients by model id, not finite where the step was left out."""
+        norms = await self._tenants.update({tenant_of(model_id): its for model_id, its in params.items()})
+        return {model_id: norms[tenant_of(model_id)] for model_id in params}
+
+    async def export(self, model_id: str, folder: Path, *, version: int) -> AdapterManifest:
+        """Write a model's adapter into a new PEFT folder."""
+        return await self._tenants.write(tenant_of(model_id), folder, version=version)
+
+    # -- sampling ----------------------------------------------------------------------------------------------------------------------
+
+    async def publish(self, manifest: AdapterManifest) -> None:
+        """Bring an adapter to the engines, to stay known until `unpin`; raises PublishError if none takes it."""
+        await self._tenants.serving.fleet.publish(manifest, pinned=True)
+
+    def pin(self, manifest: AdapterManifest) -> None:
+        """Make an adapter known, which an engine loads when it is first sampled."""
+        self._tenants.serving.fleet.pin(manifest)
+
+    def unpin(self, name: str) -> None:
+        """Forget an adapter once its last request is done; one that is not known is no error."""
+        self._tenants.serving.fleet.unpin(name)
+
+    async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
+        """n continuations by an adapter, or by the base model for ""; requests of one session share cached prefixes."""
+        return await self._tenants.serving.fleet.generate(adapter, prompt, sampling, n=n, session=session)
+
+    async def score(
+        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
+    ) -> PromptScore:
+        """What an adapter, or the base model for "", says of tokens."""
+        return await self._tenants.serving.fleet.score(adapter, tokens, top_k=top_k, targets=targets)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """That engines have generated."""
+        return self._tenants.serving.pool.generated_tokens
+
+    @property
+    def engines(self) -> tuple[EngineStatus, ...]:
+        """Their standing."""
+        pool, held = self._tenants.serving.pool, self._tenants.serving.fleet.held
+        return tuple(
+            EngineStatus(name, state.value, tuple(held.get(name, ())), pool.outstanding[name]) for name, state in pool.states.items())
+
+
+def tenant_of(model_id: str) -> str:
+    """The name by which the layers below know a model."""
+    return model_id.replace(":", ".")

@@ -1,0 +1,58 @@
+"""How a request to the service can be refused at once. The HTTP layer turns each into its status and one sentence.
+
+409 and 5xx are not among them: clients repeat those for minutes.
+"""
+
+from offbeat.errors import OffbeatError, UserError
+
+
+class RequestError(UserError):
+    """A request that cannot be carried out as it is.
+
+    Attributes:
+        model_id, seq_id: of a training request where they could be read, so that later ones need not wait for it; "" and 0 elsewhere.
+    """
+
+    status = 400
+    model_id = ""
+    seq_id = 0
+
+
+class BadRequestError(RequestError, ValueError):
+    """A field is missing, of the wrong type, out of range or contradicts another."""
+
+    status = 422
+
+
+class UnknownKeyError(RequestError):
+    """No API key, or one that this server does not know."""
+
+    status = 401
+
+
+class UnknownError(RequestError, LookupError):
+    """There is no such thing, or it is another owner's, which is the same answer."""
+
+    status = 404
+
+
+class LostError(RequestError):
+    """A request that this server no longer knows the outcome of, as after a restart; sending it again is safe."""
+
+    status = 410
+
+
+class TooLargeError(RequestError):
+    """A body, or what it unpacks to, exceeds the limit."""
+
+    status = 413
+
+
+class OverLimitError(OffbeatError):
+    """An owner has too much under way; the same request will be taken later."""
+
+    status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,217 @@
+"""Requests that end later: opened under the id that their nature gives them, finished once and for good, waited for by long polls.
+
+A request that has not ended exists in memory alone: if the server dies, it is lost, and its client is told so and may send it again.
+One that has ended is on disk before anybody hears of it, and is found again, after a restart too, until its retention has passed. Used
+by the core, which opens and finishes, and by the HTTP layer, which retrieves; all on one event loop. Encoding, files and commits are
+the work of the store's thread.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from offbeat.errors import StorageError
+from offbeat.service.errors import BadRequestError, LostError, UnknownError
+from offbeat.service.ids import session_of
+from offbeat.service.results import Location, Results
+from offbeat.service.store import Store
+from offbeat.service.tables import FutureRow
+from offbeat.service.types import Failed, Outcome, Payload, Pending
+
+_log = logging.getLogger(__name__)
+_KEPT_AFTER_FETCH_S = 600
+
+
+class Future:
+    """A request under way, or one that has ended.
+
+    Attributes:
+        kind: of the request, for people.
+        pending: what its pollers are told while it has not ended; whoever carries it out may set it.
+    """
+
+    def __init__(self, request_id: str, *, owner: str, kind: str, created: float, answer: asyncio.Future[Payload] | None) -> None:
+        """Args:
+            answer: None if the answer is on disk.
+        """
+        self.request_id = request_id
+        self.owner = owner
+        self.kind = kind
+        self.created = created
+        self.pending = Pending()
+        self._answer = answer
+        self._ending = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._answer is None or self._answer.done()
+
+    def claim_end(self) -> bool:
+        """True for the first who wants to end it."""
+        first, self._ending = not self._ending and not self.done, True
+        return first
+
+    def end(self, answer: Payload) -> None:
+        """Give the answer to all who wait."""
+        assert self._answer is not None and not self._answer.done(), f"request {self.request_id} ended twice"
+        self._answer.set_result(answer)
+
+    async def wait(self, timeout_s: float) -> Payload | Pending:
+        """Give the answer once it is there, or, after a while, why it is not."""
+        assert self._answer is not None, f"the answer of request {self.request_id} is on disk"
+        await asyncio.wait([self._answer], timeout=timeout_s)
+        return self._answer.result() if self._answer.done() else self.pending
+
+
+class Futures:
+    """All requests of all owners."""
+
+    def __init__(
+        self, store: Store, results: Results, *, encode: Callable[[Outcome], Payload], owner_of: Callable[[str], str | None],
+        retention_s: float = 3600.0, clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Learn which requests have ended before.
+
+        Args:
+            encode: makes the answer of an outcome; called on the store's thread.
+            owner_of: of a session, None if there is no such.
+            retention_s: how long an answer stays after its request ended, and at least ten minutes after it was fetched again.
+            clock: seconds since the epoch.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        self._store = store
+        self._results = results
+        self._encode = encode
+        self._owner_of = owner_of
+        self._retention_s = retention_s
+        self._clock = clock
+        self._open: dict[str, Future] = {}
+        # Hashes of ids, in little memory: most requests are new, and need no question to the database.
+        self._on_disk = {hash(request_id) for request_id in store.future_ids()}
+        self._fetched: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._open)
+
+    def open(self, request_id: str, *, owner: str, kind: str) -> tuple[Future, bool]:
+        """Give the future of a request, and whether it is new, so that its work is to be done.
+
+        Raises:
+            UnknownError: the id is of another owner's request.
+            StorageError: the database cannot be read.
+        """
+        if (found := self._look(request_id)) is not None:
+            if found.owner != owner:
+                raise _unknown(request_id)
+            return found, False
+        answer = asyncio.get_running_loop().create_future()
+        future = self._open[request_id] = Future(request_id, owner=owner, kind=kind, created=self._clock(), answer=answer)
+        return future, True
+
+    def find(self, request_id: str, owner: str) -> Future | None:
+        """Give an owner's request; None if there is none, or it is forgotten.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        found = self._look(request_id)
+        return found if found is not None and found.owner == owner else None
+
+    async def finish(self, future: Future, outcome: Outcome) -> None:
+        """End a request and wake all who wait for it, once its answer is on disk; a later outcome of the same request is dropped.
+
+        If the answer cannot be encoded or stored, the request ends as failed, and the reason, which is not the owner's business, is logged.
+        """
+        if future.claim_end():
+            await asyncio.shield(asyncio.ensure_future(self._end(future, outcome)))  # others wait, even if this caller does not any more
+
+    async def retrieve(self, request_id: str, owner: str, *, timeout_s: float) -> Payload | Pending:
+        """Give the answer of a request, or, if it has not ended within `timeout_s` seconds, why.
+
+        Raises:
+            UnknownError: the owner has no such request.
+            LostError: it was lost at a restart, or forgotten, or what is on disk is damaged.
+            StorageError: the database cannot be read.
+        """
+        if (future := self._open.get(request_id)) is not None:
+            if future.owner != owner:
+                raise _unknown(request_id)
+            return await future.wait(timeout_s)
+        if hash(request_id) not in self._on_disk or (answer := await asyncio.to_thread(self._fetch, request_id, owner)) is None:
+            raise self._missing(request_id, owner)
+        self._fetched[request_id] = self._clock()
+        return answer
+
+    async def sweep(self) -> None:
+        """Forget the answers whose retention has passed, and delete the files that nobody needs any more.
+
+        Raises:
+            StorageError: the database cannot be read or written.
+        """
+        now = self._clock()
+        self._fetched = {request_id: fetched for request_id, fetched in self._fetched.items() if fetched >= now - _KEPT_AFTER_FETCH_S}
+        active = self._results.active  # answers that are stored from here on are in this file or a later one
+        rows = [row for row in await asyncio.to_thread(self._store.futures_before, now - self._retention_s)
+                if row.request_id not in self._fetched]
+        await self._store.delete(*rows)  # after which all answers that were stored before are in the database
+        self._on_disk.difference_update([hash(row.request_id) for row in rows])
+        first = await asyncio.to_thread(self._store.first_segment)
+        await asyncio.to_thread(self._results.delete_before, active if first is None else min(first, active))
+
+    async def _end(self, future: Future, outcome: Outcome) -> None:
+        answer: Payload | None = None
+
+        def store_answer() -> FutureRow:
+            nonlocal answer
+            answer = self._encode(outcome)
+            return self._row(future, answer)
+
+        try:
+            await self._store.put(store_answer)
+            self._on_disk.add(hash(future.request_id))
+        except Exception as exc:
+            _log.error("request %s: its answer could not be kept: %s", future.request_id, exc, exc_info=not isinstance(exc, StorageError))
+            answer = self._encode(Failed(
+                f"request {future.request_id} has ended, but its answer could not be kept; the server's log says why", "server"))
+        del self._open[future.request_id]
+        assert answer is not None, "a stored answer was encoded"
+        future.end(answer)
+
+    def _look(self, request_id: str) -> Future | None:
+        if (future := self._open.get(request_id)) is not None or hash(request_id) not in self._on_disk:
+            return future
+        row = self._store.find_future(request_id)
+        return row and Future(request_id, owner=row.owner, kind=row.kind, created=row.created, answer=None)
+
+    def _fetch(self, request_id: str, owner: str) -> Payload | None:
+        row = self._store.find_future(request_id)
+        if row is None or row.owner != owner:
+            return None
+        try:
+            return Payload(row.content_type, self._results.read(Location(row.segment, row.start, row.length)))
+        except StorageError as exc:
+            _log.error("request %s: %s", request_id, exc)
+            raise LostError(f"request {request_id} was carried out, but its answer is damaged on the server's disk") from exc
+
+    def _row(self, future: Future, answer: Payload) -> FutureRow:
+        return FutureRow(
+            future.request_id, future.owner, future.kind, future.created, self._clock(), answer.content_type,
+            *self._results.append(answer.data))
+
+    def _missing(self, request_id: str, owner: str) -> LostError | UnknownError:
+        try:
+            session_owner = self._owner_of(session_of(request_id))
+        except BadRequestError:
+            session_owner = None
+        if session_owner != owner:
+            return _unknown(request_id)
+        return LostError(f"the server does not know request {request_id} any more, as after a restart; send it again")
+
+
+def _unknown(request_id: str) -> UnknownError:
+    return UnknownError(f"there is no request {request_id[:200]!r}; use an id that this server answered with")

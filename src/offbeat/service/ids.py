@@ -1,0 +1,104 @@
+"""Ids and `tinker://` paths: how they are made, read and checked.
+
+An id is what identifies a thing by its nature, so a request that is sent again finds what it began: a model is its session and a number,
+a training request its model and a number. Sessions are random and cannot be guessed. What users give is checked here before it is used.
+"""
+
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Self
+
+from offbeat.service.errors import BadRequestError
+from offbeat.service.types import CheckpointKind
+
+_SESSION = r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
+_SEQ = r"(?:0|[1-9][0-9]{0,18})"
+_MODEL_ID = re.compile(rf"{_SESSION}:train:{_SEQ}")
+_ANY_ID = re.compile(rf"{_SESSION}(?::train:{_SEQ}(?::(?:create|{_SEQ}))?|:sample:{_SEQ}(?::{_SEQ})?)?")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_SCHEME = "tinker://"
+_SEGMENTS: dict[str, CheckpointKind] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_SEGMENT_OF = {kind: segment for segment, kind in _SEGMENTS.items()}
+
+
+def new_session_id() -> str:
+    """A session nobody can guess."""
+    return str(uuid.uuid4())
+
+
+def model_id(session_id: str, seq: int) -> str:
+    """The id of a session's model, which clients compute too; it is the id of the training run as well."""
+    return f"{session_id}:train:{seq}"
+
+
+def sampler_id(session_id: str, seq: int) -> str:
+    """The id of a session's sampler."""
+    return f"{session_id}:sample:{seq}"
+
+
+def create_request(model_id: str) -> str:
+    """The request that creates a model, fresh or from a checkpoint."""
+    return f"{model_id}:create"
+
+
+def training_request(model_id: str, seq: int) -> str:
+    """A request to a model."""
+    return f"{model_id}:{seq}"
+
+
+def sample_request(sampler_id: str, seq: int) -> str:
+    """A request to a sampler."""
+    return f"{sampler_id}:{seq}"
+
+
+def session_of(some_id: str) -> str:
+    """The session that a session, model, sampler or request id belongs to.
+
+    Raises:
+        BadRequestError: it is none of these.
+    """
+    if (match := _ANY_ID.fullmatch(some_id)) is None:
+        raise BadRequestError(f"{some_id[:100]!r} is not an id that this server gives out; use one from an answer of its")
+    return match[1]
+
+
+def check_name(name: str) -> str:
+    """Give back the name of a checkpoint.
+
+    Raises:
+        BadRequestError: it cannot be one.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise BadRequestError(
+            f"the checkpoint name {name[:250]!r} cannot be used; take 1 to 200 of A-Z a-z 0-9 . _ - and begin with a letter or digit")
+    return name
+
+
+@dataclass(frozen=True)
+class CheckpointPath:
+    """Where a checkpoint is, for clients: `tinker://<run>/<weights|sampler_weights|external_weights>/<name>`."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a path.
+
+        Raises:
+            BadRequestError: it is not one.
+        """
+        parts = text.removeprefix(_SCHEME).split("/")
+        if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in _SEGMENTS or _MODEL_ID.fullmatch(parts[0]) is None:
+            raise BadRequestError(f"{text[:300]!r} is not the path of a checkpoint; one is {_SCHEME}<run>/<{'|'.join(_SEGMENTS)}>/<name>")
+        return cls(parts[0], _SEGMENTS[parts[1]], check_name(parts[2]))
+
+    @property
+    def short(self) -> str:
+        """The path within its run, such as `weights/NAME`."""
+        return f"{_SEGMENT_OF[self.kind]}/{self.name}"
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}{self.run_id}/{self.short}"

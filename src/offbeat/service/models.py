@@ -1,0 +1,224 @@
+"""Models, and where each is: in the trainers, or parked as a folder on disk, or fresh, which is its seed.
+
+A model enters the trainers when it is first needed and leaves them, saved, when its session is silent. What is trained is lost if the
+trainers or the server die before it is saved; a model then goes back to its last saved state, and what its client sends until it has heard
+of that is not carried out. Only `training` changes models, one turn at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from offbeat.service.backend import Backend
+from offbeat.service.checkpoints import Checkpoints
+from offbeat.service.errors import UnknownError
+from offbeat.service.limits import Usage
+from offbeat.service.store import Store
+from offbeat.service.tables import ModelRow
+from offbeat.service.types import Caller, ModelInfo
+
+
+class Loss:
+    """What a model's client has to hear of before more is done.
+
+    Attributes:
+        message: for the client.
+        told_by: failed requests that tell the client when it fetches them.
+        heard_at: the number of the first request that was sent afterwards; None until it has heard.
+    """
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.told_by: set[str] = set()
+        self.heard_at: int | None = None
+
+    def concerns(self, number: int) -> bool:
+        """Whether a request was sent before the client heard."""
+        return self.heard_at is None or number < self.heard_at
+
+
+class Model:
+    """One model.
+
+    Attributes:
+        row: as stored.
+        step: optimizer steps so far, those before its checkpoint included.
+        resident: the trainers have it.
+        counted: among those that its owner may have.
+        has_gradient: passes have added to a gradient that no step has used.
+        num_changes: of its state by steps and loads; `saved_changes` of them are in its saved state.
+        loss: None if all is well.
+    """
+
+    def __init__(self, row: ModelRow, *, counted: bool) -> None:
+        self.row = row
+        self.step = row.step
+        self.resident = False
+        self.counted = counted
+        self.has_gradient = False
+        self.num_changes = 0
+        self.saved_changes = 0
+        self.loss: Loss | None = Loss(_lost(row, "the server was restarted")) if row.dirty else None
+
+    @property
+    def id(self) -> str:
+        return self.row.id
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether a restart from here on would lose something, or has, which its client has not heard of."""
+        return self.loss is not None or self.has_gradient or self.num_changes > self.saved_changes
+
+    @property
+    def info(self) -> ModelInfo:
+        """For clients."""
+        row = self.row
+        return ModelInfo(row.id, row.owner, row.base_model, row.lora, row.last_request, row.metadata)
+
+
+class Models:
+    """All models of all owners."""
+
+    def __init__(
+        self, rows: Iterable[ModelRow], *, backend: Backend, store: Store, usage: Usage, checkpoints: Checkpoints,
+    ) -> None:
+        """`rows` are those that there were before."""
+        self._models = {row.id: Model(row, counted=False) for row in rows}
+        self._backend = backend
+        self._store = store
+        self._usage = usage
+        self._checkpoints = checkpoints
+        checkpoints.users.append(self._uses)
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(tuple(self._models.values()))
+
+    def find(self, caller: Caller, model_id: str) -> Model:
+        """A model of the caller's; raises UnknownError if there is none."""
+        model = self._models.get(model_id)
+        if model is None or model.row.owner != caller.owner:
+            raise UnknownError(f"there is no model {model_id[:120]!r}; create one")
+        return model
+
+    def get(self, model_id: str) -> Model | None:
+        """A model of anybody's."""
+        return self._models.get(model_id)
+
+    def admit(self, row: ModelRow) -> Model:
+        """Make a model exist, in memory as yet; `store` it, or `dismiss` it.
+
+        Raises:
+            RequestError: its owner has as many as he may.
+            ModelError: such an adapter cannot be trained here.
+        """
+        self._backend.check_lora(row.lora)
+        self._usage.charge(row.owner, models=1)
+        self._models[row.id] = Model(row, counted=True)
+        return self._models[row.id]
+
+    async def dismiss(self, model: Model) -> None:
+        """Forget a model that was admitted, but could not be made."""
+        del self._models[model.id]
+        self._uncount(model)
+        if model.resident and self._backend.trainers_alive:
+            await self._backend.remove(model.id)
+        await self._checkpoints.release(model.row.state_folder)
+
+    async def store(self, model: Model, **changes: Any) -> None:
+        """Change what is stored of a model."""
+        model.row = replace(model.row, **changes)
+        await self._store.put(model.row)
+
+    # -- residency ---------------------------------------------------------------------------------------------------------------------
+
+    async def enter(self, model: Model) -> None:
+        """See that the trainers have a model.
+
+        Raises:
+            StorageError: its saved state is damaged or gone.
+            OffbeatError: the trainers failed.
+        """
+        if model.resident:
+            return
+        folder = model.row.state_folder
+        if folder:
+            await self._checkpoints.verify(folder)
+            await self._backend.load(model.id, self._checkpoints.path(folder))
+        else:
+            await self._backend.create(model.id, model.row.lora)
+        model.resident = True
+        if not model.counted:  # its session was silent, and is not any more
+            model.counted = True
+            self._usage.add(model.row.owner, models=1)
+
+    async def mark(self, models: Sequence[Model]) -> None:
+        """These are about to be trained, so that a restart from here on would lose something; stored before it is true."""
+        clean = [model for model in models if not model.row.dirty]
+        for model in clean:
+            model.row = replace(model.row, dirty=True)
+        if clean:
+            await self._store.put(*(model.row for model in clean))
+
+    async def keep(self, model: Model, folder: str, *, step: int, num_changes: int) -> None:
+        """A sealed folder is a model's state as it was after that many changes, and from now on its saved one."""
+        if num_changes < model.saved_changes:
+            return  # a later one came first
+        before, model.saved_changes = model.row.state_folder, num_changes
+        await self.store(model, state_folder=folder, step=step, dirty=model.is_dirty)
+        if before != folder:
+            await self._checkpoints.release(before)
+
+    async def save(self, model: Model) -> None:
+        """Write a model's state where only it uses it."""
+        async with self._checkpoints.making() as folder:
+            await self._backend.save(model.id, self._checkpoints.path(folder))
+            await self._checkpoints.seal(folder)
+            await self.keep(model, folder, step=model.step, num_changes=model.num_changes)
+
+    async def leave(self, model: Model) -> None:
+        """Take a model from the trainers, saved."""
+        if model.resident:
+            if model.num_changes > model.saved_changes:
+                await self.save(model)
+            await self._backend.remove(model.id)
+            model.resident = False
+            if model.has_gradient:
+                self._fall_back(model, "nothing was heard of its session for long")
+        self._uncount(model)
+
+    async def end(self, model: Model) -> None:
+        """Its session has ended for good: forget its state, though not that there was this run."""
+        state, model.loss = model.row.state_folder, None
+        if model.resident:
+            await self._backend.remove(model.id)
+            model.resident = False
+        self._uncount(model)
+        await self.store(model, ended=True, state_folder="", dirty=False)
+        await self._checkpoints.release(state)
+
+    def lose_all(self, reason: str) -> None:
+        """The trainers have forgotten every model."""
+        for model in self._models.values():
+            if model.resident:
+                model.resident = False
+                if model.is_dirty:
+                    self._fall_back(model, reason)
+
+    def _fall_back(self, model: Model, reason: str) -> None:
+        model.loss = Loss(_lost(model.row, reason))
+        model.step, model.has_gradient = model.row.step, False
+        model.num_changes = model.saved_changes
+
+    def _uncount(self, model: Model) -> None:
+        if model.counted:
+            model.counted = False
+            self._usage.release(model.row.owner, models=1)
+
+    def _uses(self, folder: str) -> bool:
+        return any(model.row.state_folder == folder for model in self._models.values())
+
+
+def _lost(row: ModelRow, reason: str) -> str:
+    return (
+        f"the model {row.id} went back to its last checkpoint (step {row.step}) because {reason}; steps and gradients since then are lost, "
+        "and so is what was sent before this was fetched; go on from there, or load another checkpoint")

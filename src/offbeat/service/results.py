@@ -1,0 +1,111 @@
+"""Answers of finished requests on disk: files that only grow, of records with a checksum; the database knows where each answer is.
+
+Written by one thread, read by any. A file is begun at every start and whenever one is full, so that what a crash tore off at the end of
+a file is never built upon; files that nobody needs any more are deleted as a whole. A record that is not what was written is refused.
+"""
+
+import os
+import re
+import struct
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from offbeat.errors import StorageError
+
+_HEADER = struct.Struct("<QI")  # length and CRC-32 of the data behind it
+_FILE = re.compile(r"(\d{8})\.results")
+
+
+class Location(NamedTuple):
+    """Where a record is: the number of its file, the offset of its header, the bytes of its data."""
+
+    segment: int
+    start: int
+    length: int
+
+
+class Results:
+    """A folder of records."""
+
+    def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20) -> None:
+        """Open the folder, making it, and begin a file.
+
+        Args:
+            segment_bytes: a file that has grown beyond this is followed by another.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._begin(max(self._segments(), default=0) + 1)
+        except OSError as exc:
+            raise StorageError(f"results cannot be written to {folder}: {exc.strerror}; free space or choose another folder") from exc
+
+    @property
+    def active(self) -> int:
+        """The number of the file that grows."""
+        return self._active
+
+    def append(self, data: bytes) -> Location:
+        """Write a record.
+
+        Raises:
+            StorageError: the disk is full, or fails; what was written before is intact.
+        """
+        try:
+            if self._end > self._segment_bytes:
+                os.close(self._fd)
+                self._begin(self._active + 1)
+            rest = memoryview(_HEADER.pack(len(data), zlib.crc32(data)) + data)
+            end = self._end
+            while rest:
+                written = os.pwrite(self._fd, rest, end)
+                end, rest = end + written, rest[written:]
+        except OSError as exc:
+            raise StorageError(f"a result cannot be written to {self._folder}: {exc.strerror}; free space") from exc
+        location = Location(self._active, self._end, len(data))
+        self._end = end  # only now: what a failed write left is written over
+        return location
+
+    def read(self, location: Location) -> bytes:
+        """Give the data of a record.
+
+        Raises:
+            StorageError: it is gone, or not what was written.
+        """
+        path = self._path(location.segment)
+        try:
+            with path.open("rb") as file:
+                file.seek(location.start)
+                record = file.read(_HEADER.size + location.length)
+        except OSError as exc:
+            raise StorageError(f"the result at {location.start} of {path} cannot be read: {exc.strerror}") from exc
+        data = record[_HEADER.size:]
+        if record[: _HEADER.size] != _HEADER.pack(location.length, zlib.crc32(data)):
+            raise StorageError(f"the result at {location.start} of {path} is damaged: its checksum does not match")
+        return data
+
+    def delete_before(self, segment: int) -> None:
+        """Delete the files with lower numbers than this, but not the one that grows."""
+        for number in self._segments():
+            if number < min(segment, self._active):
+                self._path(number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Write no more."""
+        os.close(self._fd)
+
+    def _begin(self, segment: int) -> None:
+        self._fd = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._active = segment
+        self._end = 0
+
+    def _segments(self) -> list[int]:
+        return [int(match[1]) for path in self._folder.iterdir() if (match := _FILE.fullmatch(path.name))]
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"{segment:08d}.results"

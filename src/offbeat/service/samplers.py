@@ -1,0 +1,227 @@
+"""Which samplers there are, and the weights that each samples: the base model's, a checkpoint's, or a snapshot without a name.
+
+A sampler never drifts: it is bound to one folder, whose adapter is pinned on the engines from its first use to its last. A checkpoint
+that is deleted, replaced or made private ends the samplers of it; a snapshot ends with its session, or when it is old and nobody uses it.
+Called by `sampling`, by the HTTP layer, and by the core, which makes snapshots.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from offbeat.inference.shelf import counted
+from offbeat.service.errors import BadRequestError, RequestError, UnknownError
+from offbeat.service.ids import CheckpointPath, sampler_id
+from offbeat.service.store import Store
+from offbeat.service.tables import CheckpointRow, SamplerRow
+from offbeat.service.types import Caller, SamplerInfo
+from offbeat.weights.adapters import AdapterManifest
+
+
+class Engines(Protocol):
+    """What samplers need of `offbeat.service.backend.Backend`."""
+
+    @property
+    def base_model(self) -> str: ...
+
+    def pin(self, manifest: AdapterManifest) -> None: ...
+
+    def unpin(self, name: str) -> None: ...
+
+
+class Sessions(Protocol):
+    """What samplers need of `offbeat.service.sessions.Sessions`."""
+
+    def check(self, caller: Caller, session_id: str) -> object: ...
+
+
+class Checkpoints(Protocol):
+    """What samplers need of `offbeat.service.checkpoints.Checkpoints`."""
+
+    def readable(self, caller: Caller, path: CheckpointPath) -> CheckpointRow: ...
+
+    async def adapter(self, folder: str) -> AdapterManifest: ...
+
+    async def release(self, folder: str) -> None: ...
+
+
+class Samplers:
+    """All samplers of all owners."""
+
+    def __init__(
+        self, rows: Iterable[SamplerRow], *, engines: Engines, store: Store, sessions: Sessions, checkpoints: Checkpoints, timeout_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            rows: those that there were before.
+            timeout_s: after so long without use, a snapshot ends unless it is the newest of its model.
+        """
+        self._rows = {row.id: row for row in rows}
+        self._engines = engines
+        self._store = store
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._last_used = dict.fromkeys(self._rows, clock())
+        self._pinned: dict[str, str] = {}
+        self._pinning: dict[str, asyncio.Lock] = {}
+        self._busy: Counter[str] = Counter()
+
+    # -- making and finding ------------------------------------------------------------------------------------------------------------
+
+    async def create(self, caller: Caller, *, session_id: str, seq: int, base_model: str | None, model_path: str | None) -> str:
+        """A sampler of the base model, or of the checkpoint at a path; asked for again, the same.
+
+        Raises:
+            UnknownError: there is no such session or checkpoint.
+            BadRequestError: the checkpoint cannot be sampled, the base model is not this server's, or the number is another sampler's.
+        """
+        self._sessions.check(caller, session_id)
+        row = SamplerRow(
+            sampler_id(session_id, seq), session_id, caller.owner, self._engines.base_model, path=model_path or "", created=self._clock())
+        if (known := self._rows.get(row.id)) is not None:
+            return _same(known, row).id
+        if base_model not in (None, self._engines.base_model):
+            raise BadRequestError(f"this server has no base model {base_model[:200]!r}, only {self._engines.base_model!r}")
+        if model_path:
+            checkpoint = self._checkpoints.readable(caller, CheckpointPath.parse(model_path))
+            if checkpoint.kind != "sampler":
+                raise BadRequestError(
+                    f"{model_path} holds no weights for sampling; save them with save_weights_for_sampler, and give its path")
+            row = SamplerRow(
+                row.id, session_id, caller.owner, checkpoint.base_model, path=model_path, run_id=checkpoint.run_id,
+                version=checkpoint.version, folder=checkpoint.folder, created=row.created)
+        elif base_model is None:
+            raise BadRequestError("a sampler needs base_model or model_path; give one")
+        return await self._add(row)
+
+    async def add_ephemeral(
+        self, *, session_id: str, seq: int, owner: str, base_model: str, run_id: str, version: int, folder: str,
+    ) -> str:
+        """The sampler of a snapshot: weights in `folder` that have no name.
+
+        Raises:
+            BadRequestError: the number is another sampler's.
+        """
+        row = SamplerRow(
+            sampler_id(session_id, seq), session_id, owner, base_model, run_id=run_id, version=version, folder=folder,
+            created=self._clock())
+        return _same(self._rows[row.id], row).id if row.id in self._rows else await self._add(row)
+
+    async def _add(self, row: SamplerRow) -> str:
+        self._rows[row.id], self._last_used[row.id] = row, self._clock()
+        await self._store.put(row)
+        return row.id
+
+    def find(self, caller: Caller, sampler: str) -> SamplerRow:
+        """A sampler of the caller's.
+
+        Raises:
+            UnknownError: there is none.
+        """
+        row = self._rows.get(sampler)
+        if row is None or row.owner != caller.owner:
+            raise UnknownError(
+                f"there is no sampler {sampler[:120]!r}; one that was saved without a name ends with its session, and when it is old and"
+                f" has not been used for {self._timeout_s:g} s")
+        return row
+
+    def info(self, caller: Caller, sampler: str) -> SamplerInfo:
+        """What a sampler samples; raises as `find`."""
+        row = self.find(caller, sampler)
+        return SamplerInfo(row.id, row.base_model, row.path or None)
+
+    def ids_of(self, session_id: str) -> Collection[str]:
+        """Samplers of a session."""
+        return [row.id for row in self._rows.values() if row.session_id == session_id]
+
+    # -- weights -----------------------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def using(self, row: SamplerRow) -> AsyncIterator[str]:
+        """The name of the adapter that engines know the sampler's weights by, empty for the base model; they stay while the block runs.
+
+        Raises:
+            RequestError: its checkpoint is gone.
+            StorageError: its files are damaged.
+        """
+        self._last_used[row.id] = self._clock()
+        if not row.folder:
+            yield ""
+            return
+        self._demand_checkpoint(row)
+        try:
+            with counted(self._busy, row.folder):
+                yield await self._pin(row.folder)
+        finally:
+            if row.id not in self._rows or (row.path and not self._stands(row)):  # it has ended meanwhile
+                await self._let_go(row.folder)
+
+    def uses(self, folder: str) -> bool:
+        """Whether a snapshot is this folder, or a sample is being made of it. `Checkpoints.release` is called when that ends."""
+        return folder in self._busy or any(row.folder == folder and not row.path for row in self._rows.values())
+
+    def _demand_checkpoint(self, row: SamplerRow) -> None:
+        if row.path and not self._stands(row):
+            raise RequestError(f"the checkpoint {row.path} was deleted, replaced or made private, so this sampler has ended")
+
+    def _stands(self, row: SamplerRow) -> bool:
+        """Whether the checkpoint that a sampler was made of is there, the same, for its owner."""
+        try:
+            return self._checkpoints.readable(Caller(row.owner), CheckpointPath.parse(row.path)).folder == row.folder
+        except RequestError:
+            return False
+
+    async def _pin(self, folder: str) -> str:
+        async with self._pinning.setdefault(folder, asyncio.Lock()):
+            if folder not in self._pinned:
+                manifest = await self._checkpoints.adapter(folder)
+                self._engines.pin(manifest)
+                self._pinned[folder] = manifest.name
+            return self._pinned[folder]
+
+    # -- ends --------------------------------------------------------------------------------------------------------------------------
+
+    async def end_session(self, session_id: str) -> None:
+        """The session's snapshots are wanted no more."""
+        await self._end([row for row in self._rows.values() if row.session_id == session_id and row.folder and not row.path])
+
+    async def sweep(self) -> None:
+        """End old snapshots that nobody uses, and unpin what no sampler may sample any more. To be called every minute or so."""
+        snapshots = [row for row in self._rows.values() if row.folder and not row.path]
+        newest = {row.run_id: row.id for row in sorted(snapshots, key=lambda row: row.version)}
+        since = self._clock() - self._timeout_s
+        await self._end([row for row in snapshots if self._last_used[row.id] < since and newest[row.run_id] != row.id])
+        wanted = {row.folder for row in self._rows.values() if row.folder and (not row.path or self._stands(row))}
+        for folder in self._pinned.keys() - wanted:
+            await self._let_go(folder)
+
+    async def _end(self, rows: list[SamplerRow]) -> None:
+        if not rows:
+            return
+        for row in rows:
+            del self._rows[row.id], self._last_used[row.id]
+        await self._store.delete(*rows)
+        for row in rows:
+            await self._let_go(row.folder)
+
+    async def _let_go(self, folder: str) -> None:
+        """Unpin a folder and let its files go, unless a sampler may still want it."""
+        if folder in self._busy or any(row.folder == folder and (not row.path or self._stands(row)) for row in self._rows.values()):
+            return
+        if (name := self._pinned.pop(folder, None)) is not None:
+            self._engines.unpin(name)
+        self._pinning.pop(folder, None)
+        await self._checkpoints.release(folder)
+
+
+def _same(known: SamplerRow, wanted: SamplerRow) -> SamplerRow:
+    """The sampler that is there, if it is what is wanted now."""
+    if (known.owner, known.path, known.run_id if not known.path else "") != (wanted.owner, wanted.path, wanted.run_id):
+        raise BadRequestError(f"{known.id} is another sampler already; number them anew")
+    return known

@@ -1,0 +1,157 @@
+"""Checkpoints, samplers' weights and exports of a model, and its loading: what it has the trainers for alone. Called by `training`.
+
+What is written takes two parts: the trainers write a folder, and the rest, checksums, publication and rows, goes on beside the next turns.
+A folder that comes to nothing is removed.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from offbeat.service.backend import Backend
+from offbeat.service.checkpoints import Checkpoints
+from offbeat.service.errors import RequestError
+from offbeat.service.ids import CheckpointPath
+from offbeat.service.models import Model, Models
+from offbeat.service.samplers import Samplers
+from offbeat.service.sessions import Sessions
+from offbeat.service.tables import CheckpointRow
+from offbeat.service.types import Caller, CheckpointKind, CheckpointSaved, Outcome, SamplerSaved, WeightsLoaded
+from offbeat.service.work import Export, Load, Save, SaveSampler
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The second part.
+
+    Attributes:
+        finish: gives the outcome.
+        stack: to be left afterwards, or if there is no afterwards.
+        keeps_state: it makes the folder the model's saved state.
+    """
+
+    finish: Callable[[], Awaitable[Outcome]]
+    stack: AsyncExitStack
+    keeps_state: bool = False
+
+
+class Saving:
+    """See the module."""
+
+    def __init__(self, *, backend: Backend, models: Models, sessions: Sessions, checkpoints: Checkpoints, samplers: Samplers) -> None:
+        self._backend = backend
+        self._models = models
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._samplers = samplers
+
+    async def write(self, model: Model, request: Save | SaveSampler | Export) -> Rest:
+        """Have the trainers write a folder.
+
+        Raises:
+            RequestError: the name is taken.
+            StorageError: the folder cannot be written.
+        """
+        if isinstance(request, Save) and not request.overwrite:
+            self._checkpoints.check_free(CheckpointPath(model.id, "training", request.name))
+        stack = AsyncExitStack()
+        folder = await stack.enter_async_context(self._checkpoints.making())
+        try:
+            make = self._save(model, request, folder) if isinstance(request, Save) else self._export(model, request, folder)
+            return Rest(await make, stack, keeps_state=isinstance(request, Save))
+        except BaseException:
+            await stack.aclose()
+            raise
+
+    async def _save(self, model: Model, request: Save, folder: str) -> Callable[[], Awaitable[Outcome]]:
+        await self._backend.save(model.id, self._checkpoints.path(folder))
+        step, num_changes = model.step, model.num_changes
+
+        async def finish() -> Outcome:
+            size_bytes = await self._checkpoints.seal(folder)
+            path = await self._add(
+                model, "training", request.name, folder, size_bytes, step=step, ttl_s=request.ttl_s, metadata=request.metadata,
+                overwrite=request.overwrite)
+            await self._models.keep(model, folder, step=step, num_changes=num_changes)
+            return CheckpointSaved(path, "training", size_bytes)
+
+        return finish
+
+    async def _export(self, model: Model, request: SaveSampler | Export, folder: str) -> Callable[[], Awaitable[Outcome]]:
+        step, version = model.step, model.row.next_version
+        await self._models.store(model, next_version=version + 1)  # first: a version is used once, even if the server dies now
+        adapter = await self._backend.export(model.id, self._checkpoints.path(folder), version=version)
+
+        async def finish_export() -> Outcome:
+            assert isinstance(request, Export), "chosen below"
+            size_bytes = await self._checkpoints.seal(folder)
+            path = await self._add(model, "external", request.name, folder, size_bytes, step=step, ttl_s=request.ttl_s)
+            return CheckpointSaved(path, "external", size_bytes)
+
+        async def finish_sampler() -> Outcome:
+            assert isinstance(request, SaveSampler), "chosen below"
+            size_bytes = await self._checkpoints.seal(folder, adapter=adapter)
+            await self._backend.publish(adapter)
+            if request.name is not None:
+                return SamplerSaved(path=await self._add(
+                    model, "sampler", request.name, folder, size_bytes, step=step, ttl_s=request.ttl_s, metadata=request.metadata,
+                    version=version))
+            assert request.sampler_seq is not None, "checked when the request was taken"
+            if self._sessions.has_ended(model.row.session_id):  # nobody would end the sampler
+                raise RequestError(f"the session of the model {model.id} has ended")
+            return SamplerSaved(sampling_session_id=await self._samplers.add_ephemeral(
+                session_id=model.row.session_id, seq=request.sampler_seq, owner=model.row.owner, base_model=model.row.base_model,
+                run_id=model.id, version=version, folder=folder))
+
+        return finish_export if isinstance(request, Export) else finish_sampler
+
+    async def _add(
+        self, model: Model, kind: CheckpointKind, name: str, folder: str, size_bytes: int, *, step: int, ttl_s: float | None,
+        metadata: Mapping[str, str] | None = None, version: int = 0, overwrite: bool = True,
+    ) -> str:
+        """Make a checkpoint exist; its path."""
+        await self._checkpoints.add(CheckpointRow(
+            model.id, kind, name, model.row.owner, folder, created=time.time(), expires=self._checkpoints.expiry(ttl_s),
+            size_bytes=size_bytes, public=False, metadata=metadata or {}, lora=model.row.lora, base_model=model.row.base_model, step=step,
+            version=version), overwrite=overwrite)
+        return str(CheckpointPath(model.id, kind, name))
+
+    async def load(self, model: Model, request: Load) -> Outcome:
+        """Make a model go on from a checkpoint.
+
+        Raises:
+            RequestError: there is none that the owner may read, or it does not fit.
+            StorageError: it is damaged.
+        """
+        try:
+            row = self._loadable(model, request.path)
+            async with self._checkpoints.holding(row.folder):
+                await self._checkpoints.verify(row.folder)
+                if not request.creates:
+                    await self._models.mark([model])
+                await self._backend.load(model.id, self._checkpoints.path(row.folder), optimizer=request.optimizer)
+                model.resident, model.has_gradient, model.loss, model.step = True, False, None, row.step
+                model.num_changes += 1
+                if request.optimizer:
+                    await self._models.keep(model, row.folder, step=row.step, num_changes=model.num_changes)
+                else:
+                    await self._models.save(model)
+        except BaseException:
+            if request.creates:
+                await self._models.dismiss(model)
+            raise
+        return WeightsLoaded(str(request.path), model.id)
+
+    def _loadable(self, model: Model, path: CheckpointPath) -> CheckpointRow:
+        row = self._checkpoints.readable(Caller(model.row.owner), path)
+        if row.kind != "training":
+            raise RequestError(f"{path} holds no state to train on from; load a path with /weights/, as save_weights gives it")
+        if row.base_model != self._backend.base_model:
+            raise RequestError(f"{path} was trained on {row.base_model}, where this server has {self._backend.base_model}")
+        theirs, ours = ((lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed) for lora in (row.lora, model.row.lora))
+        if theirs != ours:
+            raise RequestError(
+                f"{path} is an adapter of rank {row.lora.rank} and the model one of rank {model.row.lora.rank}, or they train other "
+                "layers; create a model from the checkpoint instead")
+        return row

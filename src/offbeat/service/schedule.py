@@ -1,0 +1,176 @@
+"""What the trainers do next: joins the queued work of many models into turns. Decisions only; `training` carries them out.
+
+Each model's jobs run in the order in which they were added. There are four lanes: steps, passes that learn, passes that only score, and
+a few jobs that each have the trainers alone. Lanes with work take turns, so none waits for more than three others. Steps of all models
+whose turn it is are one call. A pass holds the jobs of as many owners as fit into its budget of tokens; the owner who has had the least
+comes first, and a job that is larger than the budget is cut. Who comes late starts level with those who wait: nobody saves up.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class Lane(Enum):
+    """Kinds of work that do not share a turn."""
+
+    STEP = "step"
+    LEARN = "learn"
+    SCORE = "score"
+    ALONE = "alone"
+
+
+_PASSES = (Lane.LEARN, Lane.SCORE)
+_NUM_ALONE = 4
+
+
+class Job(Generic[T]):
+    """Work of one model.
+
+    Attributes:
+        sizes: [N] int64, tokens of the sequences of a pass; a single 1 in other lanes.
+        done: sequences that were given out.
+    """
+
+    def __init__(self, model: str, owner: str, lane: Lane, item: T, *, sizes: np.ndarray | None = None) -> None:
+        self.model = model
+        self.owner = owner
+        self.lane = lane
+        self.item = item
+        self.sizes = np.ones(1, np.int64) if sizes is None else sizes
+        self.done = 0
+        self._ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
+
+    @property
+    def left(self) -> int:
+        """Tokens of the sequences that were not given out yet."""
+        return int(self._ends[-1] - self._ends[self.done])
+
+    def take(self, budget: float) -> "Part[T]":
+        """As many of the next sequences as fit into the budget; one at least."""
+        start, num = self.done, len(self.sizes)
+        fits = num if self.left <= budget else int(np.searchsorted(self._ends, self._ends[start] + budget, side="right")) - 1
+        self.done = min(max(fits, start + 1), num)
+        return Part(self, start, self.done, int(self._ends[self.done] - self._ends[start]))
+
+
+@dataclass(frozen=True, eq=False)
+class Part(Generic[T]):
+    """Sequences start to end of a job, and their tokens."""
+
+    job: Job[T]
+    start: int
+    end: int
+    size: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == len(self.job.sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn(Generic[T]):
+    """What the trainers do at once; parts of one model in the order of its jobs."""
+
+    lane: Lane
+    parts: tuple[Part[T], ...]
+
+
+class Schedule(Generic[T]):
+    """Queues of models, and whose turn it is. Each turn is done before the next one is asked for."""
+
+    def __init__(self, *, max_tokens: int) -> None:
+        """`max_tokens` is the budget of a pass; a single sequence may exceed it."""
+        self._budgets = {Lane.STEP: math.inf, Lane.LEARN: max_tokens, Lane.SCORE: max_tokens, Lane.ALONE: _NUM_ALONE}
+        self._queues: dict[str, deque[Job[T]]] = {}  # of models with jobs; those served last stand last
+        self._lanes = deque(Lane)
+        self._shares = {lane: _Shares() for lane in Lane}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Job[T]]:
+        """Jobs of which something waits; those of a model in order."""
+        return (job for queue in self._queues.values() for job in queue)
+
+    def add(self, job: Job[T]) -> None:
+        """Put a job behind those of its model."""
+        self._queues.setdefault(job.model, deque()).append(job)
+
+    def drop(self, job: Job[T]) -> None:
+        """Give out nothing more of a job."""
+        queue = self._queues.get(job.model, deque())
+        if job in queue:
+            queue.remove(job)
+            if not queue:
+                del self._queues[job.model]
+
+    def next(self) -> Turn[T] | None:
+        """What to do now; None if nothing waits."""
+        waiting = {queue[0].lane for queue in self._queues.values()}
+        for lane in tuple(self._lanes):
+            if lane in waiting:
+                self._lanes.remove(lane)
+                self._lanes.append(lane)
+                return Turn(lane, tuple(self._give(lane)))
+        return None
+
+    def _give(self, lane: Lane) -> Iterator[Part[T]]:
+        """Parts of one turn: again and again of the owner who has had least, as long as the next job fits."""
+        models: dict[str, deque[str]] = {}
+        for model, queue in self._queues.items():
+            if queue[0].lane is lane:
+                models.setdefault(queue[0].owner, deque()).append(model)
+        shares, left, is_first = self._shares[lane], self._budgets[lane], True
+        shares.begin(models)
+        ranking = [(shares.had[owner], place, owner) for place, owner in enumerate(models)]
+        heapq.heapify(ranking)
+        while ranking:
+            _, place, owner = heapq.heappop(ranking)
+            model = models[owner].popleft()
+            job = self._queues[model][0]
+            if job.left > left and not is_first:
+                continue  # with all that he has: he will be first then
+            part = job.take(left)
+            yield part
+            is_first, left = False, left - part.size
+            shares.had[owner] += max(part.size, 1)
+            if self._move_on(model, part) and lane in _PASSES:
+                models[owner].append(model)
+            if models[owner]:
+                heapq.heappush(ranking, (shares.had[owner], place, owner))
+
+    def _move_on(self, model: str, part: Part[T]) -> bool:
+        """Put a model behind the others; whether its next job may follow in the same turn."""
+        queue = self._queues.pop(model)
+        if part.is_last:
+            queue.popleft()
+        if queue:
+            self._queues[model] = queue
+        return bool(queue) and part.is_last and queue[0].lane is part.job.lane
+
+
+class _Shares:
+    """What each owner has had of a lane: start-time fair queueing (Goyal, Vin and Cheng 1996).
+
+    Attributes:
+        had: units, of owners that wait or are ahead of those that do.
+    """
+
+    def __init__(self) -> None:
+        self.had: dict[str, int] = {}
+        self._level = 0
+
+    def begin(self, owners: Collection[str]) -> None:
+        """These wait now. Who did not before starts level with who has had least: nobody saves up."""
+        waiting = {owner: max(self.had.get(owner, 0), self._level) for owner in owners}
+        self._level = min(waiting.values())
+        self.had = {owner: had for owner, had in self.had.items() if had > self._level} | waiting

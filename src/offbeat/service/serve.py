@@ -1,0 +1,250 @@
+"""Puts the service together and runs it: data folder, database, trainers and engines, core, HTTP. Called by the command line.
+
+Everything that can be wrong with what the user gave shows before a process is started. Ctrl-C ends gracefully: no new work, what runs ends,
+every model is saved. A second Ctrl-C ends at once; models are then at their last checkpoint.
+"""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from offbeat.aio import beside
+from offbeat.cluster.material import Base, read_base
+from offbeat.cluster.tenants import Tenants, open_tenants
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError, StorageError
+from offbeat.service.app.assembly import open_front
+from offbeat.service.app.auth import is_loopback
+from offbeat.service.app.reply import Served
+from offbeat.service.app.server import HttpServer, listen
+from offbeat.service.backend import Backend
+from offbeat.service.futures import Futures
+from offbeat.service.keys import Keys
+from offbeat.service.limits import Usage
+from offbeat.service.results import Results
+from offbeat.service.samplers import Checkpoints, Samplers, Sessions
+from offbeat.service.sampling import Sampling
+from offbeat.service.service import Service, ServiceSettings
+from offbeat.service.store import Store
+from offbeat.service.wire.answers import encode
+from offbeat.service.wire.limits import WireLimits
+from offbeat.telemetry.console import Console
+from offbeat.telemetry.log import set_up_logging
+from offbeat.telemetry.record import RunRecord
+
+_SWEEP_EVERY_S = 60.0
+_GRACE_S = 3
+_KEEP_ALIVE_S = 75
+_BACKLOG = 4096
+_OPEN_FILES = 65536
+_CLUSTER = "cluster"
+
+_log = logging.getLogger(__name__)
+Say = Callable[[str], None]
+
+
+def run_service(config: Config, *, say: Say, debug: bool = False) -> None:
+    """Serve until interrupted; `say` hears what a person should know.
+
+    Raises:
+        ConfigError: an address that others can reach without a file of keys, a bad file of keys or database, or a folder in use.
+        ModelError: there is no model.
+        PortBusyError: the port is taken.
+        StorageError: the data folder cannot be written.
+    """
+    check_address(config)
+    _allow_connections()
+    folder = Path(config.serve.data_dir).resolve()
+    config = config.model_copy(update={
+        "run": config.run.model_copy(update={"dir": str(folder), "name": _CLUSTER}),
+        "serve": config.serve.model_copy(update={"data_dir": str(folder)})})
+    base, keys = read_base(config), Keys.load(Path(config.serve.keys)) if config.serve.keys else Keys.open_house()
+    with listen(config.serve.host, config.serve.port) as listener, open_record(folder) as record:
+        set_up_logging(folder / "log" / "service.jsonl", debug=debug, as_json=True)
+        store = Store.open(config.serve.database or f"sqlite:///{folder / 'service.db'}")
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_Run(config, base, keys, store, say).serve(record, listener))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        finally:
+            store.close()
+
+
+def _allow_connections() -> None:
+    """Let this process have many open files: each client that waits for an answer holds a connection."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def check_address(config: Config) -> None:
+    """Refuse to let in everybody from everywhere.
+
+    Raises:
+        ConfigError: the address is not this machine's own, and there are no keys.
+    """
+    if not config.serve.keys and not is_loopback(config.serve.host):
+        raise ConfigError(
+            f"serve.host = {config.serve.host!r} can be reached by other machines, so serve.keys must name a file of API keys; write one"
+            ' with [owners.NAME] and key = "tml-..." for each owner, or listen on 127.0.0.1')
+
+
+def base_model_name(config: Config) -> str:
+    """What clients call the base model: as configured, the hub id, or the name of the model's folder."""
+    folder = Path(config.model.path).expanduser()
+    return config.serve.model_name or (folder.resolve().name if folder.is_dir() else config.model.path)
+
+
+def tokenizer_id(config: Config, base: Base) -> str:
+    """What clients load the tokenizer by: the folder, which those on this machine can read, else the model's name."""
+    folder = Path(base.tokenizer_folder).expanduser()
+    return str(folder.resolve()) if folder.is_dir() and is_loopback(config.serve.host) else base_model_name(config)
+
+
+def open_record(folder: Path) -> RunRecord:
+    """What ranks and engines write, below the data folder, which is this process's from now.
+
+    Raises:
+        ConfigError: another process has it.
+        StorageError: it cannot be written.
+    """
+    try:
+        return RunRecord(folder / _CLUSTER, trace=False, console=Console("quiet"))
+    except ConfigError as exc:
+        raise ConfigError(f"the data folder {str(folder)!r} is in use by another server; wait for it, or give another --data-dir") from exc
+    except StorageError as exc:
+        raise StorageError(f"the data folder {str(folder)!r} cannot be written; free space, or give another --data-dir") from exc
+
+
+@dataclass(frozen=True)
+class Core:
+    """The service without HTTP."""
+
+    backend: Backend
+    service: Service
+    sampling: Sampling
+
+
+@asynccontextmanager
+async def open_core(config: Config, tenants: Tenants, store: Store, keys: Keys) -> AsyncIterator[Core]:
+    """The service on ranks and engines that run. When the body ends, no new work begins, and every model is saved."""
+    folder, settings = Path(config.serve.data_dir), config.serve
+    backend = Backend(tenants, config, base_model=base_model_name(config))
+    rows, usage = store.load(), Usage(keys.limits_of)
+    futures = Futures(
+        store, Results(folder / "results"), encode=encode, owner_of=lambda session: service.sessions.owner_of(session),
+        retention_s=settings.result_retention_s)
+
+    def make_samplers(sessions: Sessions, checkpoints: Checkpoints) -> Samplers:
+        return Samplers(
+            rows.samplers, engines=backend, store=store, sessions=sessions, checkpoints=checkpoints, timeout_s=settings.sampler_timeout_s)
+
+    service = Service(
+        backend, store, rows, futures, usage, folder=folder, make_samplers=make_samplers,
+        settings=ServiceSettings(settings.max_tokens_per_pass, settings.session_timeout_s, settings.gap_patience_s))
+    sampling = Sampling(
+        service.samplers, engines=backend, futures=futures, usage=usage,
+        max_in_flight=settings.max_samples_in_flight * (len(config.inference.urls) or config.inference.num_engines))
+    async with beside(service.run(), _sweep(futures, service.samplers)):
+        try:
+            yield Core(backend, service, sampling)
+        finally:
+            await sampling.close()
+            await service.close()
+
+
+async def _sweep(futures: Futures, samplers: Samplers) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_EVERY_S)
+        try:
+            await samplers.sweep()
+            await futures.sweep()
+        except StorageError as exc:  # it may pass, and what was not swept now is swept later
+            _log.warning("old samplers or results are still there: %s", exc)
+
+
+class _Run:
+    """One run of the server."""
+
+    def __init__(self, config: Config, base: Base, keys: Keys, store: Store, say: Say) -> None:
+        self._config = config
+        self._base = base
+        self._keys = keys
+        self._store = store
+        self._say = say
+        self._name = base_model_name(config)
+        self._ready = False
+        self._stop = asyncio.Event()
+
+    async def serve(self, record: RunRecord, listener: socket.socket) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "runs inside a task"
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, self._interrupted, task)
+        config = self._config
+        num_engines = len(config.inference.urls) or config.inference.num_engines
+        self._say(f"starting {self._name} (train ranks: {config.train.num_ranks}, engines: {num_engines})")
+        async with open_tenants(config, record) as tenants, open_core(config, tenants, self._store, self._keys) as core:
+            limits = WireLimits(vocab_size=core.backend.vocab_size, context=core.backend.context)
+            served = Served(self._name, tokenizer_id(config, self._base), config.model.lora.alpha, limits)
+            front = open_front(
+                core.service, core.sampling, served, keys=self._keys, max_body_bytes=config.serve.max_body_bytes,
+                public_status=config.serve.public_status)
+            server = HttpServer(uvicorn.Config(
+                front.app, lifespan="off", access_log=False, server_header=False, log_config=None, log_level="warning", backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_GRACE_S))
+            async with beside(front.page.watch()):
+                await self._until_stopped(server, listener)
+
+    async def _until_stopped(self, server: HttpServer, listener: socket.socket) -> None:
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        try:
+            await server.ready.wait()
+            self._ready = True
+            url = _url(listener)
+            _log.info("serving %s at %s", self._name, url)
+            self._say(_welcome(url, self._name, open_house=not self._config.serve.keys))
+            await self._stop.wait()
+            _log.info("ending")
+        finally:
+            server.should_exit = True
+            await serving
+
+    def _interrupted(self, task: asyncio.Task[None]) -> None:
+        if self._stop.is_set():
+            self._say("ended at once; models are at their last checkpoints")
+            os._exit(130)  # ranks and engines see that their parent is gone, and end
+        self._stop.set()
+        if self._ready:
+            self._say("ending: saving every model; Ctrl-C again ends at once")
+        else:
+            task.cancel()
+
+
+def _url(listener: socket.socket) -> str:
+    """Where clients find the server."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _welcome(url: str, name: str, *, open_house: bool) -> str:
+    key = "tml-anything" if open_house else "tml-...  # yours, from the file of keys"
+    return "\n".join([
+        f"serving {name} at {url}; its status is shown there, and Ctrl-C ends it. In the shell of a client:",
+        f"  export TINKER_BASE_URL={url}",
+        f"  export TINKER_API_KEY={key}",
+        f'  python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client({name!r}, rank=8).get_info())"'])

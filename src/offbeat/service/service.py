@@ -1,0 +1,381 @@
+"""The service's core as the HTTP layer calls it: who may do what, and which part does it. No wire, no torch.
+
+Methods that return a request id return it at once; what was asked for goes on behind it, and its outcome is fetched with `retrieve`. What
+belongs to another owner is answered like what does not exist.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from offbeat.aio import beside
+from offbeat.algorithms.adam import AdamParams
+from offbeat.errors import StorageError, UserError
+from offbeat.service.backend import Backend
+from offbeat.service.checkpoints import Checkpoints
+from offbeat.service.errors import BadRequestError, LostError, RequestError
+from offbeat.service.futures import Future, Futures
+from offbeat.service.ids import CheckpointPath, check_name, create_request, model_id
+from offbeat.service.limits import Usage
+from offbeat.service.models import Model, Models
+from offbeat.service.samplers import Samplers
+from offbeat.service.saving import Saving
+from offbeat.service.sessions import Sessions
+from offbeat.service.store import Rows, Store
+from offbeat.service.tables import CheckpointRow, ModelRow
+from offbeat.service.training import Training
+from offbeat.service.types import (
+    Caller,
+    CheckpointInfo,
+    CheckpointKind,
+    Failed,
+    LoraSpec,
+    ModelCreated,
+    ModelInfo,
+    ModelStatus,
+    OwnerStatus,
+    Payload,
+    Pending,
+    SessionInfo,
+    Status,
+    TrainingData,
+)
+from offbeat.service.work import Export, Load, Pass, Request, Save, SaveSampler, Step
+
+_log = logging.getLogger(__name__)
+_SWEEP_EVERY_S = 10.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """How the service behaves.
+
+    Attributes:
+        max_tokens_per_pass: of all tenants together in one forward or forward-backward.
+        session_timeout_s: after so long without a sign of life, a session's models leave the trainers, saved.
+        patience_s: how long a request waits for one with a lower seq_id that has not arrived.
+    """
+
+    max_tokens_per_pass: int = 65_536
+    session_timeout_s: float = 600.0
+    patience_s: float = 5.0
+
+
+class Service:
+    """See the module.
+
+    Attributes:
+        sessions, checkpoints, samplers: parts that others share.
+    """
+
+    def __init__(
+        self, backend: Backend, store: Store, rows: Rows, futures: Futures, usage: Usage, *, folder: Path, settings: ServiceSettings,
+        make_samplers: Callable[[Sessions, Checkpoints], Samplers],
+    ) -> None:
+        """
+        Args:
+            rows: what the store holds.
+            folder: for data.
+        """
+        self.sessions = Sessions(rows.sessions, store=store, timeout_s=settings.session_timeout_s)
+        self.checkpoints = Checkpoints(
+            rows.checkpoints, store=store, usage=usage, folder=folder / "checkpoints",
+            on_removed=lambda adapter: backend.unpin(adapter.name))
+        self.samplers = make_samplers(self.sessions, self.checkpoints)
+        self.checkpoints.users.append(self.samplers.uses)
+        self._models = Models(rows.models, backend=backend, store=store, usage=usage, checkpoints=self.checkpoints)
+        saving = Saving(
+            backend=backend, models=self._models, sessions=self.sessions, checkpoints=self.checkpoints, samplers=self.samplers)
+        self._training = Training(
+            backend=backend, futures=futures, usage=usage, models=self._models, saving=saving,
+            max_tokens_per_pass=settings.max_tokens_per_pass, patience_s=settings.patience_s)
+        self._backend = backend
+        self._futures = futures
+        self._usage = usage
+
+    async def run(self) -> None:
+        """Work until `close`, or until cancelled."""
+        await self.checkpoints.clean()
+        async with beside(self._sweep()):
+            await self._training.run()
+
+    async def close(self) -> None:
+        """Take nothing more, end what runs, and save every model; what has not begun is dropped, and its clients are told so later."""
+        await self._training.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await self.sweep()
+            except Exception:
+                _log.exception("sweeping failed, and is tried again")
+            await asyncio.sleep(_SWEEP_EVERY_S)
+
+    async def sweep(self) -> None:
+        """Park the models of silent sessions, drop those of ended ones, and delete what has expired."""
+        for model in self._models:
+            session_id = model.row.session_id
+            if self.sessions.has_ended(session_id):
+                if not model.row.ended:
+                    self._training.dismiss(model, ends=True)
+            elif model.counted and self.sessions.is_silent(session_id) and not self._training.has_work(model):
+                self._training.dismiss(model, ends=False)
+        await self.checkpoints.sweep()
+
+    # -- sessions ----------------------------------------------------------------------------------------------------------------------
+
+    async def create_session(self, caller: Caller, *, metadata: Mapping[str, str], tags: tuple[str, ...], display_name: str) -> str:
+        """Begin a session; its id."""
+        return await self.sessions.create(caller, metadata=metadata, tags=tags, display_name=display_name)
+
+    async def heartbeat(self, caller: Caller, session_id: str) -> None:
+        """Take a sign of life; raises LostError if the session has ended."""
+        await self.sessions.heartbeat(caller, session_id)
+
+    async def finish_session(self, caller: Caller, session_id: str, reason: str) -> None:
+        """End a session, for whatever reason its client says: its models and unnamed samplers go when what they were asked for is done."""
+        if await self.sessions.finish(caller, session_id):
+            _log.info("session %s has ended: %s", session_id, reason)
+            for model in self._models:
+                if model.row.session_id == session_id:
+                    self._training.dismiss(model, ends=True)
+            await self.samplers.end_session(session_id)
+
+    def list_sessions(self, caller: Caller, *, limit: int, offset: int) -> list[str]:
+        """The caller's, the newest first."""
+        return [row.id for row in self.sessions.of(caller)[offset : offset + limit]]
+
+    def session_info(self, caller: Caller, session_id: str) -> SessionInfo:
+        """A session of the caller's."""
+        row = self.sessions.find(caller, session_id)
+        runs = tuple(model.id for model in self._models if model.row.session_id == session_id)
+        return SessionInfo(session_id, runs, tuple(self.samplers.ids_of(session_id)), row.metadata, row.display_name)
+
+    # -- models ------------------------------------------------------------------------------------------------------------------------
+
+    async def create_model(
+        self, caller: Caller, *, session_id: str, model_seq_id: int, base_model: str, lora: LoraSpec, metadata: Mapping[str, str],
+    ) -> str:
+        """Begin a model that changes nothing yet."""
+        future = self._open_create(caller, session_id, model_seq_id, kind="create_model")
+        if future is None:
+            return create_request(model_id(session_id, model_seq_id))
+        try:
+            self._check_base(base_model)
+            model = self._admit(caller, session_id, model_seq_id, lora, metadata)
+        except UserError as exc:
+            await self._futures.finish(future, Failed(str(exc), "user"))
+            return future.request_id
+        try:
+            await self._models.store(model)
+        except StorageError as exc:
+            await self._models.dismiss(model)
+            await self._futures.finish(future, Failed(str(exc), "server"))
+        else:
+            await self._futures.finish(future, ModelCreated(model.id))
+        return future.request_id
+
+    async def create_from_weights(
+        self, caller: Caller, *, session_id: str, model_seq_id: int, path: str, optimizer: bool, base_model: str | None,
+        metadata: Mapping[str, str],
+    ) -> str:
+        """Begin a model that goes on from a checkpoint, the caller's own or a public one."""
+        where = CheckpointPath.parse(path)
+        future = self._open_create(caller, session_id, model_seq_id, kind="load_weights")
+        if future is None:
+            return create_request(model_id(session_id, model_seq_id))
+        try:
+            self._check_base(base_model)
+            lora = self.checkpoints.readable(caller, where).lora
+            model = self._admit(caller, session_id, model_seq_id, lora, metadata)
+        except UserError as exc:
+            await self._futures.finish(future, Failed(str(exc), "user"))
+        else:
+            self._training.submit_first(model, Load(where, optimizer, creates=True), future)
+        return future.request_id
+
+    def _open_create(self, caller: Caller, session_id: str, seq: int, *, kind: str) -> Future | None:
+        """The future of a model's creation; None if that was asked for before."""
+        self.sessions.check(caller, session_id)
+        name = model_id(session_id, seq)
+        future, is_new = self._futures.open(create_request(name), owner=caller.owner, kind=kind)
+        if is_new and self._models.get(name) is not None:  # its answer was forgotten, but not the model
+            self._training.answer(future, ModelCreated(name))
+        elif is_new:
+            return future
+        return None
+
+    def _check_base(self, base_model: str | None) -> None:
+        if base_model not in (None, self._backend.base_model):
+            raise BadRequestError(f"this server has no base model {base_model[:200]!r}, only {self._backend.base_model!r}")
+
+    def _admit(self, caller: Caller, session_id: str, seq: int, lora: LoraSpec, metadata: Mapping[str, str]) -> Model:
+        now = time.time()
+        return self._models.admit(ModelRow(
+            model_id(session_id, seq), session_id, caller.owner, created=now, last_request=now, base_model=self._backend.base_model,
+            lora=lora, metadata=metadata))
+
+    def model_info(self, caller: Caller, model_id: str) -> ModelInfo:
+        """A model of the caller's."""
+        return self._models.find(caller, model_id).info
+
+    # -- training ----------------------------------------------------------------------------------------------------------------------
+
+    async def forward_backward(
+        self, caller: Caller, *, model_id: str, seq_id: int, data: TrainingData, forward_only: bool) -> str:
+        """Score datums, and unless `forward_only` add the gradients of their losses to those that the next step uses."""
+        kind = "forward" if forward_only else "forward_backward"
+        return self._submit(caller, model_id, seq_id, Pass(data, learn=not forward_only), kind=kind)
+
+    async def optim_step(self, caller: Caller, *, model_id: str, seq_id: int, params: AdamParams) -> str:
+        """Use the gradients that were gathered."""
+        return self._submit(caller, model_id, seq_id, Step(params), kind="optim_step")
+
+    async def save_weights(
+        self, caller: Caller, *, model_id: str, seq_id: int, name: str | None, ttl_s: float | None, overwrite: bool,
+        metadata: Mapping[str, str],
+    ) -> str:
+        """Keep weights and optimizer under a name; without one it is the number of the request."""
+        request = Save(check_name(name or f"{seq_id:06d}"), ttl_s, overwrite, metadata)
+        return self._submit(caller, model_id, seq_id, request, kind="save_weights")
+
+    async def load_weights(self, caller: Caller, *, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
+        """Go on from a checkpoint in place of what the model is."""
+        return self._submit(caller, model_id, seq_id, Load(CheckpointPath.parse(path), optimizer), kind="load_weights")
+
+    async def save_for_sampler(
+        self, caller: Caller, *, model_id: str, seq_id: int, name: str | None, sampling_session_seq_id: int | None,
+        ttl_s: float | None, metadata: Mapping[str, str],
+    ) -> str:
+        """Make weights that can be sampled: by the path that the name gives, or by the sampler of this number."""
+        if name is None and sampling_session_seq_id is None:
+            raise BadRequestError("save_weights_for_sampler needs path, a name, or sampling_session_seq_id; give one")
+        request = SaveSampler(name and check_name(name), sampling_session_seq_id, ttl_s, metadata)
+        return self._submit(caller, model_id, seq_id, request, kind="save_weights_for_sampler")
+
+    async def save_external(self, caller: Caller, *, model_id: str, seq_id: int, name: str, ttl_s: float | None) -> str:
+        """Write weights in PEFT's format, to be downloaded."""
+        return self._submit(caller, model_id, seq_id, Export(check_name(name), ttl_s), kind="save_weights_external")
+
+    def skip(self, caller: Caller, model_id: str, seq_id: int) -> None:
+        """A request with this number was refused, so that nothing waits for it. Never raises."""
+        model = self._models.get(model_id)
+        if model is not None and model.row.owner == caller.owner and seq_id > 0:
+            self._training.skip(model, seq_id)
+
+    def _submit(self, caller: Caller, model_id: str, seq_id: int, request: Request, *, kind: str) -> str:
+        model = self._models.find(caller, model_id)
+        if seq_id < 1:
+            raise BadRequestError(f"seq_id must be at least 1, got {seq_id}")
+        self.sessions.check(caller, model.row.session_id)
+        return self._training.submit(model, seq_id, request, kind=kind)
+
+    async def retrieve(self, caller: Caller, request_id: str, *, timeout_s: float) -> Payload | Pending:
+        """As `Futures.retrieve`; and the core learns that a client has heard of what was lost."""
+        name, _, seq = request_id.rpartition(":")
+        model = self._models.get(name)
+        try:
+            answer = await self._futures.retrieve(request_id, caller.owner, timeout_s=timeout_s)
+        except LostError:
+            if model is not None and seq.isdecimal():
+                self._training.skip(model, int(seq))  # it will hardly come again under this number
+            raise
+        if model is not None and isinstance(answer, Payload):
+            self._training.heard(model, request_id)
+        return answer
+
+    # -- runs and checkpoints, for REST ------------------------------------------------------------------------------------------------
+
+    def runs(self, caller: Caller, *, limit: int, offset: int, accessible: bool = False) -> tuple[list[ModelInfo], int]:
+        """The caller's runs, the newest first, with those that have public checkpoints if `accessible`; and how many there are."""
+        public = {row.run_id for row in self.checkpoints.select() if row.public} if accessible else ()
+        found = [model for model in self._models if model.row.owner == caller.owner or model.id in public]
+        found.sort(key=lambda model: -model.row.created)
+        return [model.info for model in found[offset : offset + limit]], len(found)
+
+    def run_info(self, caller: Caller, run_id: str, *, accessible: bool = False) -> ModelInfo:
+        """A run of the caller's, or one with a public checkpoint if `accessible`."""
+        model = self._models.get(run_id)
+        if accessible and model is not None and any(row.public for row in self.checkpoints.select(run_id=run_id)):
+            return model.info
+        return self._models.find(caller, run_id).info
+
+    def list_checkpoints(
+        self, caller: Caller, *, run_id: str | None = None, limit: int | None = None, offset: int = 0,
+    ) -> tuple[list[CheckpointInfo], int]:
+        """The caller's checkpoints, of one run or of all, the newest first; and how many there are. Of others' runs, those that are public.
+
+        Raises:
+            UnknownError: there is no such run.
+        """
+        rows = self.checkpoints.select(owner=caller.owner if run_id is None else None, run_id=run_id)
+        rows = [row for row in rows if row.public or row.owner == caller.owner]
+        if run_id is not None and not rows:
+            self._models.find(caller, run_id)
+        return [_info(row) for row in _page(rows, limit, offset)], len(rows)
+
+    async def delete_checkpoint(self, caller: Caller, path: str) -> None:
+        """Make a checkpoint exist no more."""
+        await self.checkpoints.delete(self._owned(caller, path))
+
+    async def set_public(self, caller: Caller, path: str, *, public: bool) -> None:
+        """Let everybody load and sample a checkpoint, or nobody else."""
+        await self.checkpoints.publish(self._owned(caller, path), public=public)
+
+    async def set_ttl(self, caller: Caller, path: str, ttl_s: float | None) -> None:
+        """Let a checkpoint expire so many seconds from now, or never."""
+        await self.checkpoints.set_ttl(self._owned(caller, path), ttl_s)
+
+    def weights_info(self, caller: Caller, path: str) -> tuple[str, LoraSpec]:
+        """Name of the base model, and the adapter."""
+        row = self.checkpoints.readable(caller, CheckpointPath.parse(path))
+        return row.base_model, row.lora
+
+    def external_files(self, caller: Caller, path: str) -> Mapping[str, Path]:
+        """Files of an export, by their names in it."""
+        return self.checkpoints.files(self._readable(caller, path, "external"))
+
+    async def copy_weights(self, caller: Caller, *, path: str, session_id: str, model_seq_id: int, ttl_s: float | None) -> str:
+        """A copy of a checkpoint under another run of the caller's; its path."""
+        self.sessions.check(caller, session_id)
+        return await self.checkpoints.copy(
+            self.checkpoints.readable(caller, CheckpointPath.parse(path)), run_id=model_id(session_id, model_seq_id), owner=caller.owner,
+            ttl_s=ttl_s)
+
+    def _owned(self, caller: Caller, path: str) -> CheckpointRow:
+        return self.checkpoints.owned(caller, CheckpointPath.parse(path))
+
+    def _readable(self, caller: Caller, path: str, kind: CheckpointKind) -> CheckpointRow:
+        row = self.checkpoints.readable(caller, CheckpointPath.parse(path))
+        if row.kind != kind:
+            raise RequestError(f"{path} is a {row.kind} checkpoint, where one that is {kind} is needed")
+        return row
+
+    # -- standing ----------------------------------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """Everything for the status page but the queue of samples."""
+        lasting = [model for model in self._models if not model.row.ended]
+        owners = sorted({model.row.owner for model in lasting} | {row.owner for row in self.checkpoints.select()})
+        uses = {owner: self._usage.of(owner) for owner in owners}
+        return Status(
+            base_model=self._backend.base_model, trainers_alive=self._backend.trainers_alive,
+            trained_tokens=self._training.trained_tokens, sampled_tokens=self._backend.sampled_tokens, training=self._training.standing(),
+            models=tuple(
+                ModelStatus(model.id, model.row.owner, model.row.lora.rank, model.step, model.resident, model.row.last_request)
+                for model in lasting),
+            owners=tuple(OwnerStatus(owner, use.models, use.queued_tokens, use.disk_bytes) for owner, use in uses.items()),
+            engines=self._backend.engines, failures=tuple(self._training.failures))
+
+
+def _page(rows: Sequence[T], limit: int | None, offset: int) -> Sequence[T]:
+    return rows[offset:] if limit is None else rows[offset : offset + limit]
+
+
+def _info(row: CheckpointRow) -> CheckpointInfo:
+    return CheckpointInfo(row.run_id, row.kind, row.name, row.created, row.size_bytes, row.public, row.expires, row.metadata)

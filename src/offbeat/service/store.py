@@ -1,0 +1,314 @@
+"""The service's database, through SQLAlchemy: SQLite, or PostgreSQL by URL. The core keeps everything in memory; this is the durable copy.
+
+One thread writes. It consumes what callers put or delete, produces transactions, waits for the next call, and is woken by it: all that
+has come while one transaction was committed goes into the next, so that thousands of small writes per second cost few commits. A call
+returns when its changes are committed. They outlive the death of this process; a power cut may take the last moments from SQLite, but
+leaves it consistent.
+"""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Self, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
+
+from offbeat.errors import ConfigError, MissingExtraError, StorageError
+from offbeat.service.tables import METADATA, SCHEMA, SCHEMA_VERSION, TABLES, CheckpointRow, FutureRow, ModelRow, Row, SamplerRow, SessionRow
+
+_TIMEOUT_S = 10
+_CLAIM_S = 3
+_LOCK_KEY = 0x0FFBEA7
+_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_DRIVERS = {"sqlite": "sqlite+pysqlite", "postgresql": "postgresql+psycopg"}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "sqlite": {"timeout": _TIMEOUT_S},
+    "postgresql": {
+        "connect_timeout": _TIMEOUT_S, "tcp_user_timeout": _TIMEOUT_S * 1000,
+        # The server lets go of a machine that vanished, and of what it had locked, after 20 s.
+        "options": f"-c statement_timeout={_TIMEOUT_S}s -c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=2"}}
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All that the core begins with."""
+
+    sessions: tuple[SessionRow, ...]
+    models: tuple[ModelRow, ...]
+    checkpoints: tuple[CheckpointRow, ...]
+    samplers: tuple[SamplerRow, ...]
+
+
+@dataclass(eq=False)
+class _Write:
+    """One call's changes: rows, or functions that make them on the writer's thread, and whether they are to be there or gone."""
+
+    given: Sequence[Row | Callable[[], Row]]
+    keep: bool
+    done: asyncio.Future[None]
+    rows: Sequence[Row] = ()
+
+    def made(self) -> bool:
+        """Make the rows, or tell the caller why that failed."""
+        try:
+            self.rows = [row() if callable(row) else row for row in self.given]
+        except Exception as exc:
+            self.settle(exc)
+            return False
+        return True
+
+    def settle(self, error: Exception | None) -> None:
+        """Let the caller go on."""
+        def tell() -> None:
+            if not self.done.done():
+                self.done.set_exception(error) if error else self.done.set_result(None)
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.done.get_loop().call_soon_threadsafe(tell)
+
+
+class Store:
+    """An open database. `put` and `delete` are for an event loop; the rest blocks for a short query, from any thread."""
+
+    def __init__(self, engine: sa.Engine, claim: sa.Connection | None) -> None:
+        """Use `open` instead."""
+        self._engine = engine
+        self._claim = claim
+        self._closed = False
+        self._upserts = {table: _upsert(engine, table) for table in TABLES.values()}
+        self._queue: SimpleQueue[_Write | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._work, name="store", daemon=True)
+        self._writer.start()
+
+    @classmethod
+    def open(cls, url: str) -> Self:
+        """Open the database at `url`, making its tables if it is new.
+
+        Args:
+            url: "sqlite:///PATH", whose folder is for the caller to lock, or "postgresql://USER:PASSWORD@HOST/NAME".
+
+        Raises:
+            ConfigError: the URL cannot be used, another server uses the database, or a newer version of this package made it.
+            MissingExtraError: PostgreSQL's client is not installed.
+            StorageError: the database cannot be opened.
+        """
+        engine = _engine(url)
+        claim = _claim(engine) if engine.dialect.name == "postgresql" else None
+        with _sentences(engine), engine.begin() as connection:
+            METADATA.create_all(connection)
+            version = connection.scalar(sa.select(sa.func.max(SCHEMA.c.version)))
+            if version is None:
+                connection.execute(sa.insert(SCHEMA).values(version=SCHEMA_VERSION))
+            elif version > SCHEMA_VERSION:
+                raise ConfigError(
+                    f"{_name(engine)} has schema version {version}, made by a newer Offbeat than this one, which knows up to "
+                    f"{SCHEMA_VERSION}; upgrade Offbeat or use another database")
+        return cls(engine, claim)
+
+    def load(self) -> Rows:
+        """Give all rows but those of futures.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        return Rows(self._all(SessionRow), self._all(ModelRow), self._all(CheckpointRow), self._all(SamplerRow))
+
+    def find_future(self, request_id: str) -> FutureRow | None:
+        """Look for a request that has ended.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        return next(iter(self._all(FutureRow, TABLES[FutureRow].c.request_id == request_id)), None)
+
+    def future_ids(self) -> list[str]:
+        """Give the ids of all requests that have ended and are still known.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        with _sentences(self._engine), self._engine.connect() as connection:
+            return list(connection.scalars(sa.select(TABLES[FutureRow].c.request_id)))
+
+    def futures_before(self, finished: float) -> tuple[FutureRow, ...]:
+        """Give the requests that ended before a time.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        return self._all(FutureRow, TABLES[FutureRow].c.finished < finished)
+
+    def first_segment(self) -> int | None:
+        """Give the first file of results that a request still needs.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        with _sentences(self._engine), self._engine.connect() as connection:
+            return connection.scalar(sa.select(sa.func.min(TABLES[FutureRow].c.segment)))
+
+    async def put(self, *rows: Row | Callable[[], Row]) -> None:
+        """Store rows in place of those with the same key, and return once they are committed: all of them, or none.
+
+        Args:
+            rows: a function is called on the writer's thread and gives a row that takes long to make; what it raises is raised here.
+
+        Raises:
+            StorageError: the database is full, locked, out of reach or refuses the rows; nothing was changed.
+        """
+        await self._write(rows, keep=True)
+
+    async def delete(self, *rows: Row) -> None:
+        """Delete the rows with these rows' keys, and return once that is committed.
+
+        Raises:
+            StorageError: as `put`.
+        """
+        await self._write(rows, keep=False)
+
+    def close(self) -> None:
+        """Commit what was given, and close."""
+        self._closed = True
+        self._queue.put(None)
+        self._writer.join(_TIMEOUT_S)
+        if self._claim is not None:
+            self._claim.close()
+        self._engine.dispose()
+
+    # -- reading ---------------------------------------------------------------------------------------------------------------------------
+
+    def _all(self, kind: type[R], *where: sa.ColumnElement[bool]) -> tuple[R, ...]:
+        with _sentences(self._engine), self._engine.connect() as connection:
+            found = connection.execute(sa.select(TABLES[kind]).where(*where))
+            return tuple(kind(*values) for values in found)
+
+    # -- writing, on the event loop and then on the writer's thread ------------------------------------------------------------------------
+
+    async def _write(self, rows: Sequence[Row | Callable[[], Row]], *, keep: bool) -> None:
+        if self._closed:
+            raise StorageError(f"{_name(self._engine)} is closed: the server ends")
+        write = _Write(rows, keep, asyncio.get_running_loop().create_future())
+        self._queue.put(write)
+        await write.done
+
+    def _work(self) -> None:
+        closing = False
+        while not closing:
+            group = [self._queue.get()]
+            while not self._queue.empty():
+                group.append(self._queue.get())
+            closing = None in group
+            self._commit([write for write in group if write is not None])
+
+    def _commit(self, group: list[_Write]) -> None:
+        group = [write for write in group if write.made()]
+        error = self._attempt(group)
+        if error is not None and len(group) > 1 and not isinstance(error, OperationalError):
+            for write in group:  # one of them holds what the database refuses, and must not fail the others
+                self._settle(write, self._attempt([write]))
+        else:
+            for write in group:
+                self._settle(write, error)
+
+    def _attempt(self, group: list[_Write]) -> Exception | None:
+        try:
+            self._transact(group)
+        except Exception as exc:
+            return exc
+        return None
+
+    def _transact(self, group: list[_Write]) -> None:
+        last = {(type(row), _key(row)): (write.keep, row) for write in group for row in write.rows}
+        upserts: dict[sa.Table, list[dict[str, Any]]] = defaultdict(list)
+        deletes: dict[sa.Table, list[dict[str, Any]]] = defaultdict(list)
+        for (kind, key), (keep, row) in last.items():
+            if keep:
+                upserts[TABLES[kind]].append(vars(row))
+            else:
+                deletes[TABLES[kind]].append(dict(zip(TABLES[kind].primary_key.columns.keys(), key, strict=True)))
+        with self._engine.begin() as connection:
+            for table, rows in upserts.items():
+                connection.execute(self._upserts[table], rows)
+            for table, rows in deletes.items():
+                connection.execute(sa.delete(table).where(*(c == sa.bindparam(c.name) for c in table.primary_key)), rows)
+
+    def _settle(self, write: _Write, error: Exception | None) -> None:
+        write.settle(error and _storage_error(self._engine, error))
+
+
+# -- SQLAlchemy ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _engine(text: str) -> sa.Engine:
+    try:
+        url = make_url(text)
+    except ArgumentError:
+        url = None
+    if url is None or url.get_backend_name() not in _DRIVERS or not url.database:
+        raise ConfigError(
+            "the database's URL cannot be used; give sqlite:///PATH, or postgresql://USER:PASSWORD@HOST/NAME for PostgreSQL")
+    backend = url.get_backend_name()
+    try:
+        engine = sa.create_engine(
+            url.set(drivername=_DRIVERS[backend]), connect_args=_ARGUMENTS[backend], pool_pre_ping=backend == "postgresql")
+    except ImportError as exc:
+        raise MissingExtraError("PostgreSQL needs psycopg, which is not installed; pip install 'offbeat[postgres]'") from exc
+    if backend == "sqlite":
+        event.listen(engine, "connect", _set_up_sqlite)
+    return engine
+
+
+def _set_up_sqlite(connection: Any, record: object) -> None:  # noqa: ARG001
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def _claim(engine: sa.Engine) -> sa.Connection:
+    """Hold a lock on the database as long as the connection lives: two servers would each change what the other has in memory."""
+    with _sentences(engine):
+        connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection.execute(sa.text(f"SET lock_timeout = '{_CLAIM_S}s'"))  # a server that was just killed may still hold it
+        try:
+            connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_KEY)))
+        except OperationalError as exc:
+            raise ConfigError(
+                f"{_name(engine)} is in use by another server; stop that one or give this one a database of its own") from exc
+    return connection
+
+
+def _upsert(engine: sa.Engine, table: sa.Table) -> sa.Executable:
+    insert = _INSERT[engine.dialect.name](table)
+    return insert.on_conflict_do_update(
+        index_elements=list(table.primary_key), set_={c.name: insert.excluded[c.name] for c in table.columns if not c.primary_key})
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(getattr(row, column.name) for column in TABLES[type(row)].primary_key)
+
+
+def _name(engine: sa.Engine) -> str:
+    return f"the database {engine.url.render_as_string(hide_password=True)}"
+
+
+def _storage_error(engine: sa.Engine, exc: Exception) -> StorageError:
+    reason = str(exc.orig if isinstance(exc, DBAPIError) else exc).strip().partition("\n")[0]
+    error = StorageError(f"{_name(engine)} cannot be used: {reason}; see that it can be reached, has free space and is not locked")
+    error.__cause__ = exc
+    return error
+
+
+@contextmanager
+def _sentences(engine: sa.Engine) -> Iterator[None]:
+    try:
+        yield
+    except SQLAlchemyError as exc:
+        raise _storage_error(engine, exc) from exc

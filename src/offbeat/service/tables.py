@@ -1,0 +1,165 @@
+"""What the service remembers in its database: a frozen row for each kind of thing, and the tables that they are stored in.
+
+Metadata only: results of requests and weights are files, of which rows say where. A table follows from its row, whose names and types
+are those of its columns; mappings, tuples and nested records are JSON text. Times are seconds since the epoch. Used by `store`; rows are
+used by the core.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import sqlalchemy as sa
+
+from offbeat.service.types import CheckpointKind, LoraSpec
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """A client's session; `ended` is None while it lasts."""
+
+    id: str
+    owner: str
+    created: float
+    last_seen: float
+    ended: float | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    display_name: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """A model, which is a training run too.
+
+    Attributes:
+        step: optimizer steps of the saved state, counted over the checkpoints it came from.
+        state_folder: its last saved state, to go on from; empty while that is a fresh adapter.
+        state_step: optimizer steps it had taken itself when that was saved.
+        last_seq: of its requests that have been carried out.
+        next_version: for the next adapter that is made of it.
+        dirty: trained since its last saved state.
+    """
+
+    id: str
+    session_id: str
+    owner: str
+    created: float
+    last_request: float
+    base_model: str
+    lora: LoraSpec
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    step: int = 0
+    state_folder: str = ""
+    state_step: int = 0
+    last_seq: int = 0
+    next_version: int = 0
+    ended: bool = False
+    dirty: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """A checkpoint of a run: a complete folder.
+
+    Attributes:
+        expires: None if it stays until it is deleted.
+        public: anybody may load or sample it.
+        step: optimizer steps of these weights.
+        version: of the adapter, for sampler checkpoints.
+    """
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    owner: str
+    folder: str
+    created: float
+    expires: float | None
+    size_bytes: int
+    public: bool
+    metadata: Mapping[str, str]
+    lora: LoraSpec
+    base_model: str
+    step: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class SamplerRow:
+    """A sampler: of the base model if `run_id` is empty, else of the adapter in `folder`; an ephemeral one has no path."""
+
+    id: str
+    session_id: str
+    owner: str
+    base_model: str
+    path: str = ""
+    run_id: str = ""
+    version: int = 0
+    folder: str = ""
+    created: float = 0.0
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class FutureRow:
+    """A request that has ended, and where in the files of results its answer is."""
+
+    request_id: str
+    owner: str
+    kind: str
+    created: float
+    finished: float
+    content_type: str
+    segment: int
+    start: int
+    length: int
+
+
+Row = SessionRow | ModelRow | CheckpointRow | SamplerRow | FutureRow
+
+
+class _Json(sa.types.TypeDecorator[Any]):
+    """A value of a Python type as JSON text."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def process_bind_param(self, value: Any, dialect: sa.Dialect) -> str:  # noqa: ARG002
+        return msgspec.json.encode(value).decode()
+
+    def process_result_value(self, value: Any, dialect: sa.Dialect) -> Any:  # noqa: ARG002
+        return msgspec.json.decode(value, type=self.kind)
+
+
+_COLUMN_TYPES: dict[Any, Any] = {
+    str: sa.Text, CheckpointKind: sa.Text, int: sa.BigInteger, float: sa.Double, float | None: sa.Double, bool: sa.Boolean}
+
+
+def _table(row: type[Row], name: str, *, key: int = 1, indexed: tuple[str, ...] = ()) -> sa.Table:
+    """The table of a row, whose first `key` fields identify it."""
+    hints = get_type_hints(row)
+    columns = [
+        sa.Column(
+            column.name, _COLUMN_TYPES.get(hints[column.name]) or _Json(hints[column.name]),
+            primary_key=place < key, nullable=type(None) in get_args(hints[column.name]), index=column.name in indexed, autoincrement=False)
+        for place, column in enumerate(fields(row))]
+    return sa.Table(name, METADATA, *columns)
+
+
+METADATA = sa.MetaData()
+SCHEMA = sa.Table("schema_version", METADATA, sa.Column("version", sa.BigInteger, primary_key=True, autoincrement=False))
+TABLES: Mapping[type[Row], sa.Table] = {
+    SessionRow: _table(SessionRow, "sessions"),
+    ModelRow: _table(ModelRow, "models"),
+    CheckpointRow: _table(CheckpointRow, "checkpoints", key=3),
+    SamplerRow: _table(SamplerRow, "samplers"),
+    FutureRow: _table(FutureRow, "futures", indexed=("finished", "segment")),
+}

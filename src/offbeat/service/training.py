@@ -1,0 +1,427 @@
+"""Carries out what clients ask of models: in order for each, together for many, and each request to an outcome, whatever happens.
+
+    run       consumes the schedule, turn by turn; produces outcomes; waits for work; woken by `submit`, and by patience that ends
+    tails     one task for what follows a request without the trainers: checksums, publication, storing the outcome; `close` waits for all
+
+A request that fails is an outcome of its own. If the trainers fail, the requests of that turn fail, the trainers are started anew, and
+every other request waits for that.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+from offbeat.data.datums import DatumBatch
+from offbeat.errors import OffbeatError, StorageError, UserError
+from offbeat.service.backend import Backend
+from offbeat.service.errors import OverLimitError, RequestError
+from offbeat.service.futures import Future, Futures
+from offbeat.service.ids import training_request
+from offbeat.service.limits import Usage
+from offbeat.service.models import Loss, Model, Models
+from offbeat.service.order import Sequencer
+from offbeat.service.saving import Rest, Saving
+from offbeat.service.schedule import Job, Lane, Part, Schedule, Turn
+from offbeat.service.types import Failed, Failure, Outcome, Pending, QueueStatus, StepDone
+from offbeat.service.work import (
+    Export,
+    Leave,
+    Load,
+    Pass,
+    Request,
+    Save,
+    SaveSampler,
+    Work,
+    category_of,
+    datums_of,
+    explain,
+    params_of,
+    pass_done,
+    split,
+)
+
+_log = logging.getLogger(__name__)
+_IDLE_S = 1.0
+_DRAIN_S = 10.0
+_NUM_FAILURES = 50
+_RESTARTING = Pending("paused_capacity", "the trainers are being started again after a failure")
+
+
+class Training:
+    """All work on models.
+
+    Attributes:
+        trained_tokens: in passes, since the start.
+        failures: the last requests that failed.
+    """
+
+    def __init__(
+        self, *, backend: Backend, futures: Futures, usage: Usage, models: Models, saving: Saving, max_tokens_per_pass: int,
+        patience_s: float,
+    ) -> None:
+        self.trained_tokens = 0
+        self.failures: deque[Failure] = deque(maxlen=_NUM_FAILURES)
+        self._backend = backend
+        self._futures = futures
+        self._usage = usage
+        self._models = models
+        self._saving = saving
+        self._patience_s = patience_s
+        self._schedule: Schedule[Work] = Schedule(max_tokens=max_tokens_per_pass)
+        self._sequencers: dict[str, Sequencer[Work]] = {}
+        self._number = 0
+        self._open: set[Work] = set()
+        self._pending = Pending()
+        self._tails: set[asyncio.Task[None]] = set()
+        self._saves: set[asyncio.Task[None]] = set()
+        self._woken = asyncio.Event()
+        self._closing = False
+        self._give_up = math.inf
+        self._at_work = asyncio.Lock()
+
+    # -- taking work -------------------------------------------------------------------------------------------------------------------
+
+    def submit(self, model: Model, seq: int, request: Request, *, kind: str) -> str:
+        """Take a request, and give its id; one that is sent again is not begun again.
+
+        Raises:
+            OverLimitError: its owner has too many tokens under way, or this server is going down; it is not taken, and may be later.
+            RequestError: it has more tokens than will ever be taken.
+        """
+        owner, request_id = model.row.owner, training_request(model.id, seq)
+        if self._futures.find(request_id, owner) is not None:
+            return request_id
+        sequencer = self._sequencer(model)
+        work = Work(self._next_number(), model, seq, request, None)
+        self._charge(work, is_awaited=seq == sequencer.next_seq and sequencer.next_due is not None)
+        work.future, _ = self._futures.open(request_id, owner=owner, kind=kind)
+        self._begin(work)
+        try:
+            if isinstance(request, Pass):
+                self._backend.check_batch(request.data.batch)
+        except UserError as exc:
+            sequencer.skip(seq, time.monotonic())
+            self._end_soon(work, self._explain(work, exc))
+        else:
+            sequencer.offer(seq, work, time.monotonic())
+        self._advance(model)
+        return request_id
+
+    def submit_first(self, model: Model, request: Load, future: Future) -> None:
+        """Take the request by which a model begins."""
+        work = Work(self._next_number(), model, 0, request, future)
+        self._begin(work)
+        self._add(work)
+
+    def dismiss(self, model: Model, *, ends: bool) -> None:
+        """Take a model from the trainers when what it has been asked for is done."""
+        if not any(isinstance(work.request, Leave) and work.model is model for work in self._open):
+            work = Work(self._next_number(), model, 0, Leave(ends), None)
+            self._begin(work)
+            self._add(work)
+
+    def answer(self, future: Future, outcome: Outcome) -> None:
+        """End a request that wants no work."""
+        self._spawn(self._futures.finish(future, outcome))
+
+    def skip(self, model: Model, seq: int) -> None:
+        """Nothing waits for this number any more."""
+        self._sequencer(model).skip(seq, time.monotonic())
+        self._advance(model)
+
+    def has_work(self, model: Model) -> bool:
+        """Whether the model has been asked for something that has not ended."""
+        return any(work.model is model for work in self._open)
+
+    def heard(self, model: Model, request_id: str) -> None:
+        """A client has fetched the outcome of a request to its model, which may have told of a loss."""
+        loss = model.loss
+        if loss and loss.heard_at is None and request_id in loss.told_by:
+            loss.heard_at = self._number
+
+    def standing(self) -> QueueStatus:
+        """Requests that wait or run."""
+        oldest = min((work.since for work in self._open), default=time.monotonic())
+        return QueueStatus(len(self._open), sum(work.tokens for work in self._open), round(time.monotonic() - oldest, 2))
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number - 1
+
+    def _charge(self, work: Work, *, is_awaited: bool) -> None:
+        """`is_awaited` if others that were taken wait for this one, so that refusing it would hold them up."""
+        if self._closing:
+            raise OverLimitError("this server is going down; the request will be taken when it is back", retry_after_s=5.0)
+        try:
+            self._usage.charge(work.model.row.owner, queued_tokens=work.tokens)
+        except OverLimitError:
+            if not is_awaited:
+                raise
+            self._usage.add(work.model.row.owner, queued_tokens=work.tokens)
+
+    def _begin(self, work: Work) -> None:
+        self._open.add(work)
+        if work.future is not None:
+            work.future.pending = self._pending
+
+    def _sequencer(self, model: Model) -> Sequencer[Work]:
+        if model.id not in self._sequencers:
+            self._sequencers[model.id] = Sequencer(self._patience_s, model.row.last_seq + 1)
+        return self._sequencers[model.id]
+
+    def _advance(self, model: Model) -> None:
+        """Schedule what may run in a model's order, and come back when more may."""
+        sequencer, now = self._sequencer(model), time.monotonic()
+        for work in sequencer.ready(now):
+            self._add(work)
+        if sequencer.next_due is not None:
+            asyncio.get_running_loop().call_later(max(sequencer.next_due - now, 0.0) + 0.001, self._advance, model)
+
+    def _add(self, work: Work) -> None:
+        self._schedule.add(work.job())
+        self._woken.set()
+
+    # -- turns -------------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until cancelled, or until `close` was called and what had been taken is done, or that takes too long."""
+        async with self._at_work:
+            try:
+                while not self._may_stop():
+                    await self._go_on()
+            except asyncio.CancelledError:
+                for tail in self._tails:
+                    tail.cancel()
+                raise
+
+    async def _go_on(self) -> None:
+        """Take a turn, or wait for work for a while."""
+        if not self._backend.trainers_alive:
+            await self._revive()
+        turn = self._schedule.next()
+        if turn is not None:
+            await self._take(turn)
+            return
+        self._woken.clear()
+        with suppress(TimeoutError):  # trainers that die idle are started again, too
+            await asyncio.wait_for(self._woken.wait(), _IDLE_S)
+
+    def _may_stop(self) -> bool:
+        return self._closing and (len(self._schedule) == 0 or time.monotonic() > self._give_up or not self._backend.trainers_alive)
+
+    async def close(self) -> None:
+        """Take nothing more, do what was taken, for a while, and save every model; the rest is dropped, as by a restart."""
+        self._closing, self._give_up = True, time.monotonic() + _DRAIN_S
+        self._woken.set()
+        async with self._at_work:
+            while self._tails:
+                await self._settle(self._tails)
+            if not self._backend.trainers_alive:
+                return
+            for model in self._models:
+                try:
+                    if model.resident and model.num_changes > model.saved_changes:
+                        await self._models.save(model)
+                except OffbeatError as exc:
+                    _log.error("%s could not be saved, and stays at its last checkpoint: %s", model.id, exc)
+
+    async def _take(self, turn: Turn[Work]) -> None:
+        """Carry out a turn; what fails is an outcome of its requests."""
+        together = [[part] for part in turn.parts] if turn.lane is Lane.ALONE else [turn.parts]
+        for its in together:
+            parts = [part for part in its if self._may_begin(part.job)]
+            try:
+                parts = [part for part in parts if await self._enter(part.job)]
+                if parts:
+                    await self._do(turn.lane, parts)
+            except Exception as exc:
+                await self._fail_turn(turn.lane, parts, exc)
+
+    async def _fail_turn(self, lane: Lane, parts: list[Part[Work]], exc: Exception) -> None:
+        if not self._backend.trainers_alive:
+            await self._lose_all()
+        if lane in (Lane.LEARN, Lane.STEP) and category_of(exc) == "server":
+            for model in {part.job.item.model for part in parts}:
+                model.has_gradient = False
+                model.loss = model.loss or Loss(
+                    f"an earlier request of the model {model.id} failed on the server, and what it had gathered for its next step is lost; "
+                    "what was sent before that was fetched is not carried out")
+        for job in dict.fromkeys(part.job for part in parts):
+            self._fail(job, exc)
+
+    def _may_begin(self, job: Job[Work]) -> bool:
+        work, model = job.item, job.item.model
+        if isinstance(work.request, Leave):
+            return True
+        if model.row.ended or self._models.get(model.id) is not model:
+            self._fail(job, RequestError(f"the model {model.id} has ended or never began; load a checkpoint in a new session"))
+            return False
+        if model.loss is not None and not isinstance(work.request, Load):  # loading makes good for what was lost
+            if model.loss.concerns(work.number):
+                self._schedule.drop(job)
+                self._end_soon(work, self._noted(work, Failed(model.loss.message, "server")))
+                return False
+            model.loss = None
+        return True
+
+    async def _enter(self, job: Job[Work]) -> bool:
+        """See that the trainers have the model; raises only if the trainers themselves have failed."""
+        if isinstance(job.item.request, Load | Leave):
+            return True
+        try:
+            await self._models.enter(job.item.model)
+        except Exception as exc:
+            if not self._backend.trainers_alive:
+                raise
+            self._fail(job, exc)
+            return False
+        return True
+
+    async def _do(self, lane: Lane, parts: list[Part[Work]]) -> None:
+        match lane:
+            case Lane.LEARN | Lane.SCORE:
+                await self._pass(parts, learn=lane is Lane.LEARN)
+            case Lane.STEP:
+                await self._step([part.job.item for part in parts])
+            case Lane.ALONE:
+                (part,) = parts
+                await self._alone(part.job.item)
+
+    async def _pass(self, parts: list[Part[Work]], *, learn: bool) -> None:
+        own: dict[str, list[Part[Work]]] = {}
+        for part in parts:
+            own.setdefault(part.job.model, []).append(part)
+        if learn:
+            models = [its[0].job.item.model for its in own.values()]
+            await self._models.mark(models)
+            for model in models:
+                model.has_gradient = True
+        passes = await self._backend.run(
+            {model_id: DatumBatch.concatenate([datums_of(part) for part in its]) for model_id, its in own.items()}, learn=learn)
+        self.trained_tokens += sum(part.size for part in parts)
+        for model_id, its in own.items():
+            for part, passed in zip(its, split(passes[model_id], [datums_of(part) for part in its]), strict=True):
+                part.job.item.passes.append(passed)
+                if part.is_last:
+                    self._end_soon(part.job.item, pass_done(part.job.item))
+
+    async def _step(self, works: list[Work]) -> None:
+        await self._models.mark([work.model for work in works])
+        norms = await self._backend.step({work.model.id: params_of(work) for work in works})
+        for work in works:
+            model, norm = work.model, norms[work.model.id]
+            model.has_gradient = False
+            if math.isfinite(norm):
+                model.step += 1
+                model.num_changes += 1
+                self._end_soon(work, StepDone({"grad_norm": norm}))
+            else:
+                self._end_soon(work, Failed(f"the gradient of {model.id} is not finite; the step was left out", "user"))
+
+    async def _alone(self, work: Work) -> None:
+        model = work.model
+        match work.request:
+            case Save() | SaveSampler() | Export() as request:
+                rest = await self._saving.write(model, request)
+                tail = self._spawn(self._finish(work, rest))
+                if rest.keeps_state:
+                    self._saves.add(tail)
+                    tail.add_done_callback(self._saves.discard)
+            case Load() as request:
+                await self._settle(self._saves)  # what is loaded may be what was just saved
+                self._end_soon(work, await self._saving.load(model, request))
+            case Leave() as request:
+                await (self._models.end(model) if request.ends else self._models.leave(model))
+                self._open.discard(work)
+            case request:
+                raise AssertionError(f"{request} is not alone")
+
+    # -- ends --------------------------------------------------------------------------------------------------------------------------
+
+    async def _finish(self, work: Work, rest: Rest) -> None:
+        """What is left to do of a request beside the next turns."""
+        async with rest.stack:
+            try:
+                outcome = await rest.finish()
+            except Exception as exc:
+                outcome = self._explain(work, exc)
+        self._end_soon(work, outcome)
+
+    def _fail(self, job: Job[Work], exc: Exception) -> None:
+        self._schedule.drop(job)
+        self._end_soon(job.item, self._noted(job.item, self._explain(job.item, exc)))
+
+    def _explain(self, work: Work, exc: Exception) -> Failed:
+        return explain(exc, name=work.future.request_id if work.future else work.model.id)
+
+    def _noted(self, work: Work, failed: Failed) -> Failed:
+        """Whoever fetches this has heard of what his model has lost."""
+        if failed.category == "server" and work.model.loss is not None and work.future is not None:
+            work.model.loss.told_by.add(work.future.request_id)
+        return failed
+
+    def _end_soon(self, work: Work, outcome: Outcome) -> None:
+        """The first outcome of a request stands."""
+        if work.future is None:
+            self._open.discard(work)
+        elif not work.has_ended:
+            work.has_ended = True
+            self._spawn(self._end(work, work.future, outcome))
+
+    async def _end(self, work: Work, future: Future, outcome: Outcome) -> None:
+        """Store an outcome, and with it how far the model has come."""
+        self._usage.release(work.model.row.owner, queued_tokens=work.tokens)
+        if isinstance(outcome, Failed):
+            self.failures.append(Failure(time.time(), future.request_id, work.model.row.owner, outcome.message))
+        await asyncio.gather(self._store_progress(work), self._futures.finish(future, outcome))
+        self._open.discard(work)
+
+    async def _store_progress(self, work: Work) -> None:
+        model = work.model
+        if self._models.get(model.id) is not model:
+            return  # it never began
+        try:
+            await self._models.store(model, last_seq=max(work.seq, model.row.last_seq), last_request=time.time(), dirty=model.is_dirty)
+        except StorageError as exc:
+            _log.error("%s: its progress could not be stored: %s", model.id, exc)
+
+    def _spawn(self, tail: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(tail)
+        self._tails.add(task)
+        task.add_done_callback(self._tails.discard)
+        return task
+
+    async def _settle(self, tasks: "set[asyncio.Task[None]]") -> None:
+        if tasks:
+            await asyncio.wait(tuple(tasks))
+
+    # -- trainers that fail ------------------------------------------------------------------------------------------------------------
+
+    async def _lose_all(self) -> None:
+        await self._settle(self._saves)  # what they are about to keep is not lost
+        self._models.lose_all("the trainers failed")
+
+    async def _revive(self) -> None:
+        """Start the trainers again; if that fails, so does what waits for them."""
+        await self._lose_all()
+        _log.warning("the trainers have failed; they are started again")
+        self._tell(_RESTARTING)
+        try:
+            await self._backend.restart_trainers()
+        except Exception as exc:
+            for job in tuple(self._schedule):
+                self._fail(job, exc)
+            await asyncio.sleep(_IDLE_S)
+        finally:
+            self._tell(Pending())
+
+    def _tell(self, pending: Pending) -> None:
+        self._pending = pending
+        for work in self._open:
+            if work.future is not None:
+                work.future.pending = pending

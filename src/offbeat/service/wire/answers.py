@@ -1,0 +1,130 @@
+"""Outcomes of futures as clients get them: results of passes and samples as protocol buffers, all else as JSON. Given to `futures`."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from offbeat.service.types import (
+    CheckpointSaved,
+    Failed,
+    ModelCreated,
+    Outcome,
+    PassDone,
+    Payload,
+    Sampled,
+    SampledSequence,
+    SamplerSaved,
+    StepDone,
+    TopTokens,
+    WeightsLoaded,
+)
+from offbeat.service.wire import proto
+from offbeat.service.wire.schema import FLOAT32, INT32, LENGTH, STOP
+
+_NO_LOGPROB = -99999.0
+"""In the cells of top tokens that are empty."""
+_SAVES = {"training": "save_weights", "sampler": "save_weights_for_sampler", "external": "save_weights_external"}
+
+
+def encode(outcome: Outcome) -> Payload:
+    """The answer that an outcome is."""
+    match outcome:
+        case PassDone():
+            return _proto("ForwardBackwardOutput", _pass(outcome))
+        case Sampled():
+            return _proto("SampleResponse", _samples(outcome))
+    return Payload("application/json", msgspec.json.encode(_plain(outcome)))
+
+
+def _proto(kind: str, message: Mapping[str, Any]) -> Payload:
+    return Payload("application/x-protobuf", proto.encode(kind, message))
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    match outcome:
+        case ModelCreated():
+            return {"type": "create_model", "model_id": outcome.model_id}
+        case StepDone():  # JSON has no NaN, and clients take none
+            return {"metrics": {name: value for name, value in outcome.metrics.items() if math.isfinite(value)}}
+        case CheckpointSaved():
+            return {"type": _SAVES[outcome.kind], "path": outcome.path, "size_bytes": outcome.size_bytes}
+        case WeightsLoaded():
+            return {"type": "load_weights", "path": outcome.path, "model_id": outcome.model_id}
+        case SamplerSaved():
+            weights = {"path": outcome.path} if outcome.path else {"sampling_session_id": outcome.sampling_session_id}
+            return {"type": "save_weights_for_sampler", **weights}
+        case Failed():
+            return {"error": outcome.message, "category": outcome.category}
+    raise AssertionError(f"{type(outcome).__name__} is no outcome that is JSON")
+
+
+# -- passes --------------------------------------------------------------------------------------------------------------------------------
+
+
+def _pass(outcome: PassDone) -> Mapping[str, Any]:
+    assert all(name.count(":") == 1 for name in outcome.metrics), "clients read metrics as name:reduction"
+    groups = itertools.groupby(outcome.logprobs, key=lambda logprobs: logprobs.shape[1:])
+    return {
+        "loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": [_record(shape, list(group)) for shape, group in groups],
+        "metrics": outcome.metrics}
+
+
+def _record(shape: tuple[int, ...], logprobs: Sequence[np.ndarray]) -> Mapping[str, Any]:
+    """Neighboring datums that differ only in their length."""
+    offsets = np.cumsum([0, *(4 * datum.size for datum in logprobs)])
+    field = {
+        "data": _floats(np.concatenate(logprobs)), "offsets": offsets.astype("<i8").tobytes(), "dtype": FLOAT32, "trailing_shape": shape}
+    return {"type_tag": "ArrayRecord", "fields": {"logprobs": field}, "num_datums": len(logprobs)}
+
+
+# -- samples -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _samples(outcome: Sampled) -> Mapping[str, Any]:
+    message: dict[str, Any] = {"sequences": [_sequence(sequence) for sequence in outcome.sequences]}
+    if outcome.prompt_logprobs is not None:
+        message["prompt_logprobs"] = _floats(outcome.prompt_logprobs)
+    if outcome.topk_prompt is not None:
+        message["topk_prompt_logprobs"] = _top(outcome.topk_prompt)
+    if outcome.target_prompt_logprobs is not None:  # clients have no row for the first position, where nothing can be scored
+        message["target_prompt_logprobs"] = _tensor(outcome.target_prompt_logprobs[1:])
+    if outcome.prompt_alt is not None:
+        ids, logprobs = _filled(outcome.prompt_alt)
+        message["prompt_alt_tokens"] = {"tokens": _tensor(ids), "logprobs": _tensor(logprobs)}
+    return message
+
+
+def _sequence(sequence: SampledSequence) -> Mapping[str, Any]:
+    return {
+        "stop_reason": STOP if sequence.stop_reason == "stop" else LENGTH, "tokens": _ints(sequence.tokens),
+        "logprobs": _floats(sequence.logprobs), "topk_sampled_logprobs": None if sequence.top is None else _top(sequence.top)}
+
+
+def _top(top: TopTokens) -> Mapping[str, Any]:
+    ids, logprobs = _filled(top)
+    length, k = ids.shape
+    return {"token_ids": _ints(ids), "logprobs": _floats(logprobs), "k": k, "length": length}
+
+
+def _filled(top: TopTokens) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probabilities with what the protocol has in empty cells."""
+    empty = top.ids < 0
+    return np.where(empty, 0, top.ids).astype(np.int32), np.where(empty, _NO_LOGPROB, top.logprobs).astype(np.float32)
+
+
+def _tensor(values: np.ndarray) -> Mapping[str, Any]:
+    if values.dtype.kind == "i":
+        return {"dense": _ints(values), "dtype": INT32, "shape": values.shape}
+    return {"dense": _floats(values), "dtype": FLOAT32, "shape": values.shape}
+
+
+def _floats(values: np.ndarray) -> bytes:
+    return values.astype("<f4", copy=False).tobytes()
+
+
+def _ints(values: np.ndarray) -> bytes:
+    return values.astype("<i4", copy=False).tobytes()

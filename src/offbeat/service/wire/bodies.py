@@ -1,0 +1,256 @@
+"""JSON bodies of requests that are not for samples: their fields, ranges and defaults, and what they ask for. Used by `app`."""
+
+import secrets
+from typing import Annotated
+
+import msgspec
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.errors import ConfigError
+from offbeat.service.types import LoraSpec
+from offbeat.service.wire.json_body import Body, Count, Label, Metadata, Seed, Text, TrainingBody, TrainingSeq, TtlSeconds, metadata_of
+
+
+def _refuse_token(token: str | None) -> None:
+    if token:
+        raise ValueError("this server has no weights_access_token; let the owner publish the checkpoint")
+
+
+# -- sessions ------------------------------------------------------------------------------------------------------------------------------
+
+
+class CreateSessionBody(Body):
+    """POST create_session."""
+
+    tags: Annotated[tuple[Label, ...], msgspec.Meta(max_length=100)] = ()
+    user_metadata: Metadata | None = None
+    display_name: Label | None = None
+
+    def __post_init__(self) -> None:
+        metadata_of(self.user_metadata)
+
+
+class SessionBody(Body):
+    """POST session_heartbeat."""
+
+    session_id: Text
+
+
+class FinishReason(Body):
+    """Why a client is done: "success", "errored" or "interrupted"."""
+
+    type: Text
+
+
+class FinishSessionBody(Body):
+    """POST sessions/ID/finish."""
+
+    reason: FinishReason
+
+
+# -- models --------------------------------------------------------------------------------------------------------------------------------
+
+
+class OptimizerConfig(Body):
+    """Which optimizer a model has, for all its life."""
+
+    type: str = "adamw"
+
+    def __post_init__(self) -> None:
+        if self.type != "adamw":
+            raise ValueError(f"this server has no optimizer {self.type[:80]!r}; use adamw")
+
+
+class LoraConfig(Body):
+    """The adapter of a model."""
+
+    rank: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    seed: Seed | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.train_unembed or self.train_mlp or self.train_attn):
+            raise ValueError("lora_config trains nothing; set one of train_attn, train_mlp and train_unembed")
+
+
+class CreateModelBody(Body):
+    """POST create_model."""
+
+    session_id: Text
+    model_seq_id: Count
+    base_model: Text
+    lora_config: LoraConfig | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig | None = None
+
+    def __post_init__(self) -> None:
+        metadata_of(self.user_metadata)
+        if self.lora_config is None:
+            raise ValueError("lora_config is missing; this server trains LoRA adapters only")
+
+    def lora(self, *, alpha: float) -> LoraSpec:
+        """The adapter; the protocol leaves alpha to the server, and the seed where there is none."""
+        assert self.lora_config is not None, "checked when it was read"
+        config = self.lora_config
+        return LoraSpec(
+            rank=config.rank, alpha=alpha, seed=secrets.randbits(31) if config.seed is None else config.seed,
+            train_attn=config.train_attn, train_mlp=config.train_mlp, train_unembed=config.train_unembed)
+
+
+class ModelBody(Body):
+    """POST get_info."""
+
+    model_id: Text
+
+
+class AdamBody(Body):
+    """The settings of one step; ranges are those of `AdamParams`."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepBody(TrainingBody):
+    """POST optim_step."""
+
+    adam_params: AdamBody | None = None
+
+    def __post_init__(self) -> None:
+        if self.adam_params is None:
+            raise ValueError("adam_params is missing; this server has no other optimizer than adamw")
+        try:
+            self.params()
+        except ConfigError as exc:
+            raise ValueError(f"adam_params is wrong: {exc}") from exc
+
+    def params(self) -> AdamParams:
+        assert self.adam_params is not None, "checked when it was read"
+        given = self.adam_params
+        return AdamParams(
+            lr=given.learning_rate, beta1=given.beta1, beta2=given.beta2, eps=given.eps, weight_decay=given.weight_decay,
+            clip_norm=given.grad_clip_norm)
+
+
+class SaveWeightsBody(TrainingBody):
+    """POST save_weights; `path` is the checkpoint's name, None leaves it to the server."""
+
+    path: Text | None = None
+    ttl_seconds: TtlSeconds | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+    def __post_init__(self) -> None:
+        metadata_of(self.user_metadata)
+
+
+class SaveForSamplerBody(TrainingBody):
+    """POST save_weights_for_sampler: by name, or for a sampler at once.
+
+    Its `kind` makes no difference: "inflight" samplers, whose weights might change, get what "snapshot" ones do, weights that never change.
+    """
+
+    path: Text | None = None
+    sampling_session_seq_id: Count | None = None
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: Metadata | None = None
+
+    def __post_init__(self) -> None:
+        metadata_of(self.user_metadata)
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError("give either path, to save by name, or sampling_session_seq_id, for a sampler without a name")
+
+
+class SaveExternalBody(TrainingBody):
+    """POST save_weights_external."""
+
+    path: Text
+    ttl_seconds: TtlSeconds | None = None
+    age_encryption_recipients: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.age_encryption_recipients:
+            raise ValueError("this server does not encrypt exports; leave age_encryption_recipients out and download the files plain")
+
+
+class LoadWeightsBody(Body):
+    """POST load_weights: into a model, or into a new one; which of the two, `creates` says."""
+
+    path: Text
+    optimizer: bool
+    model_id: Text | None = None
+    seq_id: TrainingSeq | None = None
+    session_id: Text | None = None
+    model_seq_id: Count | None = None
+    base_model: Text | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+
+    def __post_init__(self) -> None:
+        metadata_of(self.user_metadata)
+        ours, theirs = (self.model_id, self.seq_id), (self.session_id, self.model_seq_id)
+        if not ((None not in ours and theirs == (None, None)) or (None not in theirs and ours == (None, None))):
+            raise ValueError("give either model_id and seq_id, to load into a model, or session_id and model_seq_id, for a new one")
+        _refuse_token(self.weights_access_token)
+
+    @property
+    def creates(self) -> bool:
+        return self.session_id is not None
+
+
+# -- samplers ------------------------------------------------------------------------------------------------------------------------------
+
+
+class CreateSamplingSessionBody(Body):
+    """POST create_sampling_session."""
+
+    session_id: Text
+    sampling_session_seq_id: Count
+    base_model: Text | None = None
+    model_path: Text | None = None
+
+    def __post_init__(self) -> None:
+        if self.base_model is None and self.model_path is None:
+            raise ValueError("give base_model or model_path")
+
+
+# -- futures and checkpoints ---------------------------------------------------------------------------------------------------------------
+
+
+class RetrieveFutureBody(Body):
+    """POST retrieve_future."""
+
+    request_id: Text
+
+
+class TtlBody(Body):
+    """PUT training_runs/RUN/checkpoints/KIND/NAME/ttl; None keeps it for good."""
+
+    ttl_seconds: TtlSeconds | None
+
+
+class WeightsInfoBody(Body):
+    """POST weights_info."""
+
+    tinker_path: Text
+
+
+class CopyWeightsBody(Body):
+    """POST copy_weights; there are no projects here, so a session and a number say whose the copy is."""
+
+    source_path: Text
+    session_id: Text | None = None
+    model_seq_id: Count | None = None
+    ttl_seconds: TtlSeconds | None = None
+    weights_access_token: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.session_id is None or self.model_seq_id is None:
+            raise ValueError("give session_id and model_seq_id; this server has no projects to copy weights to")
+        _refuse_token(self.weights_access_token)

@@ -1,0 +1,115 @@
+"""How JSON bodies are read: strictly by type and range, with one sentence about what is wrong. Used by `app`, with the kinds of `bodies`.
+
+Fields that a kind does not name are passed over, for clients grow. A check of its own raises ValueError with a whole sentence, of which
+`read_json` makes the refusal.
+"""
+
+import json
+import re
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from offbeat.service.errors import BadRequestError, TooLargeError
+
+T = TypeVar("T")
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+Label = Annotated[str, msgspec.Meta(max_length=1000)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+TrainingSeq = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+"""As many as the protocol's binary half can number."""
+TtlSeconds = Annotated[int, msgspec.Meta(ge=3600, le=10 * 365 * 86400)]
+
+MAX_JSON_BYTES = 16 << 20
+_MAX_METADATA_BYTES = 65536
+_SHOWN = 80
+_KINDS = {
+    "int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list", "object": "an object"}
+
+Metadata = dict[str, msgspec.Raw]
+"""What users attach to things; `metadata_of` reads it."""
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """A JSON object."""
+
+
+class TrainingBody(Body):
+    """What requests to a model have in common: its id, and their place in its order."""
+
+    model_id: Text
+    seq_id: TrainingSeq
+
+
+def read_json(kind: type[T], data: bytes) -> T:
+    """A body of a kind of `Body`.
+
+    Raises:
+        TooLargeError: it has more than `MAX_JSON_BYTES`.
+        BadRequestError: it is not JSON, or a field is missing, of the wrong type or out of range; the sentence names it. For a request to a
+            model it carries the model and the number of the request where they could be read.
+    """
+    if len(data) > MAX_JSON_BYTES:
+        raise TooLargeError(f"the body has {len(data)} bytes; JSON may have {MAX_JSON_BYTES}")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        error = BadRequestError(_sentence(exc, data))
+        error.model_id, error.seq_id = _training_ids(data)
+        raise error from exc
+
+
+def _training_ids(data: bytes) -> tuple[str, int]:
+    """The model and the number of a request to one that is wrong elsewhere."""
+    try:
+        ids = msgspec.json.decode(data, type=TrainingBody)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "", 0
+    return ids.model_id, ids.seq_id
+
+
+def _sentence(exc: Exception, data: bytes) -> str:
+    """What is wrong with a body, from what msgspec says of it."""
+    if isinstance(exc, RecursionError):
+        return "the body has too many lists within lists"
+    if not isinstance(exc, msgspec.ValidationError):
+        return f"the body is not JSON: {exc}" if data else "the body is empty; send a JSON object"
+    said, _, place = str(exc).partition(" - at `$")
+    place = place.strip("`.")
+    if exc.__cause__ is not None:  # one of our own checks, which is a sentence
+        return said
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", said):
+        return f"{place}{place and '.'}{missing[1]} is missing"
+    if wanted := re.match(r"Expected `([^`]*)`([^,]*)", said):
+        kinds = " or ".join(_KINDS.get(kind, kind) for kind in wanted[1].split(" | "))
+        return f"{place or 'the body'} must be {kinds}{wanted[2]}, got {_value_at(place, data)}"
+    return f"{place or 'the body'} is wrong: {said}"
+
+
+def _value_at(place: str, data: bytes) -> str:
+    """The start of the JSON at a place such as `a.b[0]`."""
+    try:
+        value = msgspec.json.decode(data)
+        for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
+            value = value[int(index)] if index else value[key]
+        text = json.dumps(value)
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, RecursionError):  # it is not JSON further on
+        return "something else"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def metadata_of(given: Metadata | None) -> dict[str, str]:
+    """A user's metadata as texts, for so it is given back; what is no text is its JSON.
+
+    Raises:
+        ValueError: it is too large, or not Unicode.
+    """
+    raw = {key: bytes(value) for key, value in (given or {}).items()}
+    if sum(len(key) + len(value) for key, value in raw.items()) > _MAX_METADATA_BYTES:
+        raise ValueError(f"user_metadata may have {_MAX_METADATA_BYTES} bytes in all; keep larger things elsewhere")
+    try:
+        return {key: msgspec.json.decode(text, type=str) if text[:1] == b'"' else text.decode() for key, text in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ValueError(f"user_metadata holds what is not Unicode: {exc}") from exc

@@ -1,0 +1,93 @@
+"""Answers that are given at once, as dictionaries for JSON. Used by `app`."""
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from offbeat.service.ids import CheckpointPath
+from offbeat.service.types import CheckpointInfo, LoraSpec, ModelInfo, Pending, SamplerInfo, SessionInfo
+
+Answer = dict[str, Any]
+
+
+def pending(request_id: str, state: Pending) -> Answer:
+    """A future that has not ended; to be sent with status 408, after which clients ask again at once."""
+    reason = {"queue_state_reason": state.reason} if state.reason else {}
+    return {"type": "try_again", "request_id": request_id, "queue_state": state.queue_state, **reason}
+
+
+def sample_accepted(request_id: str, *, num_samples: int) -> Answer:
+    """A call for samples goes on under this id; each sample has one of its own."""
+    return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{index}" for index in range(num_samples)]}
+
+
+def capabilities(base_model: str, *, context: int) -> Answer:
+    """What the server offers: one model."""
+    model = {"model_name": base_model, "max_context_length": context, "trainable": True, "sampleable": True}
+    return {"supported_models": [model]}
+
+
+def model_info(model: ModelInfo, *, tokenizer_id: str) -> Answer:
+    """A model, for the client that trains it."""
+    return {
+        "type": "get_info", "model_id": model.model_id, "model_name": model.base_model, "is_lora": True, "lora_rank": model.lora.rank,
+        "model_data": {"model_name": model.base_model, "tokenizer_id": tokenizer_id}}
+
+
+def training_run(
+    model: ModelInfo, *, last_checkpoint: CheckpointInfo | None = None, last_sampler_checkpoint: CheckpointInfo | None = None,
+) -> Answer:
+    """A model, for whoever looks at what there is."""
+    return {
+        "training_run_id": model.model_id, "base_model": model.base_model, "model_owner": model.owner, "is_lora": True, "corrupted": False,
+        "lora_rank": model.lora.rank, "last_request_time": time_text(model.last_request),
+        "last_checkpoint": last_checkpoint and checkpoint(last_checkpoint),
+        "last_sampler_checkpoint": last_sampler_checkpoint and checkpoint(last_sampler_checkpoint), "user_metadata": dict(model.metadata)}
+
+
+def training_runs(runs: Iterable[Answer], *, limit: int, offset: int, total: int) -> Answer:
+    """A page of what `training_run` gave."""
+    return {"training_runs": list(runs), "cursor": {"offset": offset, "limit": limit, "total_count": total}}
+
+
+def checkpoint(info: CheckpointInfo) -> Answer:
+    """A checkpoint."""
+    path = CheckpointPath(info.run_id, info.kind, info.name)
+    return {
+        "checkpoint_id": path.short, "checkpoint_type": info.kind, "time": time_text(info.created), "tinker_path": str(path),
+        "size_bytes": info.size_bytes, "public": info.public, "user_metadata": dict(info.metadata),
+        "expires_at": None if info.expires is None else time_text(info.expires)}
+
+
+def checkpoints(infos: Iterable[CheckpointInfo], *, limit: int, offset: int, total: int) -> Answer:
+    """A page of checkpoints."""
+    return {"checkpoints": [checkpoint(info) for info in infos], "cursor": {"offset": offset, "limit": limit, "total_count": total}}
+
+
+def weights_info(base_model: str, lora: LoraSpec) -> Answer:
+    """What somebody who is to load a checkpoint needs to know of it."""
+    return {
+        "base_model": base_model, "is_lora": True, "lora_rank": lora.rank, "train_unembed": lora.train_unembed,
+        "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
+
+
+def external_weights_urls(urls: Mapping[str, str], *, expires: float) -> Answer:
+    """Where the files of an export are, by their names; seconds since the epoch."""
+    return {"urls": dict(urls), "expires": time_text(expires)}
+
+
+def sampler(info: SamplerInfo) -> Answer:
+    """A sampler."""
+    return {"sampler_id": info.sampler_id, "base_model": info.base_model, "model_path": info.model_path}
+
+
+def session(info: SessionInfo) -> Answer:
+    """A session with what belongs to it."""
+    return {
+        "training_run_ids": list(info.run_ids), "sampler_ids": list(info.sampler_ids), "user_metadata": dict(info.metadata),
+        "display_name": info.display_name or None}
+
+
+def time_text(seconds: float) -> str:
+    """A time since the epoch as the protocol writes it: ISO 8601 in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

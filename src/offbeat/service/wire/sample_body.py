@@ -1,0 +1,130 @@
+"""The JSON body that asks for samples, and what it asks for in the service's own terms. Used by `app`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from offbeat.service.errors import BadRequestError
+from offbeat.service.types import SampleRequest
+from offbeat.service.wire.json_body import Body, Count, Seed, Text
+from offbeat.service.wire.limits import WireLimits
+from offbeat.service.wire.schema import INT64
+from offbeat.service.wire.tensors import read_tensor
+
+Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+TokenOrNone = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+TopTokens = Annotated[int, msgspec.Meta(ge=0, le=256)]
+
+
+class Chunk(Body):
+    """A piece of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[Token] | None = None
+
+
+class Prompt(Body):
+    """Pieces that follow each other."""
+
+    chunks: list[Chunk]
+
+
+class SamplingParams(Body):
+    """How to sample; top_k is -1 for no limit."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    seed: Seed | None = None
+    stop: Text | Annotated[list[Text | Token], msgspec.Meta(max_length=64)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = -1
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, list) and len({type(stop) for stop in self.stop}) > 1:
+            raise ValueError("stop must hold either strings or token ids, got both")
+
+    @property
+    def stops(self) -> Any:
+        """As `SampleRequest` has them."""
+        return (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop)
+
+
+class TensorBody(Body):
+    """A tensor of token ids, dense or in compressed sparse rows; -1 is no token."""
+
+    data: list[TokenOrNone]
+    dtype: str
+    shape: list[Count]
+    sparse_crow_indices: list[Count] | None = None
+    sparse_col_indices: list[Count] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype != "int64":
+            raise ValueError(f"a tensor of token ids must have the dtype int64, got {self.dtype[:40]!r}")
+
+    def message(self) -> Mapping[str, Any]:
+        """The same in the form of the protocol's binary half."""
+        values, crow, col = (
+            np.array(given or (), np.int64).tobytes() for given in (self.data, self.sparse_crow_indices, self.sparse_col_indices))
+        if self.sparse_crow_indices is None:
+            return {"dense": values, "dtype": INT64, "shape": self.shape}
+        return {"sparse_csr": {"values": values, "crow_indices": crow, "col_indices": col}, "dtype": INT64, "shape": self.shape}
+
+
+class SampleBody(Body):
+    """POST asample."""
+
+    prompt: Prompt
+    sampling_params: SamplingParams
+    sampling_session_id: Text
+    seq_id: Count
+    num_samples: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: TopTokens = 0
+    topk_sample_logprobs: TopTokens = 0
+    target_prompt_logprobs: TensorBody | None = None
+    prompt_alt_tokens_k: TopTokens = 0
+    prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    def request(self, limits: WireLimits) -> SampleRequest:
+        """What is asked for.
+
+        Raises:
+            BadRequestError: the prompt is empty, too long or not text, or a field does not fit it.
+        """
+        prompt = self._prompt(limits)
+        last_n, params = self.prompt_logprobs_last_n, self.sampling_params
+        if last_n is not None and (not self.prompt_logprobs or last_n >= len(prompt)):
+            raise BadRequestError(
+                f"prompt_logprobs_last_n needs prompt_logprobs, and must be 1 to {len(prompt) - 1} for this prompt, got {last_n}")
+        return SampleRequest(
+            sampling_session_id=self.sampling_session_id, seq_id=self.seq_id, prompt=prompt, num_samples=self.num_samples,
+            max_tokens=params.max_tokens, seed=params.seed, stop=params.stops, temperature=params.temperature,
+            top_k=max(params.top_k, 0), top_p=params.top_p, prompt_logprobs=bool(self.prompt_logprobs),
+            topk_prompt_logprobs=self.topk_prompt_logprobs, topk_sample_logprobs=self.topk_sample_logprobs,
+            target_prompt_logprobs=self._targets(len(prompt), limits), prompt_alt_tokens_k=self.prompt_alt_tokens_k,
+            prompt_logprobs_last_n=last_n)
+
+    def _prompt(self, limits: WireLimits) -> tuple[int, ...]:
+        for index, chunk in enumerate(self.prompt.chunks):
+            if chunk.type != "encoded_text" or chunk.tokens is None:
+                raise BadRequestError(f"prompt.chunks[{index}] is {chunk.type[:80]!r}; this server takes encoded_text only, with tokens")
+        tokens = tuple(token for chunk in self.prompt.chunks for token in chunk.tokens or ())
+        limits.check_length("prompt", len(tokens))
+        limits.check_ids("prompt", tokens)
+        return tokens
+
+    def _targets(self, length: int, limits: WireLimits) -> np.ndarray | None:
+        """[length, K] int64, -1 for none. The request's rows are for the positions after the first, which nothing stands before."""
+        tensor, name = self.target_prompt_logprobs, "target_prompt_logprobs"
+        if tensor is None:
+            return None
+        read = read_tensor(tensor.message(), name=name, max_cells=limits.max_cells)
+        if len(read.shape) != 2 or read.shape[0] != length - 1:
+            raise BadRequestError(f"{name} must have the shape [{length - 1}, K] for a prompt of {length} tokens, got {list(read.shape)}")
+        limits.check_ids(name, read.values[read.values != -1])
+        targets = np.full((length, read.shape[1]), -1, np.int64)
+        targets[1:].flat[slice(None) if read.cells is None else read.cells] = read.values
+        return targets

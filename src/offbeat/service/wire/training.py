@@ -1,0 +1,188 @@
+"""Requests for forward and backward passes: from the body to a batch of datums. Used by `app`.
+
+A body is checked as a whole before any of it is worked on, and what is wrong is said with the datum and the field where it is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offbeat.data.datums import LOSSES, DatumBatch, LossSpec
+from offbeat.errors import DataError
+from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
+from offbeat.service.types import Layout, TrainingData
+from offbeat.service.wire.limits import WireLimits
+from offbeat.service.wire.proto import Message, decode
+from offbeat.service.wire.tensors import Tensor, read_tensor
+
+_INPUTS = {"weights": "weights", "rollout_logprobs": "logprobs", "advantages": "advantages", "ratio_mask": "sequence_ratio_mask"}
+"""Fields of a `DatumBatch`, and what the protocol calls them."""
+_CONSTANTS = {"clip_low": "clip_low_threshold", "clip_high": "clip_high_threshold", "beta": "beta"}
+_TOKEN = np.dtype("<i4")
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBackward:
+    """A forward pass over datums, and unless `forward_only` a backward pass."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool
+    data: TrainingData
+
+
+def read_forward_backward(body: bytes, *, limits: WireLimits) -> ForwardBackward:
+    """A request for a pass.
+
+    Without `weights`, cross_entropy gives every target that is listed the weight 1.
+
+    Raises:
+        BadRequestError: something is wrong with it.
+        TooLargeError: it is larger than the limits; either error carries the model and the number of the request where they could be read.
+    """
+    message: Message = {}
+    try:
+        decode("ForwardBackwardRequest", body, max_fields=limits.max_fields, into=message)
+        model_id, seq_id = message.get("model_id", ""), message.get("seq_id", 0)
+        if not model_id or seq_id < 1:
+            raise BadRequestError(f"model_id must be given and seq_id at least 1, got {model_id[:80]!r} and {seq_id}")
+        return ForwardBackward(model_id, seq_id, message.get("forward_only", False), _training_data(message, limits))
+    except RequestError as exc:
+        exc.model_id, exc.seq_id = message.get("model_id", ""), message.get("seq_id", 0)
+        raise
+
+
+def _training_data(message: Message, limits: WireLimits) -> TrainingData:
+    loss = _loss(message)
+    data = message.get("data", [])
+    if not data:
+        raise BadRequestError("data must hold at least one datum")
+    if len(data) > limits.max_datums:
+        raise TooLargeError(f"data must hold at most {limits.max_datums} datums, got {len(data)}; send them in several requests")
+    reader = _DatumReader(loss, limits)
+    for index, datum in enumerate(data):
+        reader.add(f"data[{index}]", datum)
+    return reader.finish()
+
+
+def _loss(message: Message) -> LossSpec:
+    name = message.get("loss_fn", "")
+    if name not in LOSSES:
+        raise BadRequestError(f"this server has no loss {name[:80]!r}; set loss_fn to one of {', '.join(LOSSES)}")
+    given = {key: value.get("number", value.get("text")) for key, value in message.get("loss_fn_config_v2", {}).items()}
+    given = given or message.get("loss_fn_config", {})
+    known = {_CONSTANTS[constant]: constant for constant in LOSSES[name].constants}
+    for key, value in given.items():
+        if key not in known:
+            raise BadRequestError(f"loss_fn_config of {name} has no {key[:80]!r}; it has {', '.join(known) or 'no settings'}")
+        if not isinstance(value, float):
+            raise BadRequestError(f"{key} in loss_fn_config must be a number, got {str(value)[:80]!r}")
+    try:
+        return LossSpec.of(name, **{known[key]: value for key, value in given.items()})
+    except DataError as exc:
+        raise BadRequestError(f"loss_fn_config is wrong: {exc}") from exc
+
+
+class _DatumReader:
+    """Checks one datum after the other and collects their arrays."""
+
+    def __init__(self, loss: LossSpec, limits: WireLimits) -> None:
+        self._loss = loss
+        self._limits = limits
+        self._cells_left = limits.max_cells
+        self._tokens_left = limits.max_tokens
+        self._inputs = {_INPUTS[name]: name for name in LOSSES[loss.name].inputs}
+        self._tokens: list[np.ndarray] = []
+        self._counts: list[np.ndarray] = []
+        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in ("targets", *self._inputs.values())}
+        self._layouts: list[Layout] = []
+
+    def add(self, name: str, datum: Message) -> None:
+        tokens = self._read_tokens(name, datum.get("model_input", []))
+        tensors = self._read_tensors(name, datum.get("loss_fn_inputs", {}))
+        targets = tensors.pop("target_tokens")
+        self._check_targets(name, targets, len(tokens))
+        for key, tensor in tensors.items():
+            if tensor.shape != targets.shape:
+                raise BadRequestError(
+                    f"{name}.{key} must have the shape {list(targets.shape)} of target_tokens, got {list(tensor.shape)}")
+        cells = _cells([targets, *tensors.values()])
+        self._tokens.append(tokens)
+        self._layouts.append(Layout(targets.shape, cells))
+        width = targets.shape[-1] if len(targets.shape) == 2 else 1
+        self._counts.append(np.full(len(tokens), width) if cells is None else np.bincount(cells // width, minlength=len(tokens)))
+        for key, tensor in {"target_tokens": targets, **tensors}.items():
+            values = tensor.dense()
+            self._columns[self._inputs.get(key, "targets")].append(values if cells is None else values[cells])
+        if "weights" in self._inputs and "weights" not in tensors:
+            self._columns["weights"].append(np.ones(len(self._columns["targets"][-1]), np.float32))
+
+    def _read_tokens(self, name: str, chunks: Sequence[Message]) -> np.ndarray:
+        parts = []
+        for chunk in chunks:
+            if chunk.keys() != {"encoded_text"}:
+                kind = " and ".join(chunk) or "nothing"
+                raise BadRequestError(f"{name}.model_input holds {kind}; this server takes text only, as encoded_text")
+            data = chunk["encoded_text"].get("tokens", b"")
+            if len(data) % _TOKEN.itemsize:
+                raise BadRequestError(f"{name}.model_input must hold int32 tokens of 4 bytes, got {len(data)} bytes")
+            parts.append(np.frombuffer(data, _TOKEN))
+        tokens = np.concatenate(parts) if parts else np.empty(0, _TOKEN)
+        self._limits.check_length(f"{name}.model_input", len(tokens))
+        self._limits.check_ids(f"{name}.model_input", tokens)
+        self._tokens_left -= len(tokens)
+        if self._tokens_left < 0:
+            raise TooLargeError(f"data must hold at most {self._limits.max_tokens} tokens; send it in several requests")
+        return tokens
+
+    def _read_tensors(self, name: str, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        known = ("target_tokens", *self._inputs)
+        if unknown := inputs.keys() - set(known):
+            raise BadRequestError(f"{name}.loss_fn_inputs: {self._loss.name} takes {', '.join(known)}, got {min(unknown)[:80]!r}")
+        # Weights of 1 are what clients of other servers mean by none.
+        if missing := [key for key in known if key not in inputs and key != "weights"]:
+            raise BadRequestError(f"{name}.loss_fn_inputs: {self._loss.name} needs {', '.join(known)}; {missing[0]} is missing")
+        tensors = {key: read_tensor(tensor, name=f"{name}.{key}", max_cells=self._cells_left) for key, tensor in inputs.items()}
+        if (mask := tensors.get("sequence_ratio_mask")) and np.any((mask.values != 0) & (mask.values != 1)):
+            raise BadRequestError(f"{name}.sequence_ratio_mask must hold only 0 and 1")
+        return tensors
+
+    def _check_targets(self, name: str, targets: Tensor, num_tokens: int) -> None:
+        shapes = "[N]" if self._loss.name != "cross_entropy" else "[N] or [N, K]"
+        if targets.shape[0] != num_tokens or (len(targets.shape) == 2 and self._loss.name != "cross_entropy"):
+            raise BadRequestError(
+                f"{name}.target_tokens must have the shape {shapes} for N = {num_tokens} tokens of model_input, got {list(targets.shape)}")
+        if targets.values.dtype.kind != "i":
+            raise BadRequestError(f"{name}.target_tokens must be int64, got float32")
+        self._limits.check_ids(f"{name}.target_tokens", targets.values)
+        self._cells_left -= math.prod(targets.shape)
+
+    def finish(self) -> TrainingData:
+        """The batch of all that was added."""
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        num_targets = len(columns["targets"])
+        for name in _INPUTS:
+            columns.setdefault(name, np.zeros(num_targets, np.float32))
+        try:
+            batch = DatumBatch(
+                tokens=np.concatenate(self._tokens), offsets=_bounds([len(tokens) for tokens in self._tokens]),
+                target_offsets=_bounds(np.concatenate(self._counts)), losses=(self._loss,),
+                loss_ids=np.zeros(len(self._tokens), np.int64), **columns)
+        except DataError as exc:
+            raise BadRequestError(f"data is wrong: {exc}") from exc
+        return TrainingData(batch, tuple(self._layouts))
+
+
+def _cells(tensors: Sequence[Tensor]) -> np.ndarray | None:
+    """The cells to compute: all if the targets, which come first, are dense, else those where any tensor differs from 0."""
+    if tensors[0].cells is None:
+        return None
+    listed = [np.flatnonzero(tensor.values) if tensor.cells is None else tensor.cells for tensor in tensors]
+    return np.unique(np.concatenate(listed))
+
+
+def _bounds(lengths: Any) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -1,0 +1,181 @@
+"""What a model can be asked for, and a request under way: its job for the schedule, and its outcome from what the turns or errors gave.
+
+Made by `service`, carried out by `training` and `saving`.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.data.datums import DatumBatch
+from offbeat.errors import OffbeatError, PublishError, StorageError, UserError
+from offbeat.service.futures import Future
+from offbeat.service.ids import CheckpointPath
+from offbeat.service.models import Model
+from offbeat.service.schedule import Job, Lane, Part
+from offbeat.service.types import Category, Failed, Layout, PassDone, TrainingData
+from offbeat.trainer.adapter_types import DatumPass
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A forward, and backward if it learns."""
+
+    data: TrainingData
+    learn: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step."""
+
+    params: AdamParams
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint of weights and optimizer."""
+
+    name: str
+    ttl_s: float | None
+    overwrite: bool
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class SaveSampler:
+    """Weights to sample, by name, or without one for the sampler of this number."""
+
+    name: str | None
+    sampler_seq: int | None
+    ttl_s: float | None
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Export:
+    """Weights to download."""
+
+    name: str
+    ttl_s: float | None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Go on from a checkpoint; `creates` if that is how the model begins."""
+
+    path: CheckpointPath
+    optimizer: bool
+    creates: bool = False
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Leave the trainers: for good if the session has ended."""
+
+    ends: bool
+
+
+Request = Pass | Step | Save | SaveSampler | Export | Load | Leave
+_LANES: Mapping[type, Lane] = {Step: Lane.STEP, Save: Lane.ALONE, SaveSampler: Lane.ALONE, Export: Lane.ALONE, Load: Lane.ALONE,
+                               Leave: Lane.ALONE}
+
+
+class Work:
+    """A request under way.
+
+    Attributes:
+        number: in the order of arrival, over all models.
+        seq: of the model's requests; 0 for what has no place among them.
+        future: None for what nobody waits for.
+        passes: what the turns gave so far.
+        has_ended: its outcome is there.
+    """
+
+    def __init__(self, number: int, model: Model, seq: int, request: Request, future: Future | None) -> None:
+        self.number = number
+        self.model = model
+        self.seq = seq
+        self.request = request
+        self.future = future
+        self.since = time.monotonic()
+        self.passes: list[DatumPass] = []
+        self.has_ended = False
+
+    @property
+    def tokens(self) -> int:
+        """Of a pass."""
+        return self.request.data.batch.num_tokens if isinstance(self.request, Pass) else 0
+
+    def job(self) -> "Job[Work]":
+        """For the schedule."""
+        request, model = self.request, self.model
+        if isinstance(request, Pass):
+            lane = Lane.LEARN if request.learn else Lane.SCORE
+            return Job(model.id, model.row.owner, lane, self, sizes=request.data.batch.lengths)
+        return Job(model.id, model.row.owner, _LANES[type(request)], self)
+
+
+def params_of(work: Work) -> AdamParams:
+    assert isinstance(work.request, Step), "of the lane of steps"
+    return work.request.params
+
+
+def _data(work: Work) -> TrainingData:
+    assert isinstance(work.request, Pass), "of a lane of passes"
+    return work.request.data
+
+
+def datums_of(part: Part[Work]) -> DatumBatch:
+    batch = _data(part.job.item).batch
+    return batch if part.end - part.start == len(batch) else batch.select(np.arange(part.start, part.end))
+
+
+def split(passed: DatumPass, batches: Sequence[DatumBatch]) -> list[DatumPass]:
+    """What a pass over batches one after the other gave for each."""
+    sequences = np.cumsum([0, *map(len, batches)])
+    targets = np.cumsum([0, *(batch.num_targets for batch in batches)])
+    bounds = zip(pairwise(targets), pairwise(sequences), strict=True)
+    return [DatumPass(passed.logprobs[start:end], passed.losses[first:last]) for (start, end), (first, last) in bounds]
+
+
+def pass_done(work: Work) -> PassDone:
+    """All turns' parts as one, in the form of the targets."""
+    data = _data(work)
+    logprobs, losses = (np.concatenate([getattr(passed, name) for passed in work.passes]) for name in ("logprobs", "losses"))
+    bounds = data.batch.sequence_target_offsets
+    told = tuple(_laid_out(logprobs[bounds[i] : bounds[i + 1]], layout) for i, layout in enumerate(data.layouts))
+    return PassDone(told, losses, {"loss:sum": float(losses.astype(np.float64).sum())})
+
+
+def _laid_out(logprobs: np.ndarray, layout: Layout) -> np.ndarray:
+    if layout.cells is None:
+        return logprobs.reshape(layout.shape)
+    dense = np.zeros(layout.shape, np.float32)
+    dense.reshape(-1)[layout.cells] = logprobs
+    return dense
+
+
+def category_of(exc: Exception) -> Category:
+    """Whose fault an error is."""
+    return "user" if isinstance(exc, UserError) and not isinstance(exc, StorageError) else "server"
+
+
+def explain(exc: Exception, *, name: str) -> Failed:
+    """One sentence for the client whose request is called `name`, and the whole for the log."""
+    if category_of(exc) == "user":
+        _log.info("%s failed: %s", name, exc)
+        return Failed(str(exc), "user")
+    _log.error("%s failed: %s", name, exc, exc_info=not isinstance(exc, OffbeatError))
+    if isinstance(exc, StorageError | PublishError):
+        return Failed(str(exc), "server")
+    if isinstance(exc, OffbeatError):
+        return Failed("the trainers failed while they worked on this request; they are started again, so send it again", "server")
+    return Failed(f"the server failed in a way that it did not expect; its log has the reason under {name}", "server")

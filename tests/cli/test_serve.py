@@ -1,0 +1,123 @@
+"""`offbeat serve`: serves until interrupted, saves what there is, and says in one sentence what it cannot."""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from http_serving import Client
+from offbeat.cli.main import main
+from protocol import PROTOBUF, datum, finished, model_of, pass_body, session_of
+from small_run import start_offbeat
+from waiting import wait_until
+
+
+@contextmanager
+def server(model_dir: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server that runs, and its URL."""
+    arguments = ["--model", model_dir, "--port", "0", "--data-dir", str(folder), "--model-name", "org/small", "--max-lora-rank", "4"]
+    with start_offbeat("serve", *arguments) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(5)]
+            found = re.search(r"at (http://127\.0\.0\.1:\d+);", "".join(lines))
+            assert found, "".join(lines) + process.communicate(timeout=30)[1]
+            assert f"export TINKER_BASE_URL={found[1]}" in lines[2] and "TINKER_API_KEY=tml-" in lines[3] and "org/small" in lines[4]
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+def use(url: str, body: Callable[[Client], Awaitable[Any]]) -> Any:
+    """What a test's body gives, given a client of the server."""
+    async def main() -> Any:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as http:
+            return await body(Client(url, http))
+
+    return asyncio.run(main())
+
+
+def test_ctrl_c_saves_every_model_and_leaves_nothing(model_dir: str, tmp_path: Path) -> None:
+    async def train(client: Client) -> str:
+        model = await model_of(client, await session_of(client))
+        await client.post("forward_backward", pass_body(model, 1, [datum([13, 14, 15, 9, 8, 7])]), headers=PROTOBUF)
+        await finished(client, await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.01}}))
+        return model
+
+    folder = tmp_path / "data"
+    with server(model_dir, folder) as (process, url):
+        model = use(url, train)
+        tree = psutil.Process(process.pid).children(recursive=True)
+        assert main(["serve", "--model", model_dir, "--port", "0", "--data-dir", str(folder)]) == 2, "the folder is taken"
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=40)
+        assert (process.returncode, stderr) == (0, "") and "ending: saving every model" in stdout
+        wait_until(lambda: not any(child.is_running() for child in tree), timeout_s=10)
+    with closing(sqlite3.connect(folder / "service.db")) as database:
+        ((state, step),) = database.execute("SELECT state_folder, step FROM models WHERE id = ?", (model,))
+    assert step == 1 and (folder / "checkpoints" / state / "manifest.json").is_file()
+    rows = [json.loads(line) for line in (folder / "log" / "service.jsonl").read_text().splitlines()]
+    created = next(row for row in rows if row["message"] == "POST /api/v1/create_model")
+    assert created["status"] == 200 and created["owner"].startswith("key-") and len(created["request"]) == 12
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str], model_dir: str, tmp_path: Path) -> Callable[..., str]:
+    """Runs `offbeat serve` with more arguments, expects exit code 2, and gives the one line on stderr."""
+
+    def run(*arguments: str) -> str:
+        given = {"--model": model_dir, "--port": "0", "--data-dir": str(tmp_path / "data")}
+        given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+        assert main(["serve", *(word for pair in given.items() for word in pair)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("offbeat: ")
+        return line
+
+    return run
+
+
+KEYS = {"none.toml": "", "twice.toml": '[owners.a]\nkey = "tml-1"\n[owners.b]\nkey = "tml-1"\n', "plain.toml": '[owners.a]\nkey = "sk-1"\n'}
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--host", "0.0.0.0"], "can be reached by other machines, so serve.keys must name a file of API keys"),
+    (["--model", "nowhere/at/all"], "model folder 'nowhere/at/all' does not exist"),
+    (["--port", "70000"], "serve.port must be <= 65535, got 70000"),
+    (["--keys", "absent.toml"], "absent.toml cannot be read"),
+    (["--keys", "none.toml"], "none.toml cannot be used"),
+    (["--keys", "twice.toml"], "have the same key"),
+    (["--keys", "plain.toml"], "does not begin with tml-"),
+    (["--database", "mysql://x/y"], "the database's URL cannot be used"),
+    (["--max-lora-rank", "0"], "model.lora.rank must be at least 1 to serve tenants, got 0"),
+    (["--num-engines", "0"], "inference.num_engines must be >= 1, got 0"),
+    (["--serve.max_tokens_per_pas", "5"], "did you mean serve.max_tokens_per_pass?"),
+    (["--data-dir", "none.toml"], "cannot be written"),
+])
+def test_what_cannot_be_served_is_one_sentence(
+    fails: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in KEYS.items():
+        (tmp_path / name).write_text(text)
+    assert sentence in fails(*arguments)
+
+
+def test_a_taken_port_and_a_newer_database_are_one_sentence(fails: Callable[..., str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        assert f"cannot listen on 127.0.0.1:{port}" in fails("--port", port)
+    (tmp_path / "data").mkdir(exist_ok=True)
+    with closing(sqlite3.connect(tmp_path / "data" / "service.db")) as database:
+        database.executescript("CREATE TABLE schema_version (version BIGINT); INSERT INTO schema_version VALUES (999)")
+    assert "made by a newer Offbeat" in fails()

@@ -1,0 +1,19 @@
+"""[serve]: the service for many tenants."""
+
+import pytest
+from pydantic import ValidationError
+
+from offbeat.config.service import ServeConfig
+
+
+def test_nobody_but_this_machine_is_served_unless_asked_for() -> None:
+    serve = ServeConfig()
+    assert serve.host == "127.0.0.1" and not serve.keys and not serve.public_status
+
+
+@pytest.mark.parametrize("values", [
+    {"port": -1}, {"port": 65536}, {"data_dir": ""}, {"host": ""}, {"max_tokens_per_pass": 0}, {"gap_patience_s": 0},
+    {"max_body_bytes": 10}, {"result_retention_s": 60}, {"max_samples_in_flight": 0}])
+def test_settings_that_cannot_work_are_refused(values: dict) -> None:
+    with pytest.raises(ValidationError):
+        ServeConfig(**values)

@@ -1,0 +1,117 @@
+"""The gate before every handler: keys, bodies, errors as answers, and a log line for each."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zstandard
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.responses import Response
+
+from http_serving import Client, serving
+from offbeat.errors import StorageError
+from offbeat.service.app.app import make_app
+from offbeat.service.app.body import Bodies
+from offbeat.service.app.journal import Journal
+from offbeat.service.app.reply import Call, Endpoint, answer
+from offbeat.service.errors import BadRequestError, LostError, OverLimitError, UnknownError
+from offbeat.service.keys import Keys
+from offbeat.telemetry.log import set_up_logging
+
+KEYS = '[owners.alice]\nkey = "tml-alice"\n[owners.bob]\nkey = "tml-bob"\n'
+ERRORS = {
+    "bad": BadRequestError("seq_id must be at least 1"), "unknown": UnknownError("there is no such thing"),
+    "lost": LostError("send it again"), "busy": OverLimitError("too much under way", retry_after_s=2.5),
+    "full": StorageError("the disk is full"), "bug": ZeroDivisionError("secret detail")}
+
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Iterator[Path]:
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    set_up_logging(tmp_path / "log.jsonl", as_json=True)
+    yield tmp_path / "log.jsonl"
+    for handler in root.handlers:
+        handler.close()
+    root.handlers = handlers
+
+
+async def echo(call: Call) -> Response:
+    return answer({"owner": call.caller.owner, "body": call.body.decode()})
+
+
+async def fail(call: Call) -> Response:
+    raise ERRORS[call.param("how")]
+
+
+@asynccontextmanager
+async def gate(tmp_path: Path, registry: CollectorRegistry | None = None) -> AsyncIterator[tuple[Client, Journal]]:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    journal = Journal(registry or CollectorRegistry())
+    endpoints = [Endpoint("POST", "/api/v1/echo", echo), Endpoint("GET", "/api/v1/fail/{how}", fail)]
+    app = make_app(endpoints, [], keys=Keys.load(tmp_path / "keys.toml"), bodies=Bodies(2**20), journal=journal)
+    async with serving(app) as client:
+        yield client, journal
+
+
+def test_a_request_reaches_its_handler_with_its_owner_and_its_body(tmp_path: Path):
+    async def body() -> None:
+        async with gate(tmp_path) as (client, _):
+            assert (await client.post("echo", b"hello")).json == {"owner": "alice", "body": "hello"}
+            packed = zstandard.compress(b"packed")
+            there = await client.of("tml-bob").post("echo", packed, headers={"content-encoding": "zstd"})
+            assert there.json == {"owner": "bob", "body": "packed"} and len(there.headers["x-request-id"]) == 12
+            for key in ("", "tml-mallory", "sk-1"):
+                refused = await client.of(key).post("echo", b"hello")
+                assert refused.status == 401 and "TINKER_API_KEY" in refused.detail
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("how", "status", "sentence", "retry"), [
+    ("bad", 422, "seq_id must be at least 1", None), ("unknown", 404, "there is no such thing", None), ("lost", 410, "send it again", None),
+    ("busy", 429, "too much under way", "2.5"), ("full", 503, "the disk is full", "2"), ("bug", 500, "its log has the reason", None)])
+def test_every_error_is_a_status_and_one_sentence(
+    tmp_path: Path, log_file: Path, how: str, status: int, sentence: str, retry: str | None,
+):
+    async def body() -> None:
+        async with gate(tmp_path) as (client, journal):
+            refused = await client.get(f"fail/{how}")
+            assert refused.status == status and sentence in refused.detail and "secret" not in refused.detail
+            assert refused.headers.get("retry-after") == retry
+            found = [(trouble.request_id, trouble.owner) for trouble in journal.troubles if sentence in trouble.sentence]
+            assert found == ([] if how == "busy" else [(refused.headers["x-request-id"], "alice")])
+            rows = [json.loads(line) for line in log_file.read_text().splitlines()]
+            assert all(row["request"] == refused.headers["x-request-id"] for row in rows)
+            assert (rows[-1]["owner"], rows[-1]["status"]) == ("alice", status)
+            assert any("ZeroDivisionError: secret detail" in row.get("traceback", "") for row in rows) is (how == "bug")
+
+    asyncio.run(body())
+
+
+def test_paths_and_methods_that_are_not_there_are_told(tmp_path: Path):
+    async def body() -> None:
+        async with gate(tmp_path) as (client, _):
+            absent = await client.get("audit")
+            assert (absent.status, absent.detail) == (404, "this server has no GET /api/v1/audit")
+            wrong = await client.get("echo")
+            assert (wrong.status, wrong.detail) == (405, "/api/v1/echo does not take GET")
+
+    asyncio.run(body())
+
+
+def test_requests_are_counted_by_endpoint_and_status(tmp_path: Path):
+    async def body() -> None:
+        registry = CollectorRegistry()
+        async with gate(tmp_path, registry) as (client, _):
+            for how in ("bad", "bad", "lost"):
+                await client.get(f"fail/{how}")
+            text = generate_latest(registry).decode()
+            assert 'offbeat_http_requests_total{endpoint="fail/{how}",status="422"} 2.0' in text
+            assert 'offbeat_http_seconds_count{endpoint="fail/{how}"} 3.0' in text
+
+    asyncio.run(body())

@@ -1,0 +1,89 @@
+"""Runs, checkpoints and sessions over HTTP."""
+
+import time
+from pathlib import Path
+
+import pytest
+from peft import PeftConfig
+from safetensors.numpy import load
+
+from http_serving import Client, Serve
+from offbeat.service.app.routes_rest import Links
+from protocol import finished, model_of, session_of
+
+
+def test_runs_and_checkpoints_are_listed_published_and_deleted_by_their_owner(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        bob, session = client.of("tml-bob"), await session_of(client)
+        model = await model_of(client, session)
+        for seq, name in enumerate(("one", "two"), start=1):
+            await finished(client, await client.post("save_weights", {"model_id": model, "seq_id": seq, "path": name, "ttl_seconds": 7200}))
+        run = (await client.get(f"training_runs/{model}")).json
+        assert (run["training_run_id"], run["base_model"], run["lora_rank"]) == (model, "org/small", 4)
+        assert run["last_checkpoint"]["tinker_path"] == f"tinker://{model}/weights/two" and run["last_sampler_checkpoint"] is None
+        page = (await client.get("training_runs?limit=1&offset=0")).json
+        assert [r["training_run_id"] for r in page["training_runs"]] == [model] and page["cursor"]["total_count"] == 1
+        assert (await bob.get("training_runs")).json["training_runs"] == [] and (await bob.get(f"training_runs/{model}")).status == 404
+        listed = (await client.get("checkpoints?limit=1")).json
+        assert len(listed["checkpoints"]) == 1 and listed["cursor"]["total_count"] == 2
+        one = f"training_runs/{model}/checkpoints/weights/one"
+        assert (await bob.ask("DELETE", f"/api/v1/{one}")).status == 404
+        info = {"tinker_path": f"tinker://{model}/weights/one"}
+        assert (await bob.post("weights_info", info)).status == 404
+        assert (await client.post(f"{one}/publish")).status == 204
+        assert (await bob.post("weights_info", info)).json["lora_rank"] == 4
+        assert (await client.ask("DELETE", f"/api/v1/{one}/publish")).status == 204
+        assert (await bob.post("weights_info", info)).status == 404
+        assert (await client.ask("PUT", f"/api/v1/{one}/ttl", {"ttl_seconds": None})).status == 204
+        found = (await client.get(f"training_runs/{model}/checkpoints")).json["checkpoints"]
+        assert {c["checkpoint_id"]: c["expires_at"] is None for c in found} == {"weights/one": True, "weights/two": False}
+        assert (await client.ask("DELETE", f"/api/v1/{one}")).status == 204
+        assert (await client.ask("DELETE", f"/api/v1/{one}")).status == 404
+        assert (await client.get("sessions")).json == {"sessions": [session]}
+        assert (await client.get(f"sessions/{session}")).json["user_metadata"] == {"a": "b"}
+
+    serve(body)
+
+
+def test_an_export_is_fetched_by_links_that_need_no_key(serve: Serve, tmp_path: Path) -> None:
+    async def body(client: Client) -> None:
+        model = await model_of(client, await session_of(client))
+        saved = await finished(client, await client.post("save_weights_external", {"model_id": model, "seq_id": 1, "path": "out"}))
+        path = f"training_runs/{model}/checkpoints/external_weights/out/external_weights_urls"
+        assert saved["path"].endswith("external_weights/out") and (await client.of("tml-bob").get(path)).status == 404
+        urls = (await client.get(path)).json["urls"]
+        stranger = client.of("")
+        for name, url in urls.items():
+            assert url.startswith(client.url)
+            (tmp_path / name).write_bytes((await stranger.ask("GET", url.removeprefix(client.url))).body)
+        assert PeftConfig.from_pretrained(str(tmp_path)).r == 4  # type: ignore[attr-defined]
+        assert load((tmp_path / "adapter_model.safetensors").read_bytes())
+        for wrong in (urls["adapter_config.json"][:-20] + "/manifest.json", url.rpartition("/")[0] + "/../service.db",
+                      f"{client.url}/api/v1/external/nothing/adapter_config.json"):
+            assert (await stranger.ask("GET", wrong.removeprefix(client.url))).status == 404, wrong
+
+    serve(body)
+
+
+def test_wrong_pages_and_paths_are_one_sentence(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        for path in ("training_runs?limit=-1", "checkpoints?offset=x", "sessions?limit=9999999999999", "training_runs?limit=%F0%9F%98%80"):
+            refused = await client.get(path)
+            assert refused.status == 422 and "must be a whole number" in refused.detail
+        assert (await client.get("training_runs/nothing/checkpoints")).status in (404, 422)
+        for path in ("audit", "billing/usage/events", "auth/apikey/me", "sessions/x/trace_export"):
+            absent = await client.get(path)
+            assert absent.status == 404 and "this server has no GET" in absent.detail
+
+    serve(body)
+
+
+@pytest.mark.parametrize("later_s", [0, 4000])
+def test_links_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later_s: float) -> None:
+    (tmp_path / "a").write_text("content")
+    links = Links()
+    token, expires = links.make({"a": tmp_path / "a"})
+    assert len(token) >= 32 and expires > time.time() + 3000
+    now = time.time() + later_s
+    monkeypatch.setattr("offbeat.service.app.routes_rest.time.time", lambda: now)
+    assert bool(links.find(token, "a")) is (later_s == 0) and not links.find(token, "b") and not links.find("x", "a")

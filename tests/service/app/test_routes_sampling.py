@@ -1,0 +1,147 @@
+"""Samplers and futures over HTTP, on a real engine."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from http_serving import Client, Serve
+from protocol import PROTOBUF, datum, finished, model_of, pass_body, sample_body, session_of
+
+PROMPT = [13, 14, 15, 9]
+
+
+async def base_sampler(client: Client) -> str:
+    session = await session_of(client)
+    made = await client.post("create_sampling_session", {
+        "session_id": session, "sampling_session_seq_id": 0, "base_model": "org/small"})
+    return made.json["sampling_session_id"]
+
+
+def tokens_of(result: dict[str, Any]) -> list[list[int]]:
+    return [np.frombuffer(sequence["tokens"], "<i4").tolist() for sequence in result["sequences"]]
+
+
+def logprobs_of(result: dict[str, Any]) -> list[np.ndarray]:
+    return [np.frombuffer(sequence["logprobs"], "<f4") for sequence in result["sequences"]]
+
+
+def test_samples_are_greedy_seeded_and_stopped_as_asked(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        sampler = await base_sampler(client)
+        seqs = iter(range(100))
+
+        async def sample(**params: Any) -> dict[str, Any]:
+            ack = await client.post("asample", sample_body(sampler, next(seqs), PROMPT, num_samples=4, **params))
+            assert ack.json["sample_sequence_ids"] == [f"{ack.json['request_id']}:{i}" for i in range(4)]
+            return await finished(client, ack)
+
+        greedy = await sample(max_tokens=5, temperature=0, stop=[])
+        assert len({tuple(tokens) for tokens in tokens_of(greedy)}) == 1
+        seeded = tokens_of(await sample(max_tokens=8, seed=7, stop=[]))
+        assert len({tuple(tokens) for tokens in seeded}) == 4 and seeded == tokens_of(await sample(max_tokens=8, seed=7, stop=[]))
+        assert seeded != tokens_of(await sample(max_tokens=8, seed=8, stop=[]))
+        third = tokens_of(greedy)[0][2]
+        stopped = await sample(max_tokens=5, temperature=0, stop=[third])
+        cut = tokens_of(greedy)[0][: tokens_of(greedy)[0].index(third) + 1]
+        assert tokens_of(stopped) == [cut] * 4 and all(s.get("stop_reason", 0) == 0 for s in stopped["sequences"])
+        whole = await sample(stop=[])
+        assert {len(tokens) for tokens in tokens_of(whole)} == {64 - len(PROMPT)}
+        assert all(s["stop_reason"] == 1 for s in whole["sequences"])
+
+    serve(body)
+
+
+def test_logprobs_are_those_of_the_scaled_distribution_and_prompts_are_scored(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        sampler = await base_sampler(client)
+        hot = sample_body(sampler, 0, PROMPT, max_tokens=1, temperature=2.0, top_k=3, seed=1)
+        result = await finished(client, await client.post("asample", hot | {"topk_sample_logprobs": 54}))
+        (token,), (logprob,) = tokens_of(result)[0], logprobs_of(result)[0]
+        top = result["sequences"][0]["topk_sampled_logprobs"]
+        ids, scaled = np.frombuffer(top["token_ids"], "<i4"), np.frombuffer(top["logprobs"], "<f4")
+        plain = {"prompt_logprobs": True, "topk_prompt_logprobs": 54, "num_samples": 1}
+        asked = sample_body(sampler, 1, [*PROMPT, token], max_tokens=1) | plain
+        scored = await finished(client, await client.post("asample", asked))
+        logprobs = np.frombuffer(scored["prompt_logprobs"], "<f4")
+        rows = np.frombuffer(scored["topk_prompt_logprobs"]["logprobs"], "<f4").reshape(5, 54)
+        names = np.frombuffer(scored["topk_prompt_logprobs"]["token_ids"], "<i4").reshape(5, 54)
+        assert np.isnan(logprobs[0]) and (rows[0] == -99999.0).all() and np.isfinite(logprobs[1:]).all()
+        full = np.zeros(54)
+        full[names[4]] = rows[4]
+        expected = full / 2 - np.log(np.exp(full / 2).sum())
+        assert logprob == pytest.approx(expected[token], abs=1e-4) and logprobs[4] == pytest.approx(full[token], abs=1e-4)
+        np.testing.assert_allclose(scaled, expected[ids], atol=1e-4)
+
+    serve(body)
+
+
+def test_a_sampler_never_drifts_and_a_deleted_checkpoint_says_so(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        session = await session_of(client)
+        model = await model_of(client, session)
+
+        async def train(seq: int) -> None:
+            await client.post("forward_backward", pass_body(model, seq, [datum(PROMPT)]), headers=PROTOBUF)
+            await finished(client, await client.post("optim_step", {
+                "model_id": model, "seq_id": seq + 1, "adam_params": {"learning_rate": 0.1}}))
+
+        async def score(sampler: str, seq: int) -> list[float]:
+            asked = sample_body(sampler, seq, PROMPT, max_tokens=1) | {"prompt_logprobs": True}
+            result = await finished(client, await client.post("asample", asked))
+            assert "prompt_logprobs" in result, result
+            return np.frombuffer(result["prompt_logprobs"], "<f4")[1:].tolist()
+
+        await train(1)
+        saved = await finished(client, await client.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "one"}))
+        made = await finished(client, await client.post("save_weights_for_sampler", {
+            "model_id": model, "seq_id": 4, "sampling_session_seq_id": 0}))
+        snapshot = made["sampling_session_id"]
+        named = (await client.post("create_sampling_session", {
+            "session_id": session, "sampling_session_seq_id": 1, "model_path": saved["path"]})).json["sampling_session_id"]
+        assert (snapshot, named) == (f"{session}:sample:0", f"{session}:sample:1")
+        assert (await client.get(f"samplers/{named}")).json == {
+            "sampler_id": named, "base_model": "org/small", "model_path": saved["path"]}
+        before = await score(snapshot, 0)
+        assert before == pytest.approx(await score(named, 0), abs=1e-5)
+        await train(5)
+        assert (await score(snapshot, 1), await score(named, 1)) == (pytest.approx(before, abs=1e-5),) * 2
+        for path in (f"samplers/{named}",):
+            assert (await client.of("tml-bob").get(path)).status == 404
+        assert (await client.of("tml-bob").post("asample", sample_body(named, 9, PROMPT))).status == 404
+        run = f"training_runs/{model}/checkpoints/sampler_weights/one"
+        assert (await client.ask("DELETE", f"/api/v1/{run}")).status == 204
+        gone = await finished(client, await client.post("asample", sample_body(named, 2, PROMPT, max_tokens=1)))
+        assert gone["category"] == "user" and "was deleted" in gone["error"]
+
+    serve(body)
+
+
+def test_a_poll_waits_and_says_why_nothing_moves(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.service.app.routes_sampling._POLL_S", 0.05)
+
+    async def body(client: Client) -> None:
+        model = await model_of(client, await session_of(client))
+        early = await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+        waiting = await client.post("retrieve_future", {"request_id": early.json["request_id"]})
+        assert waiting.status == 408 and waiting.json["request_id"] == f"{model}:2" and waiting.json["queue_state"]
+        await client.post("forward_backward", pass_body(model, 1, [datum(PROMPT)]), headers=PROTOBUF)
+        async with asyncio.timeout(10):
+            assert "metrics" in await finished(client, early)
+
+    serve(body)
+
+
+def test_bad_requests_for_samples_are_one_sentence(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        sampler = await base_sampler(client)
+        for change in ({"prompt": {"chunks": []}}, {"num_samples": 0}, {"sampling_params": {"temperature": -1}},
+                       {"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}},
+                       {"sampling_params": {"stop": ["a", 1]}}, {"seq_id": -1}, {"prompt": {"chunks": [{"tokens": [99]}]}}):
+            refused = await client.post("asample", sample_body(sampler, 0, PROMPT) | change)
+            assert refused.status == 422 and refused.detail and "\n" not in refused.detail, change
+        full = await finished(client, await client.post("asample", sample_body(sampler, 0, [13] * 64)))
+        assert full["category"] == "user" and "no room" in full["error"]
+
+    serve(body)

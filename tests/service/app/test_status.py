@@ -1,0 +1,71 @@
+"""The status page and what it shows, for this machine alone unless it is public."""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from http_serving import Client, Serve, serving
+from offbeat.aio import beside
+from offbeat.service.app import status
+from offbeat.service.app.app import make_app
+from offbeat.service.app.body import Bodies
+from offbeat.service.app.journal import Journal
+from offbeat.service.app.status import StatusPage
+from offbeat.service.keys import Keys
+from protocol import model_of, session_of
+from service_status import busy_status
+from waiting import until
+
+PAGE = (Path(status.__file__).parent / "status.html").read_text()
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_puts_no_text_in_as_markup() -> None:
+    assert not re.findall(r"(?:src|href)=\"(?!data:)", PAGE) and "http://" not in PAGE and "https://" not in PAGE and "@import" not in PAGE
+    assert [line for line in PAGE.splitlines() if "innerHTML" in line] == ['  svg.innerHTML = values.length < 2 ? "" :']
+
+
+def test_the_page_shows_the_service_and_its_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_EVERY_S", 0.02)
+
+    async def body() -> None:
+        journal = Journal(CollectorRegistry())
+        journal.trouble("a1b2", "alice", "POST /api/v1/asample", "the prompt is wrong")
+        page = StatusPage(lambda: busy_status(time.time()), journal, public=False)
+        app = make_app([], page.routes, keys=Keys.open_house(), bodies=Bodies(2**20), journal=journal)
+        async with serving(app) as client, beside(page.watch()):
+            await until(lambda: len(page._history) > 2)
+            answer = await client.of("").ask("GET", "/status.json")
+            shown = answer.json
+            assert len(shown["status"]["models"]) == 16 and shown["status"]["sampling"]["jobs"] == 112
+            assert shown["troubles"][0]["sentence"] == "the prompt is wrong" and shown["rates"][0]["trained"] == 0
+            html = await client.of("").ask("GET", "/")
+            assert html.status == 200 and html.headers["content-type"].startswith("text/html") and html.body.decode() == PAGE
+
+    asyncio.run(body())
+
+
+def test_others_than_this_machine_see_nothing_but_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.service.app.auth.is_loopback", lambda _: False)
+
+    async def seen(*, public: bool) -> list[int]:
+        journal = Journal(CollectorRegistry())
+        page = StatusPage(lambda: busy_status(0.0), journal, public=public)
+        async with serving(make_app([], page.routes, keys=Keys.open_house(), bodies=Bodies(2**20), journal=journal)) as client:
+            return [(await client.ask("GET", path)).status for path in ("/", "/status.json", "/api/v1/healthz")]
+
+    assert asyncio.run(seen(public=False)) == [404, 404, 200] and asyncio.run(seen(public=True)) == [200, 200, 200]
+
+
+def test_the_status_of_a_real_service_names_its_models_and_engines(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        model = await model_of(client, await session_of(client))
+        await client.post("get_info", {})
+        shown = (await client.ask("GET", "/status.json")).json
+        assert [m["model_id"] for m in shown["status"]["models"]] == [model] and shown["status"]["engines"][0]["state"] == "serving"
+        assert shown["status"]["owners"][0]["models"] == 1 and "model_id" in shown["troubles"][0]["sentence"]
+
+    serve(body)

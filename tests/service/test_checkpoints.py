@@ -1,0 +1,181 @@
+"""Checkpoints are complete or absent, check out, and their files stay exactly as long as something needs them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offbeat.errors import StorageError
+from offbeat.service.checkpoints import Checkpoints
+from offbeat.service.errors import RequestError, UnknownError
+from offbeat.service.ids import CheckpointPath
+from offbeat.service.limits import Limits, Usage
+from offbeat.service.store import Store
+from offbeat.service.tables import CheckpointRow
+from offbeat.weights.adapters import AdapterManifest
+from small_service import ALICE, BOB, LORA
+
+RUN = "00000000-0000-4000-8000-000000000000:train:0"
+PATH = CheckpointPath(RUN, "training", "one")
+ADAPTER = AdapterManifest("tenant", 3, "elsewhere", "fingerprint", (1, 2), -1.25, 10)
+
+
+class World:
+    """Checkpoints with a clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store.open(f"sqlite:///{folder / 'x.db'}")
+        self.usage = Usage(lambda _: Limits(max_disk_bytes=100))
+        self.folder = folder / "checkpoints"
+        self.now = 1000.0
+        self.removed: list[str] = []
+        self.checkpoints = self.open()
+
+    def open(self) -> Checkpoints:
+        return Checkpoints(
+            self.store.load().checkpoints, store=self.store, usage=self.usage, folder=self.folder,
+            on_removed=lambda adapter: self.removed.append(adapter.name), clock=lambda: self.now)
+
+    async def make(self, path: CheckpointPath = PATH, *, data: bytes = b"x" * 40, overwrite: bool = False, **changes: object) -> str:
+        async with self.checkpoints.making() as folder:
+            self.checkpoints.path(folder).mkdir()
+            (self.checkpoints.path(folder) / "weights").write_bytes(data)
+            size = await self.checkpoints.seal(folder, adapter=ADAPTER if path.kind == "sampler" else None)
+            row = CheckpointRow(
+                path.run_id, path.kind, path.name, "alice", folder, self.now, None, size, False, {}, LORA, "base", step=1)
+            await self.checkpoints.add(replace(row, **changes), overwrite=overwrite)  # pyright: ignore[reportArgumentType]
+        return folder
+
+    @property
+    def folders(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir()}
+
+
+def run(folder: Path, body: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        world = World(folder)
+        await body(world)
+        world.store.close()
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_is_its_owners_until_it_is_public_and_there_until_it_is_deleted(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        checkpoints = world.checkpoints
+        folder = await world.make()
+        row = checkpoints.readable(ALICE, PATH)
+        assert row.folder == folder and checkpoints.owned(ALICE, PATH) is row and world.usage.of("alice").disk_bytes == 40
+        assert set(checkpoints.files(row)) == {"weights"}
+        with pytest.raises(UnknownError, match="or it is not yours"):
+            checkpoints.readable(BOB, PATH)
+        await checkpoints.publish(row, public=True)
+        assert checkpoints.readable(BOB, PATH).public
+        with pytest.raises(UnknownError, match="or it is not yours"):
+            checkpoints.owned(BOB, PATH)
+        assert [row.name for row in checkpoints.select(run_id=RUN)] == ["one"] and checkpoints.select(owner="bob") == []
+        world.checkpoints = world.open()
+        assert world.checkpoints.readable(BOB, PATH).folder == folder
+        await checkpoints.delete(checkpoints.owned(ALICE, PATH))
+        with pytest.raises(UnknownError):
+            checkpoints.readable(ALICE, PATH)
+        assert world.folders == set() and not world.store.load().checkpoints
+
+    run(tmp_path, body)
+
+
+def test_damage_is_told_and_an_adapter_comes_back_as_it_was_sealed(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        folder = await world.make(CheckpointPath(RUN, "sampler", "one"))
+        path = world.checkpoints.path(folder)
+        assert await world.checkpoints.adapter(folder) == replace(ADAPTER, folder=str(path))
+        plain = await world.make()
+        await world.checkpoints.verify(plain)
+        with pytest.raises(StorageError, match="holds no adapter"):
+            await world.checkpoints.adapter(plain)
+        (path / "weights").write_bytes(b"x" * 39 + b"y")
+        with pytest.raises(StorageError, match="damaged: weights is not what was written"):
+            await world.checkpoints.adapter(folder)
+        (path / "weights").unlink()
+        with pytest.raises(StorageError, match="damaged: weights cannot be read"):
+            await world.checkpoints.verify(folder)
+        (path / "manifest.json").write_bytes(b"{")
+        with pytest.raises(StorageError, match="gone or damaged"):
+            await world.checkpoints.verify(folder)
+
+    run(tmp_path, body)
+
+
+def test_files_stay_while_anything_needs_them(tmp_path: Path) -> None:
+    needed: set[str] = set()
+
+    async def body(world: World) -> None:
+        checkpoints, where = world.checkpoints, CheckpointPath(RUN, "sampler", "one")
+        checkpoints.users.append(needed.__contains__)
+        folder = await world.make(where)
+        row = checkpoints.owned(ALICE, where)
+        copy = await checkpoints.copy(row, run_id=RUN.replace("train:0", "train:1"), owner="bob", ttl_s=None)
+        async with checkpoints.holding(folder):
+            await checkpoints.delete(row)
+            needed.add(folder)
+            await checkpoints.delete(checkpoints.owned(BOB, CheckpointPath.parse(copy)))
+            assert world.folders == {folder}
+        assert world.folders == {folder} and world.removed == []
+        needed.clear()
+        await checkpoints.release(folder)
+        assert world.folders == set() and world.removed == ["tenant@3"]
+
+    run(tmp_path, body)
+
+
+def test_a_name_is_taken_once_unless_it_is_to_be_overwritten(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        first = await world.make()
+        with pytest.raises(RequestError, match=r"there is a checkpoint tinker://.*weights/one already"):
+            await world.make()
+        assert world.folders == {first}
+        second = await world.make(overwrite=True)
+        assert world.folders == {second} and world.usage.of("alice").disk_bytes == 40
+
+    run(tmp_path, body)
+
+
+def test_what_exceeds_the_owners_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        folder = await world.make()
+        with pytest.raises(RequestError, match="your checkpoints take up 40 bytes"):
+            await world.make(replace(PATH, name="large"), data=b"x" * 61)
+        assert world.folders == {folder} and world.usage.of("alice").disk_bytes == 40
+        await world.make(replace(PATH, name="large"), data=b"x" * 60)
+
+    run(tmp_path, body)
+
+
+def test_what_expires_is_gone_at_once_and_removed_by_the_sweep(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        checkpoints = world.checkpoints
+        await world.make()
+        await checkpoints.set_ttl(checkpoints.owned(ALICE, PATH), 50)
+        await checkpoints.sweep()
+        assert len(world.folders) == 1
+        world.now += 50
+        with pytest.raises(UnknownError):
+            checkpoints.readable(ALICE, PATH)
+        await checkpoints.sweep()
+        assert world.folders == set() and world.usage.of("alice").disk_bytes == 0
+
+    run(tmp_path, body)
+
+
+def test_what_a_dead_server_has_left_half_done_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        kept = await world.make()
+        (world.folder / "0123").mkdir()
+        (world.folder / "0123" / "half").write_bytes(b"x")
+        again = world.open()
+        await again.clean()
+        assert world.folders == {kept}
+
+    run(tmp_path, body)

@@ -1,0 +1,20 @@
+"""Refusals."""
+
+import pytest
+
+from offbeat.errors import OffbeatError, UserError
+from offbeat.service import errors
+from offbeat.service.errors import BadRequestError, OverLimitError, RequestError
+
+REFUSALS = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_every_refusal_has_a_status_that_clients_do_not_repeat_for_minutes(kind: type[OffbeatError]) -> None:
+    assert str(kind("a sentence")) == "a sentence" and 400 <= kind.status < 500 and kind.status not in (408, 409)  # type: ignore[attr-defined]
+    assert issubclass(kind, RequestError if kind is not OverLimitError else OffbeatError)
+
+
+def test_a_refusal_is_the_users_to_mend_but_for_a_full_queue_which_passes() -> None:
+    assert issubclass(BadRequestError, UserError) and issubclass(BadRequestError, ValueError)
+    assert not issubclass(OverLimitError, UserError) and OverLimitError("later", retry_after_s=3.0).retry_after_s == 3.0

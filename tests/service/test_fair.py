@@ -1,0 +1,115 @@
+"""The fair queue: its bound, over random pushes, pops and removals."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.service.fair import FairQueue
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    owner: str
+    cost: int
+
+
+def push(queue: FairQueue[Job], owner: str, cost: int) -> Job:
+    job = Job(owner, cost)
+    queue.push(owner, cost, job)
+    return job
+
+
+def test_costs_are_shared_not_counts() -> None:
+    queue = FairQueue[Job]()
+    for _ in range(3):
+        push(queue, "large", 10)
+    for _ in range(30):
+        push(queue, "small", 1)
+    served = [queue.pop() for _ in range(22)]
+    assert sum(job.cost for job in served if job.owner == "small") == 20
+    assert sum(job.cost for job in served if job.owner == "large") == 20
+
+
+def test_an_owner_that_was_away_saves_up_nothing() -> None:
+    queue = FairQueue[Job]()
+    for _ in range(100):
+        push(queue, "busy", 1)
+    for _ in range(50):
+        queue.pop()
+    for _ in range(10):
+        push(queue, "late", 1)
+    assert [queue.pop().owner for _ in range(4)].count("late") == 2
+
+
+def test_an_owner_that_sends_one_large_item_after_another_does_not_keep_small_ones_waiting() -> None:
+    queue = FairQueue[Job]()
+    push(queue, "large", 1000)
+    assert queue.pop().owner == "large"
+    push(queue, "large", 1000)
+    for _ in range(5):
+        push(queue, "small", 1)
+    assert [queue.pop().owner for _ in range(6)] == ["small"] * 5 + ["large"]
+
+
+def test_an_item_is_removed_uncharged_and_an_equal_one_stays() -> None:
+    queue = FairQueue[list[int]]()
+    first, second = [1], [1]
+    queue.push("a", 5, first)
+    queue.push("a", 5, second)
+    assert queue.cost_of("a") == 10
+    assert queue.remove(second)
+    assert not queue.remove(second)
+    assert queue.cost_of("a") == 5
+    assert queue.pop() is first
+    assert len(queue) == 0
+    with pytest.raises(LookupError):
+        queue.pop()
+
+
+def test_owners_that_went_away_are_forgotten() -> None:
+    queue = FairQueue[Job]()
+    for number in range(1000):
+        push(queue, "busy", 1)
+        push(queue, f"once-{number}", 1)
+    while len(queue):
+        queue.pop()
+    assert len(queue._times) <= 2
+
+
+steps = st.lists(st.one_of(
+    st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(1, 50)), st.just(("pop", "", 0)),
+    st.tuples(st.just("remove"), st.sampled_from("abc"), st.integers(0, 5))), max_size=120)
+
+
+@given(steps)
+def test_while_two_owners_wait_they_are_served_alike_but_for_their_largest_items(steps: list[tuple[str, str, int]]) -> None:
+    queue = FairQueue[Job]()
+    waiting: dict[str, list[Job]] = defaultdict(list)
+    # For each pair: what each was served since both began to wait.
+    served: dict[tuple[str, str], list[int]] = {}
+    for action, owner, number in steps:
+        if action == "push":
+            waiting[owner].append(push(queue, owner, number))
+        elif action == "remove" and number < len(waiting[owner]):
+            assert queue.remove(waiting[owner].pop(number))
+        elif action == "pop" and len(queue):
+            job = queue.pop()
+            assert job is waiting[job.owner].pop(0), "first in, first out within each owner"
+            for pair, costs in served.items():
+                if job.owner in pair:
+                    costs[pair.index(job.owner)] += job.cost
+                    assert abs(costs[0] - costs[1]) <= 100, "each owner's largest item costs at most 50"
+        assert len(queue) == sum(map(len, waiting.values()))
+        assert all(queue.cost_of(name) == sum(job.cost for job in jobs) for name, jobs in waiting.items())
+        pairs = {(one, two) for one in "abc" for two in "abc" if one < two and waiting[one] and waiting[two]}
+        served = {pair: served.get(pair, [0, 0]) for pair in pairs}
+
+
+@given(steps)
+def test_everything_that_stays_is_served_in_the_end(steps: list[tuple[str, str, int]]) -> None:
+    queue = FairQueue[Job]()
+    jobs = [push(queue, owner, cost) for action, owner, cost in steps if action == "push"]
+    assert {queue.pop() for _ in jobs} == set(jobs)

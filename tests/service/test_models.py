@@ -1,0 +1,103 @@
+"""A model is the same wherever it was meanwhile, and what it has lost is told before more is done."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offbeat.errors import ModelError
+from offbeat.service.errors import RequestError
+from offbeat.service.limits import Limits
+from offbeat.service.models import Loss, Model
+from offbeat.service.service import ServiceSettings
+from offbeat.service.tables import ModelRow
+from offbeat.service.types import Failed, PassDone
+from small_service import ALICE, BASE, LORA, Client, Open, SmallCluster, training_data
+from waiting import until
+
+
+async def losses(model: Client) -> np.ndarray:
+    (outcome,) = await model.both(model.learn(training_data(9), forward_only=True))
+    assert isinstance(outcome, PassDone), outcome
+    return outcome.losses
+
+
+def test_a_loss_concerns_what_was_sent_before_its_client_heard() -> None:
+    loss = Loss("gone")
+    assert loss.concerns(5)
+    loss.heard_at = 7
+    assert loss.concerns(6) and not loss.concerns(7)
+
+
+def test_a_stored_model_that_was_being_trained_has_lost_something() -> None:
+    row = ModelRow("m", "s", "alice", 0.0, 0.0, BASE, LORA, step=3)
+    clean = Model(row, counted=False)
+    assert clean.loss is None and clean.step == 3 and not clean.is_dirty
+    dirty = Model(ModelRow("m", "s", "alice", 0.0, 0.0, BASE, LORA, step=3, dirty=True), counted=False)
+    assert dirty.loss is not None and "step 3" in dirty.loss.message and dirty.is_dirty
+
+
+def test_the_model_of_a_silent_session_is_parked_and_comes_back_as_it_was(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path, settings=ServiceSettings(session_timeout_s=-1.0)) as running:
+            model = await running.model()
+            await model.both(model.learn(training_data(1)), model.step())
+            before, bits = await losses(model), cluster.tenants.step_of(model.model_id.replace(":", "."))
+            assert running.usage.of("alice").models == 1
+            await until_parked(running)
+            assert running.service.status().models[0].step == bits == 1 and running.usage.of("alice").models == 0
+            np.testing.assert_array_equal(await losses(model), before)
+            assert running.service.status().models[0].resident and running.usage.of("alice").models == 1
+            await model.both(model.learn(training_data(1)))
+            await until_parked(running)
+            (told,) = await model.both(model.step())
+            assert isinstance(told, Failed) and "nothing was heard of its session" in told.message
+            np.testing.assert_array_equal(await losses(model), before)
+
+    async def until_parked(running: Open) -> None:
+        async with asyncio.timeout(20):
+            while running.service.status().models[0].resident:
+                await running.service.sweep()
+                await asyncio.sleep(0.01)
+
+    cluster.run(body)
+
+
+def test_models_of_ended_sessions_are_runs_that_take_nothing_more(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path, limits=Limits(max_models=1)) as running:
+            model = await running.model()
+            await model.both(model.learn(training_data(1)), model.step(), model.save("kept"))
+            session = model.model_id.split(":")[0]
+            refused = await running.service.create_model(
+                ALICE, session_id=session, model_seq_id=1, base_model=BASE, lora=LORA, metadata={})
+            outcome = await running.outcome(refused)
+            assert isinstance(outcome, Failed) and "you have 1 models and may have 1" in outcome.message and outcome.category == "user"
+            late = await model.sampler(number=0)
+            await running.service.finish_session(ALICE, session, "success")
+            outcome = await running.outcome(late)
+            assert isinstance(outcome, Failed) and "has ended" in outcome.message
+            assert running.service.session_info(ALICE, session).sampler_ids == ()
+            await until(lambda: running.usage.of("alice").models == 0)
+            with pytest.raises(RequestError, match="has ended"):
+                await model.step()
+            assert running.service.run_info(ALICE, model.model_id).model_id == model.model_id
+            assert running.service.status().models == ()
+            another = await running.model()
+            loaded = await another.both(another.load(f"tinker://{model.model_id}/weights/kept"))
+            assert not isinstance(loaded[0], Failed)
+
+    cluster.run(body)
+
+
+@pytest.mark.parametrize(("rank", "sentence"), [(9, "must be 1 to 8 on this server, got 9")])
+def test_an_adapter_that_cannot_be_trained_is_not_admitted(cluster: SmallCluster, tmp_path: Path, rank: int, sentence: str) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            models = running.service._models
+            with pytest.raises(ModelError, match=sentence):
+                models.admit(ModelRow("m", "s", "alice", 0.0, 0.0, BASE, LORA.__class__(rank, 1.0, 0)))
+            assert running.usage.of("alice").models == 0
+
+    cluster.run(body)

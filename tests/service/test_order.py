@@ -1,0 +1,117 @@
+"""Order of numbered items: against a slow definition, over random arrivals."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.service.order import Sequencer
+
+PATIENCE_S = 5.0
+
+
+def test_items_that_come_in_order_are_ready_at_once() -> None:
+    order = Sequencer[str](PATIENCE_S)
+    order.offer(1, "a", 0.0)
+    assert order.ready(0.0) == ["a"]
+    order.offer(2, "b", 0.0)
+    order.offer(3, "c", 0.0)
+    assert order.ready(0.0) == ["b", "c"]
+    assert order.next_due is None
+    assert order.next_seq == 4
+
+
+def test_an_item_waits_for_the_one_before_it() -> None:
+    order = Sequencer[str](PATIENCE_S)
+    order.offer(2, "b", 0.0)
+    assert order.ready(4.9) == []
+    order.offer(1, "a", 4.9)
+    assert order.ready(4.9) == ["a", "b"]
+
+
+def test_a_gap_is_given_up_when_the_patience_ends_and_what_comes_late_runs_at_once() -> None:
+    order = Sequencer[str](PATIENCE_S)
+    order.offer(3, "c", 1.0)
+    order.offer(4, "d", 2.0)
+    assert order.ready(2.0) == []
+    assert order.next_due == 6.0
+    assert order.ready(6.0) == ["c", "d"]
+    order.offer(2, "b", 7.0)
+    order.offer(1, "a", 7.0)
+    order.offer(6, "f", 7.0)
+    assert order.ready(7.0) == ["a", "b"]
+
+
+def test_nothing_waits_for_a_number_that_was_skipped() -> None:
+    order = Sequencer[str](PATIENCE_S)
+    order.offer(3, "c", 0.0)
+    order.skip(2, 0.0)
+    assert order.ready(0.0) == []
+    order.skip(1, 1.0)
+    assert order.ready(1.0) == ["c"]
+    assert order.next_seq == 4
+
+
+def test_skipping_a_number_that_came_keeps_its_item() -> None:
+    order = Sequencer[str](PATIENCE_S)
+    order.offer(2, "b", 0.0)
+    order.skip(2, 0.0)
+    order.offer(1, "a", 0.0)
+    assert order.ready(0.0) == ["a", "b"]
+
+
+def test_an_order_goes_on_where_an_earlier_one_ended() -> None:
+    order = Sequencer[str](PATIENCE_S, next_seq=8)
+    order.offer(9, "i", 0.0)
+    order.offer(8, "h", 0.0)
+    assert order.ready(0.0) == ["h", "i"]
+
+
+def test_skips_that_nothing_follows_are_not_kept() -> None:
+    order = Sequencer[str](PATIENCE_S)
+    for seq in range(10, 1000, 2):
+        order.skip(seq, 0.0)
+    assert order.ready(PATIENCE_S) == []
+    assert order.next_due is None
+
+
+arrivals = st.lists(st.tuples(st.integers(1, 12), st.booleans(), st.floats(0, 4)), max_size=12, unique_by=lambda arrival: arrival[0])
+
+
+def may_run(seq: int, now: float, came: dict[int, float]) -> bool:
+    """By definition: each number before it came, or something behind that number has waited its patience out."""
+    return all(
+        before in came or any(later > before and due + PATIENCE_S <= now for later, due in came.items()) for before in range(1, seq))
+
+
+@given(arrivals)
+def test_each_item_is_given_once_in_order_and_exactly_when_it_may_run(arrivals: list[tuple[int, bool, float]]) -> None:
+    order = Sequencer[int](PATIENCE_S)
+    now = 0.0
+    came: dict[int, float] = {}  # skipped numbers too
+    items: set[int] = set()
+    given_out: list[int] = []
+
+    def poll() -> None:
+        ready = order.ready(now)
+        assert ready == sorted(ready)
+        given_out.extend(ready)
+        assert set(given_out) == {seq for seq in items if may_run(seq, now, came)}
+
+    for seq, skipped, wait_s in arrivals:
+        while order.next_due is not None and order.next_due <= now + wait_s:
+            wait_s -= order.next_due - now
+            now = order.next_due
+            poll()
+        now += max(wait_s, 0.0)
+        came[seq] = now
+        if skipped:
+            order.skip(seq, now)
+        else:
+            order.offer(seq, seq, now)
+            items.add(seq)
+        poll()
+    while order.next_due is not None:
+        assert order.next_due > now
+        now = order.next_due
+        poll()
+    assert sorted(given_out) == sorted(items)
+    assert all(now <= came[seq] + PATIENCE_S for seq in items - set(given_out))

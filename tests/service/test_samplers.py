@@ -1,0 +1,149 @@
+"""Samplers: each bound to its weights from the first use to the last, and to its owner."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offbeat.service.errors import BadRequestError, RequestError, UnknownError
+from offbeat.service.samplers import Samplers
+from offbeat.service.store import Store
+from offbeat.service.tables import SamplerRow
+from offbeat.service.types import Caller
+from sampler_world import ALICE, BOB, CHECKPOINT, PATH, RUN, SESSION, World
+
+
+def run(tmp_path: Path, body: Callable[[World, Samplers], Awaitable[None]], world: World | None = None) -> None:
+    """A test's body on samplers that remember those of an earlier `run` in the same folder."""
+    world = world or World()
+
+    async def main(store: Store) -> None:
+        await body(world, Samplers(
+            store.load().samplers, engines=world, store=store, sessions=world, checkpoints=world, timeout_s=60.0, clock=lambda: world.now))
+
+    with closing(Store.open(f"sqlite:///{tmp_path / 'db'}")) as store:
+        asyncio.run(main(store))
+
+
+async def used(samplers: Samplers, caller: Caller, sampler: str) -> str:
+    async with samplers.using(samplers.find(caller, sampler)) as adapter:
+        return adapter
+
+
+async def snapshot(samplers: Samplers, seq: int, version: int) -> str:
+    return await samplers.add_ephemeral(
+        session_id=SESSION, seq=seq, owner="alice", base_model="base", run_id=RUN, version=version, folder=f"snapshot-{version}")
+
+
+def test_samplers_of_the_base_and_of_a_checkpoint_are_made_once_and_sampled_by_their_owner_alone(tmp_path: Path) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        base = await samplers.create(ALICE, session_id=SESSION, seq=0, base_model="base", model_path=None)
+        named = await samplers.create(ALICE, session_id=SESSION, seq=1, base_model=None, model_path=PATH)
+        assert (base, named) == (f"{SESSION}:sample:0", f"{SESSION}:sample:1")
+        assert await samplers.create(ALICE, session_id=SESSION, seq=1, base_model=None, model_path=PATH) == named
+        assert samplers.info(ALICE, base).model_path is None and samplers.info(ALICE, named).model_path == PATH
+        assert (await used(samplers, ALICE, base), world.pinned) == ("", [])
+        assert set(await asyncio.gather(*(used(samplers, ALICE, named) for _ in range(5)))) == {"t.folder-one@3"}
+        assert world.reads == 1 and world.pinned == ["t.folder-one@3"]
+        for caller, sampler in ((BOB, base), (ALICE, f"{SESSION}:sample:7")):
+            with pytest.raises(UnknownError, match="there is no sampler"):
+                samplers.find(caller, sampler)
+        with pytest.raises(BadRequestError, match="another sampler already"):
+            await samplers.create(ALICE, session_id=SESSION, seq=1, base_model="base", model_path=None)
+        with pytest.raises(BadRequestError, match="another sampler already"):
+            await snapshot(samplers, 1, 4)
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(("arguments", "error", "sentence"), [
+    ({"base_model": "other", "model_path": None}, BadRequestError, "no base model 'other', only 'base'"),
+    ({"base_model": "other", "model_path": PATH}, BadRequestError, "no base model 'other'"),
+    ({"base_model": None, "model_path": "tinker://x"}, BadRequestError, "is not the path of a checkpoint"),
+    ({"base_model": None, "model_path": f"tinker://{RUN}/sampler_weights/two"}, UnknownError, "no such checkpoint"),
+    ({"base_model": None, "model_path": PATH.replace("sampler_weights", "weights")}, BadRequestError, "save_weights_for_sampler"),
+])
+def test_what_cannot_be_sampled_is_refused_in_one_sentence(tmp_path: Path, arguments: dict, error: type[Exception], sentence: str) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        training = PATH.replace("sampler_weights", "weights")
+        world.checkpoints[training] = replace(CHECKPOINT, kind="training")
+        with pytest.raises(error, match=sentence):
+            await samplers.create(ALICE, session_id=SESSION, seq=0, **arguments)
+        with pytest.raises(UnknownError, match="no such session"):
+            await samplers.create(BOB, session_id=SESSION, seq=0, base_model="base", model_path=None)
+        assert not samplers.ids_of(SESSION)
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("change", [
+    lambda world: world.checkpoints.clear(), lambda world: world.checkpoints.update({PATH: replace(CHECKPOINT, folder="folder-two")})])
+def test_a_checkpoint_that_is_deleted_or_replaced_ends_its_samplers(tmp_path: Path, change: Callable[[World], None]) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        named = await samplers.create(ALICE, session_id=SESSION, seq=1, base_model=None, model_path=PATH)
+        async with samplers.using(samplers.find(ALICE, named)):
+            change(world)
+            assert samplers.uses("folder-one")
+            await samplers.sweep()
+            assert world.pinned == ["t.folder-one@3"], "a sample is being made of it"
+        assert not samplers.uses("folder-one") and world.pinned == [] and world.released == ["folder-one"]
+        with pytest.raises(RequestError, match=r"sampler_weights/one was deleted, replaced or made private"):
+            await used(samplers, ALICE, named)
+
+    run(tmp_path, body)
+
+
+def test_a_public_checkpoint_is_sampled_by_others_until_it_is_private_again(tmp_path: Path) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        world.checkpoints[PATH] = replace(CHECKPOINT, owner="bob", public=True)
+        named = await samplers.create(ALICE, session_id=SESSION, seq=1, base_model="base", model_path=PATH)
+        assert await used(samplers, ALICE, named) == "t.folder-one@3"
+        world.checkpoints[PATH] = replace(CHECKPOINT, owner="bob")
+        with pytest.raises(RequestError, match="made private"):
+            await used(samplers, ALICE, named)
+        await samplers.sweep()
+        assert world.pinned == []
+
+    run(tmp_path, body)
+
+
+def test_snapshots_end_with_their_session_or_when_they_are_old_and_unused(tmp_path: Path) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        base = await samplers.create(ALICE, session_id=SESSION, seq=9, base_model="base", model_path=None)
+        ids = [await snapshot(samplers, seq, version=10 + seq) for seq in range(3)]
+        for sampler in ids:
+            await used(samplers, ALICE, sampler)
+        assert len(world.pinned) == 3 and samplers.uses("snapshot-10")
+        world.now += 50
+        await used(samplers, ALICE, ids[0])
+        world.now += 50
+        await samplers.sweep()
+        assert list(samplers.ids_of(SESSION)) == [base, ids[0], ids[2]], "one is in use, and one is the newest"
+        assert world.released == ["snapshot-11"] and len(world.pinned) == 2 and not samplers.uses("snapshot-11")
+        await samplers.end_session(SESSION)
+        assert list(samplers.ids_of(SESSION)) == [base] and world.pinned == []
+        with pytest.raises(UnknownError, match="ends with its session"):
+            samplers.find(ALICE, ids[2])
+
+    run(tmp_path, body)
+
+
+def test_samplers_are_there_after_a_restart_and_pin_their_weights_again(tmp_path: Path) -> None:
+    async def before(world: World, samplers: Samplers) -> None:
+        await samplers.create(ALICE, session_id=SESSION, seq=0, base_model=None, model_path=PATH)
+        await snapshot(samplers, 1, version=4)
+        await snapshot(samplers, 2, version=5)
+        await samplers._end([samplers.find(ALICE, f"{SESSION}:sample:1")])
+
+    async def after(world: World, samplers: Samplers) -> None:
+        assert set(samplers.ids_of(SESSION)) == {f"{SESSION}:sample:0", f"{SESSION}:sample:2"}
+        assert await used(samplers, ALICE, f"{SESSION}:sample:0") == "t.folder-one@3"
+        assert await used(samplers, ALICE, f"{SESSION}:sample:2") == "t.snapshot-5@3"
+        row = samplers.find(ALICE, f"{SESSION}:sample:2")
+        assert row == SamplerRow(row.id, SESSION, "alice", "base", "", RUN, 5, "snapshot-5", 1000.0)
+
+    run(tmp_path, before)
+    run(tmp_path, after)

@@ -1,0 +1,129 @@
+"""Checkpoints of models: what is loaded is what was saved, by whoever may, or one sentence says why not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from offbeat.inference.sampling import Sampling
+from offbeat.service.ids import CheckpointPath
+from offbeat.service.limits import Limits
+from offbeat.service.types import CheckpointSaved, Failed, Outcome, PassDone, SamplerSaved, WeightsLoaded
+from small_service import ALICE, BASE, BOB, LORA, STEP, Client, Open, SmallCluster, training_data
+
+
+async def losses(model: Client) -> np.ndarray:
+    (outcome,) = await model.both(model.learn(training_data(9), forward_only=True))
+    assert isinstance(outcome, PassDone), outcome
+    return outcome.losses
+
+
+async def trained(running: Open) -> Client:
+    model = await running.model()
+    await model.both(model.learn(training_data(1)), model.step())
+    return model
+
+
+def reason(outcome: Outcome, category: str = "user") -> str:
+    assert isinstance(outcome, Failed) and outcome.category == category, outcome
+    return outcome.message
+
+
+def test_training_goes_on_exactly_from_a_checkpoint_and_with_a_fresh_optimizer_if_asked(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model = await trained(running)
+            (saved,) = await model.both(model.save(None))
+            assert isinstance(saved, CheckpointSaved) and saved.path.endswith("/weights/000003") and saved.size_bytes > 1000
+            await model.both(model.learn(training_data(2)), model.step())
+            straight = await losses(model)
+            for optimizer in (True, False):
+                await model.both(model.learn(training_data(7)))  # a gradient that loading drops
+                await model.both(model.load(saved.path, optimizer=optimizer), model.learn(training_data(2)), model.step())
+                assert np.array_equal(await losses(model), straight) is optimizer
+
+    cluster.run(body)
+
+
+def test_what_cannot_be_loaded_or_saved_is_one_sentence_and_changes_nothing(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path, limits=Limits(max_disk_bytes=200_000)) as running:
+            model, other = await trained(running), await running.model(BOB)
+            saved, sampler = await model.both(model.save("one"), model.sampler("one"))
+            assert isinstance(saved, CheckpointSaved) and isinstance(sampler, SamplerSaved)
+            before = await losses(model)
+            small = await running.model(lora=replace(LORA, rank=2))
+            taken, kind, rank, foreign, missing = [
+                *(await model.both(model.save("one"), model.load(sampler.path))), *(await small.both(small.load(saved.path))),
+                *(await other.both(other.load(saved.path), other.load(f"{saved.path}-not")))]
+            assert "already; choose another name" in reason(taken)
+            assert "holds no state to train on from" in reason(kind)
+            assert "rank 4 and the model one of rank 2" in reason(rank)
+            assert reason(foreign).replace("one,", "one-not,") == reason(missing)
+            full = reason((await model.both(*(model.save(f"more-{i}") for i in range(20))))[-1])
+            assert "your checkpoints take up" in full and running.usage.of("alice").disk_bytes <= 200_000
+            row = running.service.checkpoints.readable(ALICE, CheckpointPath.parse(saved.path))
+            (running.service.checkpoints.path(row.folder) / "adapter_state.safetensors").write_bytes(b"broken")
+            assert "is not what was written" in reason((await model.both(model.load(saved.path)))[0], "server")
+            np.testing.assert_array_equal(await losses(model), before)
+
+    cluster.run(body)
+
+
+def test_a_failed_creation_from_a_checkpoint_leaves_no_model(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model = await trained(running)
+            (sampler,) = await model.both(model.sampler("one"))
+            assert isinstance(sampler, SamplerSaved)
+            session = await running.service.create_session(ALICE, metadata={}, tags=(), display_name="")
+            for seq, path in enumerate((sampler.path, sampler.path.replace("one", "two"))):
+                request = await running.service.create_from_weights(
+                    ALICE, session_id=session, model_seq_id=seq, path=path, optimizer=True, base_model=None, metadata={})
+                reason(await running.outcome(request))
+            assert running.service.session_info(ALICE, session).run_ids == () and running.usage.of("alice").models == 1
+            request = await running.service.create_from_weights(
+                ALICE, session_id=session, model_seq_id=5, path=sampler.path, optimizer=True, base_model="org/other", metadata={})
+            assert "no base model 'org/other', only 'org/small'" in reason(await running.outcome(request))
+
+    cluster.run(body)
+
+
+def test_public_checkpoints_are_for_everybody_and_outlive_their_deletion_where_they_are_used(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model = await trained(running)
+            (saved,) = await model.both(model.save("one"))
+            assert isinstance(saved, CheckpointSaved)
+            await running.service.set_public(ALICE, saved.path, public=True)
+            session = await running.service.create_session(BOB, metadata={}, tags=(), display_name="")
+            request = await running.service.create_from_weights(
+                BOB, session_id=session, model_seq_id=0, path=saved.path, optimizer=True, base_model=BASE, metadata={})
+            assert isinstance(await running.outcome(request, BOB), WeightsLoaded)
+            await running.service.delete_checkpoint(ALICE, saved.path)
+            copy = Client(running, BOB, f"{session}:train:0")
+            np.testing.assert_array_equal(await losses(copy), await losses(model))
+        async with cluster.open(tmp_path) as running:
+            copy.open = running
+            assert len(await losses(copy)) == 3  # from the files of what was deleted
+
+    cluster.run(body)
+
+
+def test_each_sampler_has_a_version_of_its_own_that_engines_know(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model = await trained(running)
+            await model.both(model.sampler("a"), model.learn(training_data(3)), model.step(STEP), model.sampler("b"))
+            names = {}
+            for name in "ab":
+                row = running.service.checkpoints.readable(ALICE, CheckpointPath(model.model_id, "sampler", name))
+                names[row.version] = (await running.service.checkpoints.adapter(row.folder)).name
+            assert sorted(names) == [0, 1]
+            samples = [(await cluster.tenants.serving.fleet.generate(name, (7, 8), Sampling(8), n=1))[0] for name in names.values()]
+            assert [set(sample.versions) for sample in samples] == [{0}, {1}]
+            await running.service.delete_checkpoint(ALICE, f"tinker://{model.model_id}/sampler_weights/a")
+            assert not running.service.checkpoints.path(row.folder).parent.joinpath("nothing").exists()
+            assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+    cluster.run(body)

@@ -1,0 +1,72 @@
+"""Parts of requests, cut and put together again."""
+
+import numpy as np
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.data.datums import DatumBatch
+from offbeat.errors import DataError, DeathError, StorageError
+from offbeat.service.futures import Future
+from offbeat.service.models import Model
+from offbeat.service.schedule import Lane, Schedule
+from offbeat.service.tables import ModelRow
+from offbeat.service.types import Failed, Layout, TrainingData
+from offbeat.service.work import Pass, Step, Work, datums_of, explain, params_of, pass_done, split
+from offbeat.trainer.adapter_types import DatumPass
+from small_service import LORA, training_data
+
+MODEL = Model(ModelRow("m", "s", "alice", 0.0, 0.0, "base", LORA), counted=True)
+NOBODY: Future | None = None
+
+
+def fake_pass(batch: DatumBatch) -> DatumPass:
+    """Numbers that tell where they belong."""
+    return DatumPass(batch.targets.astype(np.float32) / 100, np.diff(batch.sequence_target_offsets).astype(np.float32))
+
+
+def test_a_request_that_is_cut_into_turns_gives_the_same_outcome_as_in_one() -> None:
+    data = training_data(3, num=7, length=5)
+    works = [Work(0, MODEL, 1, Pass(data, learn=True), NOBODY) for _ in range(2)]
+    for work, budget in zip(works, (1000, 11), strict=True):
+        schedule: Schedule[Work] = Schedule(max_tokens=budget)
+        schedule.add(work.job())
+        for turn in iter(schedule.next, None):
+            assert turn.lane is Lane.LEARN
+            batches = [datums_of(part) for part in turn.parts]
+            work.passes += split(fake_pass(DatumBatch.concatenate(batches)), batches)
+    whole, cut = map(pass_done, works)
+    assert len(works[0].passes) == 1 and len(works[1].passes) == 4
+    np.testing.assert_array_equal(whole.losses, cut.losses)
+    np.testing.assert_array_equal(np.stack(whole.logprobs), np.stack(cut.logprobs))
+    np.testing.assert_array_equal(np.concatenate(whole.logprobs), fake_pass(data.batch).logprobs)
+    assert whole.metrics == cut.metrics == {"loss:sum": 35.0}
+
+
+def test_a_pass_over_several_requests_is_split_into_theirs() -> None:
+    batches = [training_data(seed, num=seed + 1).batch for seed in range(3)]
+    parts = split(fake_pass(DatumBatch.concatenate(batches)), batches)
+    for part, batch in zip(parts, batches, strict=True):
+        np.testing.assert_array_equal(part.logprobs, fake_pass(batch).logprobs)
+        assert len(part.losses) == len(batch)
+
+
+def test_sparse_targets_get_their_logprobs_back_in_their_cells() -> None:
+    none = np.zeros(3, np.float32)
+    batch = DatumBatch(
+        tokens=np.array([1, 2]), offsets=np.array([0, 2]), target_offsets=np.array([0, 2, 3]), targets=np.array([5, 6, 7]), weights=none,
+        rollout_logprobs=none, advantages=none, ratio_mask=none, losses=training_data(0).batch.losses, loss_ids=np.array([0]))
+    work = Work(0, MODEL, 1, Pass(TrainingData(batch, (Layout((2, 3), np.array([0, 2, 4])),)), learn=False), NOBODY)
+    work.passes = [fake_pass(batch)]
+    np.testing.assert_allclose(pass_done(work).logprobs[0], [[0.05, 0, 0.06], [0, 0.07, 0]])
+
+
+def test_a_step_takes_turns_with_other_steps() -> None:
+    work = Work(0, MODEL, 1, Step(AdamParams(lr=0.5)), NOBODY)
+    assert work.job().lane is Lane.STEP and params_of(work).lr == 0.5 and work.tokens == 0
+
+
+def test_an_error_is_the_users_or_the_servers_and_tells_no_more_than_it_should() -> None:
+    mine, disk, died, bug = (explain(error, name="m:1") for error in (
+        DataError("too long; cut it"), StorageError("the disk is full"), DeathError("rank 0: secrets of others"), KeyError("secrets")))
+    assert (mine, disk) == (Failed("too long; cut it", "user"), Failed("the disk is full", "server"))
+    assert (died.category, bug.category) == ("server", "server") and "secrets" not in died.message + bug.message
+    assert bug.message.endswith("its log has the reason under m:1")

@@ -1,0 +1,197 @@
+"""Requests for passes, as the public client writes them, become the batches that they describe; all others are refused with a sentence."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.data.datums import LOSSES
+from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
+from offbeat.service.wire.limits import WireLimits
+from offbeat.service.wire.proto import decode, encode
+from offbeat.service.wire.schema import FLOAT32, INT64
+from offbeat.service.wire.training import ForwardBackward, read_forward_backward
+from wire_golden import REQUESTS, golden_bytes
+
+LIMITS = WireLimits(vocab_size=100, context=16)
+NAMES = {"weights": "weights", "rollout_logprobs": "logprobs", "advantages": "advantages", "ratio_mask": "sequence_ratio_mask"}
+CONFIG = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
+
+
+def tensor(values: Any) -> dict[str, Any]:
+    array = np.asarray(values)
+    kind = INT64 if array.dtype.kind == "i" else FLOAT32
+    return {"dense": array.astype("<i8" if kind == INT64 else "<f4").tobytes(), "dtype": kind, "shape": array.shape}
+
+
+def datum(*tokens: int, **inputs: Any) -> dict[str, Any]:
+    chunk = {"encoded_text": {"tokens": np.array(tokens, "<i4").tobytes()}}
+    read = {name: value if isinstance(value, dict) else tensor(value) for name, value in inputs.items()}
+    return {"model_input": [chunk], "loss_fn_inputs": read}
+
+
+PLAIN = datum(1, 2, target_tokens=[2, 3], weights=[0.0, 1.0])
+POLICY = {"target_tokens": [2, 3], "logprobs": [-1.0, -2.0], "advantages": [0.5, -0.5]}
+
+
+def read(*data: dict[str, Any], limits: WireLimits = LIMITS, **fields: Any) -> ForwardBackward:
+    message = {"model_id": "m", "seq_id": 4, "loss_fn": "cross_entropy", "data": data, **fields}
+    return read_forward_backward(encode("ForwardBackwardRequest", message), limits=limits)
+
+
+# -- what the client sends -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_of_the_client_is_read_in_full(name: str) -> None:
+    sent = REQUESTS[name]
+    request = read_forward_backward(golden_bytes(sent), limits=LIMITS)
+    assert (request.model_id, request.seq_id, request.forward_only) == ("0f:train:1", 12, sent["forward_only"])
+    batch, (loss,) = request.data.batch, request.data.batch.losses
+    assert loss.name == sent["loss"]
+    constants = {**LOSSES[loss.name].constants, **{CONFIG[key]: value for key, value in sent["config"].items()}}
+    assert {constant: getattr(loss, constant) for constant in constants} == constants
+    assert len(batch) == len(request.data.layouts) == len(sent["datums"])
+    for index, (plain, layout) in enumerate(zip(sent["datums"], request.data.layouts, strict=True)):
+        one = batch.select([index])
+        targets = np.array(plain["target_tokens"])
+        assert one.tokens.tolist() == plain["tokens"] and layout.shape == targets.shape
+        cells = np.arange(targets.size) if layout.cells is None else layout.cells
+        width = targets.shape[1] if targets.ndim == 2 else 1
+        positions = np.repeat(np.arange(one.num_tokens), np.diff(one.target_offsets))
+        assert positions.tolist() == (cells // width).tolist()
+        assert one.targets.tolist() == targets.reshape(-1)[cells].tolist()
+        for field, wire in NAMES.items():
+            given = np.array(plain.get(wire, np.zeros(targets.shape)), np.float32).reshape(-1)
+            assert np.asarray(getattr(one, field), np.float32).tolist() == given[cells].tolist(), field
+            unlisted = np.setdiff1d(np.arange(targets.size), cells)
+            assert not given[unlisted].any() and not targets.reshape(-1)[unlisted].any()
+
+
+def test_sparse_targets_take_up_no_more_than_what_is_listed() -> None:
+    (layout,) = read_forward_backward(golden_bytes(REQUESTS["sparse"]), limits=LIMITS).data.layouts
+    assert layout.shape == (6, 5)
+    # Three targets, and a weight where no target is listed, which is a weight of token 0.
+    assert layout.cells is not None and layout.cells.tolist() == [1, 10, 13, 24]
+
+
+def test_without_weights_every_target_counts_once() -> None:
+    assert read(datum(1, 2, target_tokens=[2, 3])).data.batch.weights.tolist() == [1, 1]
+
+
+def test_whole_numbers_do_as_weights() -> None:
+    assert read(datum(1, 2, target_tokens=[2, 3], weights=[0, 1])).data.batch.weights.tolist() == [0, 1]
+
+
+def test_settings_without_their_newer_form_are_read_too() -> None:
+    loss = read(datum(1, 2, **POLICY), loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.5}).data.batch.losses[0]
+    assert (loss.clip_low, loss.clip_high) == (0.5, 1.2)
+
+
+def test_datums_of_different_widths_stand_in_one_batch() -> None:
+    data = read(PLAIN, datum(1, target_tokens=[[4, 5, 6]], weights=[[0.0, 1.0, 2.0]])).data
+    assert [layout.shape for layout in data.layouts] == [(2,), (1, 3)]
+    assert data.batch.target_offsets.tolist() == [0, 1, 2, 5] and data.batch.targets.tolist() == [2, 3, 4, 5, 6]
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------------------------
+
+IMAGE = {"model_input": [{"image": b"1"}], "loss_fn_inputs": {}}
+
+
+@pytest.mark.parametrize(("data", "fields", "says"), [
+    ([], {}, "data must hold at least one datum"),
+    ([PLAIN], {"loss_fn": "custom"}, "no loss 'custom'; set loss_fn to one of cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
+    ([PLAIN], {"loss_fn_config_v2": {"beta": {"number": 1.0}}}, "cross_entropy has no 'beta'; it has no settings"),
+    ([datum(1, 2, **POLICY)], {"loss_fn": "ppo", "loss_fn_config_v2": {"x": {"number": 1.0}}},
+     "ppo has no 'x'; it has clip_low_threshold, clip_high_threshold"),
+    ([datum(1, 2, **POLICY)], {"loss_fn": "dro", "loss_fn_config_v2": {"beta": {"text": "high"}}}, "beta .* must be a number, got 'high'"),
+    ([datum(1, 2, **POLICY)], {"loss_fn": "dro", "loss_fn_config_v2": {"beta": {"number": float("nan")}}}, "beta of dro must be finite"),
+    ([datum(1, 2, **POLICY)], {"loss_fn": "ppo", "loss_fn_config_v2": {"clip_low_threshold": {"number": 2.0}}}, "0 <= low <= high"),
+    ([PLAIN, IMAGE], {}, r"data\[1\].model_input holds image; this server takes text only"),
+    ([{"model_input": [{"dmel": b"1"}]}], {}, r"data\[0\].model_input holds dmel"),
+    ([{"model_input": [{}]}], {}, r"data\[0\].model_input holds nothing"),
+    ([{"model_input": [{"encoded_text": {"tokens": b"123"}}]}], {}, r"data\[0\].model_input must hold int32 tokens of 4 bytes"),
+    ([datum(target_tokens=[1])], {}, r"data\[0\].model_input must have 1 to 16 tokens, got 0"),
+    ([datum(*range(17), target_tokens=[1])], {}, "1 to 16 tokens, got 17"),
+    ([datum(-1, target_tokens=[1])], {}, r"data\[0\].model_input must hold token ids of 0 to 99, got -1"),
+    ([datum(1, target_tokens=[100])], {}, r"data\[0\].target_tokens must hold token ids of 0 to 99, got 100"),
+    ([datum(1, target_tokens=[1 << 40])], {}, f"got {1 << 40}"),
+    ([datum(1, target_tokens=[1.0])], {}, r"data\[0\].target_tokens must be int64, got float32"),
+    ([datum(1, weights=[1.0])], {}, "cross_entropy needs target_tokens, weights; target_tokens is missing"),
+    ([datum(1, target_tokens=[1], mask=[1.0])], {}, "cross_entropy takes target_tokens, weights, got 'mask'"),
+    ([datum(1, 2, **POLICY, weights=[1.0, 1.0])], {"loss_fn": "ppo"}, "ppo takes target_tokens, logprobs, advantages, got 'weights'"),
+    ([datum(1, target_tokens=[1], logprobs=[0.0])], {"loss_fn": "cispo"}, "advantages is missing"),
+    ([datum(1, target_tokens=[1, 2])], {}, r"data\[0\].target_tokens must have the shape \[N\] or \[N, K\] for N = 1 tokens .*, got \[2\]"),
+    ([datum(1, target_tokens=[[1]], logprobs=[[0.0]], advantages=[[0.0]])], {"loss_fn": "ppo"}, r"the shape \[N\] for N = 1"),
+    ([datum(1, target_tokens=[[1, 2]], weights=[1.0])], {}, r"data\[0\].weights must have the shape \[1, 2\] of target_tokens, got \[1\]"),
+    ([datum(1, target_tokens=[1], weights=[float("inf")])], {}, r"data\[0\].weights must be finite, got inf"),
+    ([datum(1, 2, **POLICY, sequence_ratio_mask=[0.5, 1.0])], {"loss_fn": "gspo"}, r"data\[0\].sequence_ratio_mask must hold only 0 and 1"),
+])
+def test_a_wrong_request_is_refused_with_its_place_and_what_is_allowed(data: list[Any], fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRequestError, match=says) as caught:
+        read(*data, **fields)
+    assert (caught.value.model_id, caught.value.seq_id) == ("m", 4)
+
+
+@pytest.mark.parametrize(("limits", "says"), [
+    ({"max_datums": 1}, "at most 1 datums, got 2"), ({"max_tokens": 3}, "at most 3 tokens"), ({"max_fields": 20}, "more than 20 fields")])
+def test_a_request_that_is_too_large_is_refused(limits: dict[str, int], says: str) -> None:
+    with pytest.raises(TooLargeError, match=says) as caught:
+        read(PLAIN, PLAIN, limits=WireLimits(vocab_size=100, context=16, **limits))
+    assert (caught.value.model_id, caught.value.seq_id) == ("m", 4)
+
+
+def test_a_request_that_is_cut_off_still_has_its_place() -> None:
+    with pytest.raises(BadRequestError, match="cut off") as caught:
+        read_forward_backward(golden_bytes(REQUESTS["dense"])[:-1], limits=LIMITS)
+    assert (caught.value.model_id, caught.value.seq_id) == ("0f:train:1", 12)
+
+
+def test_cells_count_whether_they_are_listed_or_not() -> None:
+    sparse = {"values": np.array([1], "<i8").tobytes(), "crow_indices": np.array([0, 1], "<i8").tobytes(), "col_indices": bytes(8)}
+    wide = datum(1, target_tokens={"sparse_csr": sparse, "dtype": INT64, "shape": [1, 600]})
+    limits = WireLimits(vocab_size=100, context=16, max_cells=1000)
+    read(wide, limits=limits)
+    with pytest.raises(BadRequestError, match=r"data\[1\].target_tokens must be .* at most 400 cells"):
+        read(wide, wide, limits=limits)
+
+
+@pytest.mark.parametrize("fields", [{"model_id": ""}, {"seq_id": 0}, {"seq_id": -1}])
+def test_a_request_without_its_place_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError, match="model_id must be given and seq_id at least 1") as caught:
+        read(PLAIN, **fields)
+    assert not caught.value.model_id or caught.value.seq_id < 1
+
+
+# -- anything at all -----------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=250, deadline=None)
+@given(data=st.data())
+def test_a_damaged_request_is_read_or_refused(data: st.DataObject) -> None:
+    body = bytearray(golden_bytes(REQUESTS[data.draw(st.sampled_from(sorted(REQUESTS)))]))
+    for _ in range(data.draw(st.integers(0, 3))):
+        place = data.draw(st.integers(0, len(body) - 1))
+        body[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+    with contextlib.suppress(RequestError):
+        read_forward_backward(bytes(body[: data.draw(st.integers(0, len(body)))]), limits=LIMITS)
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_a_request_with_a_field_of_another_kind_is_read_or_refused(data: st.DataObject) -> None:
+    """Swaps whole values of well-formed messages, where flipped bytes rarely get to."""
+    message = decode("ForwardBackwardRequest", golden_bytes(REQUESTS[data.draw(st.sampled_from(sorted(REQUESTS)))]), max_fields=10_000)
+    inputs = data.draw(st.sampled_from(message["data"]))["loss_fn_inputs"]
+    one, other = data.draw(st.sampled_from(sorted(inputs))), data.draw(st.sampled_from([*sorted(inputs), "mask"]))
+    inputs[one], inputs[other] = inputs.get(other, {}), inputs[one]
+    for part in ("dtype", "shape"):
+        if data.draw(st.booleans()):
+            inputs[one][part] = data.draw(st.integers(0, 4) if part == "dtype" else st.lists(st.integers(-1, 6), max_size=3))
+    message["loss_fn"] = data.draw(st.sampled_from([*LOSSES, ""]))
+    with contextlib.suppress(RequestError):
+        read_forward_backward(encode("ForwardBackwardRequest", message), limits=LIMITS)

@@ -1,0 +1,170 @@
+"""The service's core on real ranks and engines with the smallest model, for tests: one set of processes, any number of services on it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.cluster.tenants import Tenants, open_tenants
+from offbeat.config.root import Config
+from offbeat.data.datums import DatumBatch, LossSpec
+from offbeat.service.backend import Backend
+from offbeat.service.futures import Futures
+from offbeat.service.limits import Limits, Usage
+from offbeat.service.results import Results
+from offbeat.service.samplers import Samplers
+from offbeat.service.service import Service, ServiceSettings
+from offbeat.service.store import Store
+from offbeat.service.types import Caller, Layout, LoraSpec, Outcome, Payload, Pending, TrainingData
+from offbeat.telemetry.record import SilentRecord
+from small_run import small_config
+
+ALICE, BOB = Caller("alice"), Caller("bob")
+LORA = LoraSpec(rank=4, alpha=8.0, seed=1)
+STEP = AdamParams(lr=1e-2)
+BASE = "org/small"
+
+
+def training_data(seed: int, *, num: int = 3, length: int = 8, weight: float = 1.0) -> TrainingData:
+    """Random datums that are to predict random tokens."""
+    rng = np.random.default_rng(seed)
+    total = num * length
+    none = np.zeros(total, np.float32)
+    batch = DatumBatch(
+        tokens=rng.integers(5, 15, total), offsets=np.arange(num + 1) * length, target_offsets=np.arange(total + 1),
+        targets=rng.integers(5, 15, total), weights=np.full(total, weight, np.float32), rollout_logprobs=none, advantages=none,
+        ratio_mask=none.astype(bool), losses=(LossSpec.of("cross_entropy"),), loss_ids=np.zeros(num, np.int64))
+    return TrainingData(batch, (Layout((length,)),) * num)
+
+
+@dataclass
+class Open:
+    """A service that runs, and how its clients use it."""
+
+    service: Service
+    store: Store
+    usage: Usage
+    answers: dict[bytes, Outcome]
+
+    async def outcome(self, request_id: str, caller: Caller = ALICE) -> Outcome:
+        """Wait for a request as a client does."""
+        async with asyncio.timeout(60):
+            while isinstance(answer := await self.service.retrieve(caller, request_id, timeout_s=20), Pending):
+                pass
+        return self.answers[answer.data]
+
+    async def model(self, caller: Caller = ALICE, *, session_id: str = "", seq: int = 0, lora: LoraSpec = LORA) -> "Client":
+        """A fresh model, in a session of its own unless one is given."""
+        session_id = session_id or await self.service.create_session(caller, metadata={}, tags=(), display_name="")
+        request = await self.service.create_model(
+            caller, session_id=session_id, model_seq_id=seq, base_model=BASE, lora=lora, metadata={})
+        await self.outcome(request, caller)
+        return Client(self, caller, request.removesuffix(":create"))
+
+
+@dataclass
+class Client:
+    """One model's client, which numbers its requests; each method sends one and gives its id."""
+
+    open: Open
+    caller: Caller
+    model_id: str
+    seq: int = 0
+
+    async def outcome(self, request_id: str) -> Outcome:
+        return await self.open.outcome(request_id, self.caller)
+
+    async def both(self, *requests: Awaitable[str]) -> list[Outcome]:
+        """Send requests one after the other, then wait for all."""
+        return [await self.outcome(request_id) for request_id in [await request for request in requests]]
+
+    def next(self) -> int:
+        self.seq += 1
+        return self.seq
+
+    def learn(self, data: TrainingData, *, forward_only: bool = False) -> Awaitable[str]:
+        return self.open.service.forward_backward(
+            self.caller, model_id=self.model_id, seq_id=self.next(), data=data, forward_only=forward_only)
+
+    def step(self, params: AdamParams = STEP) -> Awaitable[str]:
+        return self.open.service.optim_step(self.caller, model_id=self.model_id, seq_id=self.next(), params=params)
+
+    def save(self, name: str | None, *, ttl_s: float | None = None, overwrite: bool = False) -> Awaitable[str]:
+        return self.open.service.save_weights(
+            self.caller, model_id=self.model_id, seq_id=self.next(), name=name, ttl_s=ttl_s, overwrite=overwrite, metadata={})
+
+    def load(self, path: str, *, optimizer: bool = True) -> Awaitable[str]:
+        return self.open.service.load_weights(
+            self.caller, model_id=self.model_id, seq_id=self.next(), path=path, optimizer=optimizer)
+
+    def sampler(self, name: str | None = None, *, number: int | None = None) -> Awaitable[str]:
+        return self.open.service.save_for_sampler(
+            self.caller, model_id=self.model_id, seq_id=self.next(), name=name, sampling_session_seq_id=number, ttl_s=None, metadata={})
+
+    def export(self, name: str) -> Awaitable[str]:
+        return self.open.service.save_external(self.caller, model_id=self.model_id, seq_id=self.next(), name=name, ttl_s=None)
+
+
+@dataclass
+class SmallCluster:
+    """Ranks and engines that run."""
+
+    config: Config
+    runner: asyncio.Runner
+    tenants: Tenants
+    answers: dict[bytes, Outcome] = field(default_factory=dict)
+
+    def run(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a test's body."""
+        self.runner.run(body())
+
+    def _encode(self, outcome: Outcome) -> Payload:
+        key = str(len(self.answers)).encode()
+        self.answers[key] = outcome
+        return Payload("test", key)
+
+    @asynccontextmanager
+    async def open(
+        self, folder: Path, *, limits: Limits | None = None, settings: ServiceSettings | None = None, graceful: bool = True,
+    ) -> AsyncIterator[Open]:
+        """A service on a data folder, new or used before; in the end it is closed gracefully, or else just gone as by kill -9."""
+        store = Store.open(f"sqlite:///{folder / 'service.db'}")
+        rows, usage, backend = store.load(), Usage(lambda _: limits or Limits()), Backend(self.tenants, self.config, base_model=BASE)
+        service: Service | None = None
+        futures = Futures(
+            store, Results(folder / "results"), encode=self._encode,
+            owner_of=lambda session_id: service.sessions.owner_of(session_id) if service else None)
+        service = Service(
+            backend, store, rows, futures, usage, folder=folder, settings=settings or ServiceSettings(patience_s=0.5),
+            make_samplers=lambda sessions, checkpoints: Samplers(
+                rows.samplers, engines=backend, store=store, sessions=sessions, checkpoints=checkpoints, timeout_s=3600))
+        work = asyncio.create_task(service.run())
+        try:
+            yield Open(service, store, usage, self.answers)
+            if graceful:
+                await service.close()
+                await work
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            store.close()
+            for name in self.tenants.names if self.tenants.trainers_alive else ():
+                await self.tenants.remove(name)
+
+
+@contextmanager
+def small_cluster(root: Path, model_dir: str, **settings: str) -> Iterator[SmallCluster]:
+    """Start two ranks and an engine."""
+    config = small_config(root, model_dir, **{
+        "model__lora__rank": "8", "inference__num_engines": "1", "train__num_ranks": "2", "inference__probe_interval_s": "0.3", **settings})
+    (config.run_dir / "logs").mkdir(parents=True)
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        tenants = runner.run(stack.enter_async_context(open_tenants(config, SilentRecord(config.run_dir))))
+        yield SmallCluster(config, runner, tenants)
+        runner.run(stack.aclose())
