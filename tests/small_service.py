@@ -142,7 +142,7 @@ class SmallCluster:
         service = Service(
             backend, store, rows, futures, usage, folder=folder, settings=settings or ServiceSettings(patience_s=0.5),
             make_samplers=lambda sessions, checkpoints: Samplers(
-                rows.samplers, engines=backend, store=store, sessions=sessions, checkpoints=checkpoints, timeout_s=3600))
+                rows.samplers, engines=backend, store=store, usage=usage, sessions=sessions, checkpoints=checkpoints, timeout_s=3600))
         work = asyncio.create_task(service.run())
         try:
             yield Open(service, store, usage, self.answers)

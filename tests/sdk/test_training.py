@@ -10,6 +10,7 @@ import pytest
 import tinker
 import torch
 from safetensors.torch import load_file
+from server import MODEL_NAME
 from tinker import types
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
@@ -214,6 +215,7 @@ def test_an_exported_adapter_scores_as_the_trainer(connect: Clients, model_dir: 
         step(client, [datum(tokens)])
     folder = export(service, client, "trained", tmp_path / "trained")
     np.testing.assert_allclose(logprobs(client, [datum(tokens)])[0], reference_logprobs(model_dir, tokens, folder), atol=1e-4)
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == MODEL_NAME
 
 
 def test_a_big_batch_is_the_sum_of_its_parts(connect: Clients) -> None:

@@ -31,7 +31,7 @@ def test_models_are_trained_exported_pinned_and_sampled_by_id(cluster: SmallClus
         assert len(sampled) == 2 and set(sampled[0].versions) == {4}
         assert len((await backend.score(manifest.name, (7, 8, 9), 0, None)).logprobs) == 3
         (engine,) = backend.engines
-        assert engine.adapters == (manifest.name,) and engine.outstanding_tokens == 0 and backend.sampled_tokens >= 2
+        assert manifest.name in engine.adapters and engine.outstanding_tokens == 0 and backend.sampled_tokens >= 2
         backend.unpin(manifest.name)
         await backend.remove(TWO)
 

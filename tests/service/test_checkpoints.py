@@ -145,7 +145,7 @@ def test_a_name_is_taken_once_unless_it_is_to_be_overwritten(tmp_path: Path) -> 
 def test_what_exceeds_the_owners_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     async def body(world: World) -> None:
         folder = await world.make()
-        with pytest.raises(RequestError, match="your checkpoints take up 40 bytes"):
+        with pytest.raises(RequestError, match="your checkpoints and samplers take up 40 bytes"):
             await world.make(replace(PATH, name="large"), data=b"x" * 61)
         assert world.folders == {folder} and world.usage.of("alice").disk_bytes == 40
         await world.make(replace(PATH, name="large"), data=b"x" * 60)
@@ -165,6 +165,41 @@ def test_what_expires_is_gone_at_once_and_removed_by_the_sweep(tmp_path: Path) -
             checkpoints.readable(ALICE, PATH)
         await checkpoints.sweep()
         assert world.folders == set() and world.usage.of("alice").disk_bytes == 0
+
+    run(tmp_path, body)
+
+
+def test_a_name_that_is_taken_again_while_expired_ones_are_removed_stays(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        paths = [PATH, replace(PATH, name="two")]
+        for path in paths:
+            await world.make(path, expires=world.now + 50)
+        world.now += 50
+        sweep = asyncio.create_task(world.checkpoints.sweep())
+        await asyncio.sleep(0)  # the first is being deleted
+        again = await world.make(paths[1], overwrite=True)
+        await sweep
+        assert world.folders == {again} and world.checkpoints.readable(ALICE, paths[1]).folder == again
+        assert world.usage.of("alice").disk_bytes == 40 and len(world.store.load().checkpoints) == 1
+
+    run(tmp_path, body)
+
+
+def test_saves_of_one_name_that_fail_together_leave_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        folder = await world.make(data=b"x" * 10)
+
+        async def full(*_rows: object) -> None:
+            await asyncio.sleep(0.01)
+            raise StorageError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(world.store, "put", full)
+            saves = [world.make(data=b"x" * 20, overwrite=True) for _ in range(2)]
+            errors = await asyncio.gather(*saves, return_exceptions=True)
+        assert [str(error) for error in errors] == ["the disk is full"] * 2
+        assert world.folders == {folder} and world.usage.of("alice").disk_bytes == 10
+        assert world.checkpoints.readable(ALICE, PATH).folder == folder
 
     run(tmp_path, body)
 

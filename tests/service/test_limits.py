@@ -18,6 +18,8 @@ def test_what_is_charged_and_released_adds_up_for_each_owner() -> None:
     assert usage.of("alice") == Use(1, 60, 0)
     assert usage.of("bob") == Use(2, 0, 0)
     assert usage.of("nobody") == Use()
+    usage.release("bob", models=2)
+    assert set(usage._uses) == {"alice"}, "who has nothing is forgotten"
 
 
 def test_a_full_queue_is_a_matter_of_time() -> None:
@@ -36,7 +38,7 @@ def test_what_will_never_fit_is_refused_for_good() -> None:
     with pytest.raises(TooLargeError, match="101 tokens"):
         usage.charge("alice", queued_tokens=101)
     usage.charge("alice", models=2, disk_bytes=900)
-    with pytest.raises(RequestError, match="you have 2 models and may have 2"):
+    with pytest.raises(RequestError, match="you have 2 of 2 models"):
         usage.charge("alice", models=1)
     with pytest.raises(RequestError, match="take up 900 bytes, 101 more would exceed the 1000"):
         usage.charge("alice", disk_bytes=101)

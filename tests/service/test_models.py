@@ -12,7 +12,7 @@ from offbeat.service.limits import Limits
 from offbeat.service.models import Loss, Model
 from offbeat.service.service import ServiceSettings
 from offbeat.service.tables import ModelRow
-from offbeat.service.types import Failed, PassDone
+from offbeat.service.types import CheckpointSaved, Failed, PassDone
 from small_service import ALICE, BASE, LORA, Client, Open, SmallCluster, training_data
 from waiting import until
 
@@ -64,6 +64,31 @@ def test_the_model_of_a_silent_session_is_parked_and_comes_back_as_it_was(cluste
     cluster.run(body)
 
 
+def test_a_checkpoint_that_is_complete_after_its_session_has_ended_is_no_models_state(
+    cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model, checkpoints, gate = await running.model(), running.service.checkpoints, asyncio.Event()
+            seal = checkpoints.seal
+
+            async def slow(folder: str) -> int:
+                await gate.wait()
+                return await seal(folder)
+
+            monkeypatch.setattr(checkpoints, "seal", slow)
+            saving = await model.save("late")
+            await running.service.finish_session(ALICE, model.model_id.split(":")[0], "success")
+            await until(lambda: not running.service.status().models)
+            gate.set()
+            saved = await running.outcome(saving)
+            assert isinstance(saved, CheckpointSaved)
+            await running.service.delete_checkpoint(ALICE, saved.path)
+            assert not list((tmp_path / "checkpoints").iterdir())
+
+    cluster.run(body)
+
+
 def test_models_of_ended_sessions_are_runs_that_take_nothing_more(cluster: SmallCluster, tmp_path: Path) -> None:
     async def body() -> None:
         async with cluster.open(tmp_path, limits=Limits(max_models=1)) as running:
@@ -73,7 +98,7 @@ def test_models_of_ended_sessions_are_runs_that_take_nothing_more(cluster: Small
             refused = await running.service.create_model(
                 ALICE, session_id=session, model_seq_id=1, base_model=BASE, lora=LORA, metadata={})
             outcome = await running.outcome(refused)
-            assert isinstance(outcome, Failed) and "you have 1 models and may have 1" in outcome.message and outcome.category == "user"
+            assert isinstance(outcome, Failed) and "you have 1 of 1 models" in outcome.message and outcome.category == "user"
             late = await model.sampler(number=0)
             await running.service.finish_session(ALICE, session, "success")
             outcome = await running.outcome(late)

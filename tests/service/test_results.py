@@ -78,6 +78,23 @@ def test_a_failed_write_leaves_what_was_there_intact(tmp_path: Path, monkeypatch
     assert (results.read(place), results.read(again)) == (b"first", b"third")
 
 
+def test_a_file_that_cannot_be_begun_closes_nothing_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Results(tmp_path, segment_bytes=10)
+    results.append(b"x" * 20)
+
+    def full(*_args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offbeat.service.results.os.open", full)
+        with pytest.raises(StorageError, match="No space left"):
+            results.append(b"second")
+    with (tmp_path / "others").open("wb") as others:  # it gets the lowest descriptor that is free
+        place = results.append(b"third")
+        others.write(b"still open")
+    assert results.read(place) == b"third" and place.segment == 2
+
+
 def test_old_files_are_deleted_but_not_the_one_that_grows_nor_others(tmp_path: Path) -> None:
     results = Results(tmp_path, segment_bytes=10)
     places = [results.append(b"x" * 20) for _ in range(4)]

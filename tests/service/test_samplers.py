@@ -22,7 +22,8 @@ def run(tmp_path: Path, body: Callable[[World, Samplers], Awaitable[None]], worl
 
     async def main(store: Store) -> None:
         await body(world, Samplers(
-            store.load().samplers, engines=world, store=store, sessions=world, checkpoints=world, timeout_s=60.0, clock=lambda: world.now))
+            store.load().samplers, engines=world, store=store, usage=world.usage, sessions=world, checkpoints=world, timeout_s=60.0,
+            clock=lambda: world.now))
 
     with closing(Store.open(f"sqlite:///{tmp_path / 'db'}")) as store:
         asyncio.run(main(store))
@@ -35,7 +36,8 @@ async def used(samplers: Samplers, caller: Caller, sampler: str) -> str:
 
 async def snapshot(samplers: Samplers, seq: int, version: int) -> str:
     return await samplers.add_ephemeral(
-        session_id=SESSION, seq=seq, owner="alice", base_model="base", run_id=RUN, version=version, folder=f"snapshot-{version}")
+        session_id=SESSION, seq=seq, owner="alice", base_model="base", run_id=RUN, version=version, folder=f"snapshot-{version}",
+        size_bytes=40)
 
 
 def test_samplers_of_the_base_and_of_a_checkpoint_are_made_once_and_sampled_by_their_owner_alone(tmp_path: Path) -> None:
@@ -131,6 +133,53 @@ def test_snapshots_end_with_their_session_or_when_they_are_old_and_unused(tmp_pa
     run(tmp_path, body)
 
 
+def test_the_newest_snapshot_of_a_session_that_is_silent_ends_when_it_is_old(tmp_path: Path) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        sampler = await snapshot(samplers, 0, version=4)
+        world.now += 100
+        await samplers.sweep()
+        assert list(samplers.ids_of(SESSION)) == [sampler]
+        world.silent = True
+        await used(samplers, ALICE, sampler)
+        await samplers.sweep()
+        assert list(samplers.ids_of(SESSION)) == [sampler]
+        world.now += 100
+        await samplers.sweep()
+        assert not samplers.ids_of(SESSION) and world.released == ["snapshot-4"]
+
+    run(tmp_path, body)
+
+
+def test_a_sample_that_waits_while_its_snapshot_ends_is_refused(tmp_path: Path) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        row = samplers.find(ALICE, await snapshot(samplers, 0, version=4))
+        await samplers.end_session(SESSION)
+        with pytest.raises(UnknownError, match="there is no sampler"):
+            async with samplers.using(row):
+                pass
+        assert world.pinned == [] and row.id not in samplers._last_used
+
+    run(tmp_path, body)
+
+
+def test_snapshots_count_as_their_owners_disk_while_they_last(tmp_path: Path) -> None:
+    async def before(world: World, samplers: Samplers) -> None:
+        await samplers.create(ALICE, session_id=SESSION, seq=9, base_model=None, model_path=PATH)
+        for seq in (0, 1, 2, 2):
+            await snapshot(samplers, seq, version=seq)
+        with pytest.raises(RequestError, match="take up 120 bytes"):
+            await snapshot(samplers, 3, version=3)
+        assert len(samplers.ids_of(SESSION)) == 4
+
+    async def after(world: World, samplers: Samplers) -> None:
+        assert world.usage.of("alice").disk_bytes == 120
+        await samplers.end_session(SESSION)
+        assert world.usage.of("alice").disk_bytes == 0
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
 def test_samplers_are_there_after_a_restart_and_pin_their_weights_again(tmp_path: Path) -> None:
     async def before(world: World, samplers: Samplers) -> None:
         await samplers.create(ALICE, session_id=SESSION, seq=0, base_model=None, model_path=PATH)
@@ -143,7 +192,7 @@ def test_samplers_are_there_after_a_restart_and_pin_their_weights_again(tmp_path
         assert await used(samplers, ALICE, f"{SESSION}:sample:0") == "t.folder-one@3"
         assert await used(samplers, ALICE, f"{SESSION}:sample:2") == "t.snapshot-5@3"
         row = samplers.find(ALICE, f"{SESSION}:sample:2")
-        assert row == SamplerRow(row.id, SESSION, "alice", "base", "", RUN, 5, "snapshot-5", 1000.0)
+        assert row == SamplerRow(row.id, SESSION, "alice", "base", "", RUN, 5, "snapshot-5", 40, 1000.0)
 
     run(tmp_path, before)
     run(tmp_path, after)

@@ -89,7 +89,7 @@ def run(tmp_path: Path, body: Callable[[Setting], Awaitable[None]], *, max_in_fl
         usage = Usage(lambda _: Limits(max_queued_tokens=max_queued_tokens))
         futures = Futures(store, Results(tmp_path / "results"), encode=encode, owner_of=lambda _: "alice")
         rows = [SamplerRow(f"{SESSION}:sample:{seq}", SESSION, owner, "base") for seq, owner in enumerate(("alice", "bob"))]
-        samplers = Samplers(rows, engines=world, store=store, sessions=world, checkpoints=world, timeout_s=60.0)
+        samplers = Samplers(rows, engines=world, store=store, usage=usage, sessions=world, checkpoints=world, timeout_s=60.0)
         sampling = Sampling(samplers, engines=engines, futures=futures, usage=usage, max_in_flight=max_in_flight)
         try:
             await body(Setting(world, engines, sampling, futures, usage, ended))
@@ -244,15 +244,13 @@ SCORE = PromptScore(
 def test_scores_of_a_prompt_are_laid_out_as_they_were_asked_for() -> None:
     targets = np.array([[-1, -1], [8, -1], [3, 4]])
     request = replace(
-        REQUEST, prompt_logprobs=True, topk_prompt_logprobs=2, prompt_alt_tokens_k=1, target_prompt_logprobs=targets,
-        topk_sample_logprobs=3)
+        REQUEST, prompt_logprobs=True, topk_prompt_logprobs=2, target_prompt_logprobs=targets, topk_sample_logprobs=3)
     top = (((5, -0.1), (6, -0.2), (7, -0.3)), ((5, -0.1),))
     answer = sampled(request, [Sample((5, 6), (-0.1, -0.2), (0, 0), "", "stop", top_logprobs=top)], SCORE)
-    assert answer.prompt_logprobs is not None and answer.topk_prompt is not None and answer.prompt_alt is not None
+    assert answer.prompt_logprobs is not None and answer.topk_prompt is not None
     np.testing.assert_array_equal(answer.prompt_logprobs, np.array([NAN, -1, -2], np.float32))
     np.testing.assert_array_equal(answer.topk_prompt.ids, [[-1, -1], [6, 9], [7, -1]])
     np.testing.assert_array_equal(answer.topk_prompt.logprobs, [[0, 0], [-1, -1.5], [-2, 0]])
-    np.testing.assert_array_equal(answer.prompt_alt.ids, [[6], [7]])
     np.testing.assert_array_equal(answer.target_prompt_logprobs, [[0, 0], [-3, 0], [-4, -5]])  # type: ignore[arg-type]
     (sequence,) = answer.sequences
     assert sequence.stop_reason == "stop" and sequence.top is not None and sequence.tokens.dtype == np.int32
@@ -269,9 +267,7 @@ def test_only_the_last_positions_of_a_prompt_are_scored_if_that_is_asked() -> No
 def test_nothing_can_be_said_of_a_prompt_of_one_token() -> None:
     targets = np.full((1, 2), -1)
     answer = sampled(
-        replace(REQUEST, prompt=(5,), prompt_logprobs=True, topk_prompt_logprobs=2, target_prompt_logprobs=targets, prompt_alt_tokens_k=1),
-        [], None)
-    assert answer.prompt_logprobs is not None and answer.topk_prompt is not None and answer.prompt_alt is not None
+        replace(REQUEST, prompt=(5,), prompt_logprobs=True, topk_prompt_logprobs=2, target_prompt_logprobs=targets), [], None)
+    assert answer.prompt_logprobs is not None and answer.topk_prompt is not None
     assert np.isnan(answer.prompt_logprobs).tolist() == [True] and answer.topk_prompt.ids.tolist() == [[-1, -1]]
-    assert answer.prompt_alt.ids.shape == (0, 1) and answer.target_prompt_logprobs is not None
-    assert answer.target_prompt_logprobs.tolist() == [[0.0, 0.0]]
+    assert answer.target_prompt_logprobs is not None and answer.target_prompt_logprobs.tolist() == [[0.0, 0.0]]

@@ -1,14 +1,23 @@
 """What a server is made of; `tests/cli/test_serve.py` runs whole ones."""
 
+import asyncio
+import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import uvicorn
+from starlette.applications import Starlette
 
 from offbeat.cluster.material import read_base
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, StorageError
-from offbeat.service.serve import base_model_name, check_address, open_record, tokenizer_id
+from offbeat.service.app.server import HttpServer
+from offbeat.service.keys import Keys
+from offbeat.service.limits import Limits
+from offbeat.service.serve import _Run, base_model_name, check_address, open_record, read_keys, tokenizer_id
+from offbeat.service.store import Store
 
 
 def config(model: str = "", **serve: str) -> Config:
@@ -36,6 +45,28 @@ def test_nobody_is_let_in_from_elsewhere_without_keys(host: str, keys: str, allo
     else:
         with pytest.raises(ConfigError, match=r"serve\.keys must name a file"):
             check_address(config(host=host, keys=keys))
+
+
+def test_owners_may_take_up_what_is_configured_unless_their_file_says_otherwise(tmp_path: Path) -> None:
+    given = {"max_models": "3", "max_queued_tokens": "100", "max_disk_bytes": "5"}
+    assert read_keys(config(**given)).limits_of("key-1") == Limits(3, 100, 5)
+    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-a"\nmax_models = 7\n')
+    assert read_keys(config(keys=str(tmp_path / "keys.toml"), **given)).limits_of("alice") == Limits(7, 100, 5)
+    assert read_keys(config()).limits_of("key-1") == Limits()
+
+
+def test_http_that_fails_ends_the_server(model_dir: str, tmp_path: Path) -> None:
+    async def body(run: _Run) -> None:
+        closed = socket.socket()
+        closed.close()
+        server = HttpServer(uvicorn.Config(Starlette(), lifespan="off", log_config=None))
+        running = asyncio.create_task(run._until_stopped(server, closed))
+        await asyncio.wait([running], timeout=5)
+        assert running.done() and isinstance(running.exception(), OSError)
+
+    settings = config(model_dir)
+    with closing(Store.open(f"sqlite:///{tmp_path / 'service.db'}")) as store:
+        asyncio.run(body(_Run(settings, read_base(settings), Keys.open_house(), store, print)))
 
 
 def test_a_data_folder_is_one_servers(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from offbeat.service.tables import CheckpointRow, FutureRow, ModelRow, Row, Samp
 from offbeat.service.types import LoraSpec
 
 POSTGRES = os.environ.get("OFFBEAT_TEST_POSTGRES", "")
-LORA = LoraSpec(rank=8, alpha=32.0, seed=2**40, train_attn=True, train_mlp=False, train_unembed=True)
+LORA = LoraSpec(rank=8, alpha=32.0, seed=2**40, train_attn=True, train_mlp=False)
 SESSION = SessionRow(
     "s", "alice", 1.5, 1763719150.123456, ended=None, metadata={"naïve": "\"quoted\" ✓", "nul": "\0"}, display_name="Ω", tags=("a", "b,c"))
 MODEL = ModelRow(
-    "s:train:0", "s", "alice", 1.0, 2.0, "org/model", LORA, {"k": "v"}, step=3, state_folder="f", state_step=2, last_seq=2**62,
+    "s:train:0", "s", "alice", 1.0, 2.0, "org/model", LORA, {"k": "v"}, step=3, state_folder="f", last_seq=2**62,
     next_version=4, ended=False, dirty=True)
 CHECKPOINT = CheckpointRow(
     "s:train:0", "training", "final", "alice", "folder", 1.0, expires=9.0, size_bytes=2**40, public=True, metadata={}, lora=LORA,

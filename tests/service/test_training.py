@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from offbeat.data.datums import DatumBatch
-from offbeat.errors import WorkerError
+from offbeat.errors import DataError, StorageError, WorkerError
 from offbeat.service.errors import LostError, OverLimitError, TooLargeError
 from offbeat.service.limits import Limits
+from offbeat.service.models import Model
 from offbeat.service.service import ServiceSettings
 from offbeat.service.types import Caller, CheckpointSaved, Failed, Outcome, PassDone, Pending, StepDone, TrainingData
 from small_service import ALICE, BOB, STEP, Client, Open, SmallCluster, training_data
@@ -230,6 +231,71 @@ def test_the_order_of_datums_is_the_order_of_outputs(cluster: SmallCluster, tmp_
                 (alone,) = await model.both(model.learn(part, forward_only=True))
                 assert isinstance(alone, PassDone)
                 np.testing.assert_allclose(alone.logprobs[0], logprobs, atol=1e-5)
+
+    cluster.run(body)
+
+
+def test_a_gradient_that_is_told_to_be_lost_is_lost(cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database fails between two passes; what the first has gathered must not be in the next step."""
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model, straight = await running.model(), await running.model()
+            await model.both(model.learn(training_data(1)))
+
+            async def full(*_args: object) -> None:
+                raise StorageError("the database postgresql://secret/x is full")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(running.service._models, "mark", full)
+                (failed,) = await model.both(model.learn(training_data(2)))
+            assert isinstance(failed, Failed) and failed.category == "server" and "secret" not in failed.message
+            await model.both(model.learn(training_data(3)), model.step())
+            await straight.both(straight.learn(training_data(3)), straight.step())
+            np.testing.assert_allclose(await losses(model), await losses(straight), rtol=1e-5)
+
+    cluster.run(body)
+
+
+def test_what_one_model_breaks_in_a_shared_pass_is_not_told_to_others(
+    cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            models = [await running.model(caller) for caller in (ALICE, BOB)]
+
+            async def broken(batches: Mapping[str, DatumBatch], *, learn: bool) -> None:
+                raise DataError(f"a datum of {min(batches)} is wrong")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(running.service._backend, "run", broken)
+                ids = [(model, await ask) for model in models for ask in (model.learn(training_data(1)), model.step())]
+                failed = [await model.outcome(request_id) for model, request_id in ids]
+            for outcome in failed:
+                assert isinstance(outcome, Failed) and outcome.category == "server" and "datum" not in outcome.message
+
+    cluster.run(body)
+
+
+def test_many_requests_behind_gaps_cost_little(cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path, settings=ServiceSettings(patience_s=0.5)) as running:
+            model, calls = await running.model(), 0
+            advance = running.service._training._advance
+
+            def counting(its: Model) -> None:
+                nonlocal calls
+                calls += 1
+                advance(its)
+
+            monkeypatch.setattr(running.service._training, "_advance", counting)
+            ids = []
+            for _ in range(50):
+                model.seq += 1
+                ids.append(await model.step())
+                await asyncio.sleep(0.002)
+            for request_id in ids:
+                assert isinstance(await running.outcome(request_id), StepDone)
+            assert calls <= 3 * len(ids), "one timer, however many wait"
 
     cluster.run(body)
 

@@ -5,6 +5,7 @@ import numpy as np
 from offbeat.algorithms.adam import AdamParams
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import DataError, DeathError, StorageError
+from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.futures import Future
 from offbeat.service.models import Model
 from offbeat.service.schedule import Lane, Schedule
@@ -65,8 +66,9 @@ def test_a_step_takes_turns_with_other_steps() -> None:
 
 
 def test_an_error_is_the_users_or_the_servers_and_tells_no_more_than_it_should() -> None:
-    mine, disk, died, bug = (explain(error, name="m:1") for error in (
-        DataError("too long; cut it"), StorageError("the disk is full"), DeathError("rank 0: secrets of others"), KeyError("secrets")))
-    assert (mine, disk) == (Failed("too long; cut it", "user"), Failed("the disk is full", "server"))
-    assert (died.category, bug.category) == ("server", "server") and "secrets" not in died.message + bug.message
-    assert bug.message.endswith("its log has the reason under m:1")
+    mine, damaged, disk, died, bug = (explain(error, name="m:1") for error in (
+        DataError("too long; cut it"), CheckpointError("it is damaged"), StorageError("secrets: the disk is full"),
+        DeathError("rank 0: secrets of others"), KeyError("secrets")))
+    assert (mine, damaged) == (Failed("too long; cut it", "user"), Failed("it is damaged", "server"))
+    assert {disk.category, died.category, bug.category} == {"server"} and "secrets" not in disk.message + died.message + bug.message
+    assert all(failed.message.endswith("its log has the reason under m:1") for failed in (disk, bug))

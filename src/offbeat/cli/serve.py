@@ -17,22 +17,24 @@ The server answers to this machine only. To let others in, give it an address an
   max_models = 8                       # and, where they should differ: max_queued_tokens, max_disk_bytes
 
 Without the file any key that begins with tml- will do, and each is an owner of its own. A status page is at /, metrics are at /metrics.
-Ctrl-C ends the server and saves every model; a second one ends it at once.
+Ctrl-C ends the server and saves every model; a second one ends it at once. Any setting of docs/configuration.md can be given as well, such
+as --inference.engine vllm or --serve.session_timeout_s 3600.
 """
 
 _EXAMPLES = """\
 examples:
-  offbeat serve --model runs/quickstart/export
+  offbeat serve --model runs/quickstart/export --model-name mine/sorter
   offbeat serve --model /models/Qwen3-0.6B --model-name Qwen/Qwen3-0.6B --num-engines 4 --num-ranks 4 --cluster.devices_per_worker 1
+  offbeat serve --model /models/Qwen3-0.6B --inference.engine vllm --inference.python .venv-vllm/bin/python
   offbeat serve --model /models/Qwen3-0.6B --host 0.0.0.0 --keys keys.toml --database postgresql://offbeat@db/offbeat
 
 then, where the client runs (pip install tinker):
   export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-mine
-  python -c "import tinker; print(tinker.ServiceClient().get_server_capabilities())"
+  python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client('mine/sorter', rank=8).result().get_info())"
 """
 
 # What the service needs and a run does not; anything given on the command line wins.
-_DEFAULTS: Sequence[Override] = (("model.lora.rank", "32"), ("inference.request_timeout_s", "3600"))
+_DEFAULTS: Sequence[Override] = (("model.lora.rank", "32"), ("inference.request_timeout_s", "3600"), ("train.step_timeout_s", "300"))
 _SETTINGS = {
     "model": "model.path", "model_name": "serve.model_name", "host": "serve.host", "port": "serve.port", "data_dir": "serve.data_dir",
     "database": "serve.database", "keys": "serve.keys", "num_engines": "inference.num_engines", "num_ranks": "train.num_ranks",
@@ -57,7 +59,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--num-ranks", type=int, metavar="N", help="processes that train (default: 1)")
     parser.add_argument("--max-lora-rank", type=int, metavar="R", help="largest rank of an adapter (default: 32)")
     parser.add_argument("--lora-alpha", type=float, metavar="A", help="an adapter's output is scaled by A / its rank (default: 32)")
-    parser.add_argument("--public-status", action="store_true", default=None, help="show the status page and /metrics to other machines")
+    parser.add_argument(
+        "--public-status", action="store_true", default=None,
+        help="show the status page and /metrics to other machines; a proxy on this one makes them public, too, unless it "
+        "sends X-Forwarded-For")
     parser.set_defaults(run=run)
 
 

@@ -48,7 +48,7 @@ def _allowed(info: FieldInfo) -> str:
     annotation: Any = info.annotation
     if get_origin(annotation) is tuple:
         return f"list of {_kind(get_args(annotation)[0])}"
-    bounds = [f"{sign} {getattr(rule, name):g}" for rule in info.metadata for name, sign in _SIGNS.items() if hasattr(rule, name)]
+    bounds = [f"{sign} {getattr(rule, name)}" for rule in info.metadata for name, sign in _SIGNS.items() if hasattr(rule, name)]
     return " ".join([_kind(annotation), ", ".join(bounds)]).strip()
 
 

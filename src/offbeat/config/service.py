@@ -12,6 +12,9 @@ class ServeConfig(Section):
     database: str = field("", "URL of the database, such as postgresql://user@host/name; empty takes SQLite in `data_dir`.")
     keys: str = field("", "TOML file with owners and their API keys; empty takes any key, each as an owner of its own.")
     model_name: str = field("", "What clients call the base model, such as org/model; empty takes the last part of `model.path`.")
+    max_models: int = field(64, "Models that an owner may have at a time, unless `keys` says otherwise.", ge=0)
+    max_queued_tokens: int = field(16 * 2**20, "Tokens of an owner's requests that have not ended, unless `keys` says otherwise.", ge=0)
+    max_disk_bytes: int = field(100 * 2**30, "Bytes of an owner's checkpoints and unnamed samplers, unless `keys` says otherwise.", ge=0)
     public_status: bool = field(False, "Show the status page and /metrics to other machines, too.")
     max_tokens_per_pass: int = field(
         65536, "Tokens of all tenants in one forward and backward; more make better use of the trainers, fewer shorten waits.", ge=1)
@@ -21,5 +24,6 @@ class ServeConfig(Section):
     session_timeout_s: float = field(
         600.0, "Seconds without a heartbeat after which a session's models are parked on disk; clients send one every 10 s.", gt=0)
     sampler_timeout_s: float = field(
-        3600.0, "Seconds without a request after which an unnamed sampler is forgotten, unless it is the newest of its model.", gt=0)
+        3600.0, "Seconds without a request after which an unnamed sampler is forgotten, unless it is the newest of its model and "
+        "its session is not silent.", gt=0)
     result_retention_s: float = field(3600.0, "Seconds for which a finished result can be fetched.", ge=600)

@@ -3,7 +3,7 @@
 A model is a tenant; the weights that a sampler samples are a pinned version of it. Errors are those of the layers below.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from offbeat.algorithms.adam import AdamParams
@@ -70,8 +70,7 @@ class Backend:
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         """Give the trainers a fresh model."""
         await self._tenants.add(
-            tenant_of(model_id), rank=lora.rank, alpha=lora.alpha, seed=lora.seed, train_attn=lora.train_attn, train_mlp=lora.train_mlp,
-            train_unembed=lora.train_unembed)
+            tenant_of(model_id), rank=lora.rank, alpha=lora.alpha, seed=lora.seed, train_attn=lora.train_attn, train_mlp=lora.train_mlp)
 
     async def load(self, model_id: str, folder: Path, *, optimizer: bool = True) -> None:
         """Give the trainers a model as `save` wrote it, in place of the one they have of this id; without `optimizer`, with a fresh one."""
@@ -89,6 +88,10 @@ class Backend:
         """One pass over the datums of many models, by model id."""
         passes = await self._tenants.run_datums({tenant_of(model_id): batch for model_id, batch in batches.items()}, learn=learn)
         return {model_id: passes[tenant_of(model_id)] for model_id in batches}
+
+    async def discard(self, model_ids: Iterable[str]) -> None:
+        """Drop the gradients that models have gathered."""
+        await self._tenants.discard([tenant_of(model_id) for model_id in model_ids])
 
     async def step(self, params: Mapping[str, AdamParams]) -> Mapping[str, float]:
         """One optimizer step of many models; norms of their gradients by model id, not finite where the step was left out."""

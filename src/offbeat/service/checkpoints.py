@@ -47,6 +47,10 @@ class _Manifest:
     adapter: AdapterManifest | None = None
 
 
+class CheckpointError(StorageError):
+    """A checkpoint's files are damaged, gone, or cannot be written. Its sentence is for clients, and does not say where they are."""
+
+
 class Checkpoints:
     """All checkpoints of all owners.
 
@@ -72,6 +76,7 @@ class Checkpoints:
         self._on_removed = on_removed
         self._clock = clock
         self._held: Counter[str] = Counter()
+        self._adding = asyncio.Lock()
         for row in self._rows.values():
             usage.add(row.owner, disk_bytes=row.size_bytes)
 
@@ -105,18 +110,18 @@ class Checkpoints:
         return await asyncio.to_thread(_seal, self.path(folder), adapter)
 
     async def verify(self, folder: str) -> None:
-        """Raise StorageError unless every file is what was written."""
+        """Raise CheckpointError unless every file is what was written."""
         await asyncio.to_thread(_verify, self.path(folder))
 
     async def adapter(self, folder: str) -> AdapterManifest:
         """The adapter in a folder of verified files.
 
         Raises:
-            StorageError: they are damaged or gone, or engines cannot load them.
+            CheckpointError: they are damaged or gone, or engines cannot load them.
         """
         manifest = await asyncio.to_thread(_verify, self.path(folder))
         if manifest.adapter is None:
-            raise StorageError(f"the checkpoint folder {folder} holds no adapter for engines")
+            raise CheckpointError(f"the checkpoint folder {folder} holds no adapter for engines")
         return replace(manifest.adapter, folder=str(self.path(folder)))
 
     async def release(self, folder: str) -> None:
@@ -138,7 +143,7 @@ class Checkpoints:
             manifest = await asyncio.to_thread(_read, path)
             if manifest.adapter is not None:
                 self._on_removed(manifest.adapter)
-        except StorageError:
+        except CheckpointError:
             pass  # it was never complete
         await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)  # the next start tries again
 
@@ -151,19 +156,18 @@ class Checkpoints:
             RequestError: the name is taken, or its owner may not have that much on disk.
         """
         path = _path(row)
-        if not overwrite:
-            self.check_free(path)
-        self._usage.charge(row.owner, disk_bytes=row.size_bytes)
-        before = self._rows.get(path)
-        self._rows[path] = row
-        try:
-            await self._store.put(row)
-        except StorageError:  # if it is cancelled, the row may well be there
-            self._rows.pop(path)
-            if before is not None:
-                self._rows[path] = before
-            self._usage.release(row.owner, disk_bytes=row.size_bytes)
-            raise
+        async with self._adding:
+            if not overwrite:
+                self.check_free(path)
+            self._usage.charge(row.owner, disk_bytes=row.size_bytes)
+            before = self._rows.get(path)
+            self._rows[path] = row
+            try:
+                await self._store.put(row)
+            except StorageError:  # if it is cancelled, the row may well be there
+                if self._forget(row) and before is not None:
+                    self._rows[path] = before
+                raise
         if before is not None:
             self._usage.release(before.owner, disk_bytes=before.size_bytes)
             await self.release(before.folder)
@@ -189,9 +193,8 @@ class Checkpoints:
 
     def select(self, *, owner: str | None = None, run_id: str | None = None) -> list[CheckpointRow]:
         """Those of an owner, of a run, or both; the newest first."""
-        there = (row for path, row in self._rows.items() if self._find(path))
-        found = (row for row in there if owner in (None, row.owner) and run_id in (None, row.run_id))
-        return sorted(found, key=lambda row: -row.created)
+        found = (row for row in self._rows.values() if owner in (None, row.owner) and run_id in (None, row.run_id))
+        return sorted((row for row in found if self._find(_path(row))), key=lambda row: -row.created)
 
     async def publish(self, row: CheckpointRow, *, public: bool) -> None:
         """Let everybody read a checkpoint, or nobody else."""
@@ -217,11 +220,17 @@ class Checkpoints:
 
     async def delete(self, row: CheckpointRow) -> None:
         """Make a checkpoint exist no more; its files go with their last use."""
-        if self._rows.pop(_path(row), None) is None:
-            return
+        if self._forget(row):
+            await self._store.delete(row)
+            await self.release(row.folder)
+
+    def _forget(self, row: CheckpointRow) -> bool:
+        """Whether it was there still; another one may have its name by now."""
+        if self._rows.get(_path(row)) is not row:
+            return False
+        del self._rows[_path(row)]
         self._usage.release(row.owner, disk_bytes=row.size_bytes)
-        await self._store.delete(row)
-        await self.release(row.folder)
+        return True
 
     async def sweep(self) -> None:
         """Delete what has expired."""
@@ -253,7 +262,7 @@ def _seal(folder: Path, adapter: AdapterManifest | None) -> int:
         files = {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
         (folder / _MANIFEST).write_bytes(msgspec.json.encode(_Manifest(files, adapter)))
     except OSError as exc:
-        raise StorageError(f"the checkpoint folder {folder.name} could not be written: {exc.strerror}; free space") from exc
+        raise CheckpointError(f"the checkpoint folder {folder.name} could not be written: {exc.strerror}; free space") from exc
     return sum(file.size_bytes for file in files.values())
 
 
@@ -261,7 +270,8 @@ def _read(folder: Path) -> _Manifest:
     try:
         manifest = msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=_Manifest)
     except (OSError, msgspec.DecodeError) as exc:
-        raise StorageError(f"the checkpoint folder {folder.name} is gone or damaged: its manifest cannot be read; use another one") from exc
+        raise CheckpointError(
+            f"the checkpoint folder {folder.name} is gone or damaged: its manifest cannot be read; use another one") from exc
     return manifest
 
 
@@ -271,7 +281,7 @@ def _verify(folder: Path) -> _Manifest:
         try:
             found = _digest(folder / name)
         except OSError as exc:
-            raise StorageError(f"the checkpoint folder {folder.name} is damaged: {name} cannot be read; use another one") from exc
+            raise CheckpointError(f"the checkpoint folder {folder.name} is damaged: {name} cannot be read; use another one") from exc
         if found != expected:
-            raise StorageError(f"the checkpoint folder {folder.name} is damaged: {name} is not what was written; use another one")
+            raise CheckpointError(f"the checkpoint folder {folder.name} is damaged: {name} is not what was written; use another one")
     return manifest

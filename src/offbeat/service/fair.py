@@ -41,25 +41,8 @@ class FairQueue(Generic[T]):
         cost, item = self._queues[owner].popleft()
         self._now = self._times[owner]
         self._times[owner] += cost
-        self._tidy(owner)
-        return item
-
-    def remove(self, item: T) -> bool:
-        """Take this very item out, uncharged; False if it does not wait."""
-        for owner, queue in self._queues.items():
-            for place, (_, waiting) in enumerate(queue):
-                if waiting is item:
-                    del queue[place]
-                    self._tidy(owner)
-                    return True
-        return False
-
-    def cost_of(self, owner: str) -> int:
-        """What an owner's waiting items cost together."""
-        return sum(cost for cost, _ in self._queues.get(owner, ()))
-
-    def _tidy(self, owner: str) -> None:
         if not self._queues[owner]:
             del self._queues[owner]
         for name in [name for name, time in self._times.items() if name not in self._queues and time <= self._now]:
             del self._times[name]
+        return item

@@ -77,6 +77,11 @@ class Keys:
         """Let in everybody with a key of the right form; equal keys are the same owner."""
         return cls(None, {}, default)
 
+    @property
+    def any_will_do(self) -> bool:
+        """Whether this is an open house."""
+        return self._owners is None
+
     def caller(self, api_key: str) -> Caller:
         """Tell who has this key.
 

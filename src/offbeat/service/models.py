@@ -161,8 +161,8 @@ class Models:
 
     async def keep(self, model: Model, folder: str, *, step: int, num_changes: int) -> None:
         """A sealed folder is a model's state as it was after that many changes, and from now on its saved one."""
-        if num_changes < model.saved_changes:
-            return  # a later one came first
+        if model.row.ended or num_changes < model.saved_changes:
+            return  # it needs none any more, or a later one came first
         before, model.saved_changes = model.row.state_folder, num_changes
         await self.store(model, state_folder=folder, step=step, dirty=model.is_dirty)
         if before != folder:

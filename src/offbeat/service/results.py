@@ -58,8 +58,9 @@ class Results:
         """
         try:
             if self._end > self._segment_bytes:
-                os.close(self._fd)
-                self._begin(self._active + 1)
+                full = self._fd
+                self._begin(self._active + 1)  # first: what is closed twice may be somebody else's by then
+                os.close(full)
             rest = memoryview(_HEADER.pack(len(data), zlib.crc32(data)) + data)
             end = self._end
             while rest:

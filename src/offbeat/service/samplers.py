@@ -15,6 +15,7 @@ from typing import Protocol
 from offbeat.inference.shelf import counted
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath, sampler_id
+from offbeat.service.limits import Usage
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow, SamplerRow
 from offbeat.service.types import Caller, SamplerInfo
@@ -37,6 +38,8 @@ class Sessions(Protocol):
 
     def check(self, caller: Caller, session_id: str) -> object: ...
 
+    def is_silent(self, session_id: str) -> bool: ...
+
 
 class Checkpoints(Protocol):
     """What samplers need of `offbeat.service.checkpoints.Checkpoints`."""
@@ -52,17 +55,18 @@ class Samplers:
     """All samplers of all owners."""
 
     def __init__(
-        self, rows: Iterable[SamplerRow], *, engines: Engines, store: Store, sessions: Sessions, checkpoints: Checkpoints, timeout_s: float,
-        clock: Callable[[], float] = time.time,
+        self, rows: Iterable[SamplerRow], *, engines: Engines, store: Store, usage: Usage, sessions: Sessions, checkpoints: Checkpoints,
+        timeout_s: float, clock: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
             rows: those that there were before.
-            timeout_s: after so long without use, a snapshot ends unless it is the newest of its model.
+            timeout_s: after so long without use, a snapshot ends, unless it is the newest of its model and its session is not silent.
         """
         self._rows = {row.id: row for row in rows}
         self._engines = engines
         self._store = store
+        self._usage = usage
         self._sessions = sessions
         self._checkpoints = checkpoints
         self._timeout_s = timeout_s
@@ -71,6 +75,8 @@ class Samplers:
         self._pinned: dict[str, str] = {}
         self._pinning: dict[str, asyncio.Lock] = {}
         self._busy: Counter[str] = Counter()
+        for row in self._rows.values():
+            usage.add(row.owner, disk_bytes=row.size_bytes)
 
     # -- making and finding ------------------------------------------------------------------------------------------------------------
 
@@ -101,17 +107,21 @@ class Samplers:
         return await self._add(row)
 
     async def add_ephemeral(
-        self, *, session_id: str, seq: int, owner: str, base_model: str, run_id: str, version: int, folder: str,
+        self, *, session_id: str, seq: int, owner: str, base_model: str, run_id: str, version: int, folder: str, size_bytes: int,
     ) -> str:
-        """The sampler of a snapshot: weights in `folder` that have no name.
+        """The sampler of a snapshot: weights in `folder` that have no name, and are part of its owner's disk as long as it lasts.
 
         Raises:
             BadRequestError: the number is another sampler's.
+            RequestError: its owner may not have that much on disk.
         """
         row = SamplerRow(
             sampler_id(session_id, seq), session_id, owner, base_model, run_id=run_id, version=version, folder=folder,
-            created=self._clock())
-        return _same(self._rows[row.id], row).id if row.id in self._rows else await self._add(row)
+            size_bytes=size_bytes, created=self._clock())
+        if (known := self._rows.get(row.id)) is not None:
+            return _same(known, row).id
+        self._usage.charge(owner, disk_bytes=size_bytes)
+        return await self._add(row)
 
     async def _add(self, row: SamplerRow) -> str:
         self._rows[row.id], self._last_used[row.id] = row, self._clock()
@@ -126,10 +136,13 @@ class Samplers:
         """
         row = self._rows.get(sampler)
         if row is None or row.owner != caller.owner:
-            raise UnknownError(
-                f"there is no sampler {sampler[:120]!r}; one that was saved without a name ends with its session, and when it is old and"
-                f" has not been used for {self._timeout_s:g} s")
+            raise self._unknown(sampler)
         return row
+
+    def _unknown(self, sampler: str) -> UnknownError:
+        return UnknownError(
+            f"there is no sampler {sampler[:120]!r}; one that was saved without a name ends with its session, and when it is old and"
+            f" has not been used for {self._timeout_s:g} s")
 
     def info(self, caller: Caller, sampler: str) -> SamplerInfo:
         """What a sampler samples; raises as `find`."""
@@ -147,9 +160,12 @@ class Samplers:
         """The name of the adapter that engines know the sampler's weights by, empty for the base model; they stay while the block runs.
 
         Raises:
+            UnknownError: it has ended.
             RequestError: its checkpoint is gone.
             StorageError: its files are damaged.
         """
+        if row.id not in self._rows:
+            raise self._unknown(row.id)
         self._last_used[row.id] = self._clock()
         if not row.folder:
             yield ""
@@ -196,7 +212,8 @@ class Samplers:
         snapshots = [row for row in self._rows.values() if row.folder and not row.path]
         newest = {row.run_id: row.id for row in sorted(snapshots, key=lambda row: row.version)}
         since = self._clock() - self._timeout_s
-        await self._end([row for row in snapshots if self._last_used[row.id] < since and newest[row.run_id] != row.id])
+        old = [row for row in snapshots if self._last_used[row.id] < since]
+        await self._end([row for row in old if newest[row.run_id] != row.id or self._sessions.is_silent(row.session_id)])
         wanted = {row.folder for row in self._rows.values() if row.folder and (not row.path or self._stands(row))}
         for folder in self._pinned.keys() - wanted:
             await self._let_go(folder)
@@ -206,6 +223,7 @@ class Samplers:
             return
         for row in rows:
             del self._rows[row.id], self._last_used[row.id]
+            self._usage.release(row.owner, disk_bytes=row.size_bytes)
         await self._store.delete(*rows)
         for row in rows:
             await self._let_go(row.folder)

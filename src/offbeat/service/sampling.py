@@ -102,9 +102,8 @@ class Sampling:
         job = Job(request, row, future, tokens)
         self._jobs.add(job)
         self._queue.push(caller.owner, tokens, job)
+        future.pending = Pending("paused_capacity", f"{len(self._queue)} requests for samples wait for engines")
         self._start()
-        if len(self._queue):
-            future.pending = Pending("paused_capacity", f"{len(self._queue)} requests for samples wait for engines")
         return request_id
 
     def standing(self) -> QueueStatus:
@@ -177,8 +176,7 @@ class Sampling:
 
     async def _score(self, adapter: str, request: SampleRequest) -> PromptScore | None:
         """What is wanted of the prompt; None if nothing is, or nothing can be said of a single token."""
-        top_k = max(request.topk_prompt_logprobs, request.prompt_alt_tokens_k)
-        targets = request.target_prompt_logprobs
+        top_k, targets = request.topk_prompt_logprobs, request.target_prompt_logprobs
         if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None):
             return None
         rows = None if targets is None else tuple(tuple(row[row != -1].tolist()) for row in _rows(targets))
@@ -205,13 +203,11 @@ def sampled(request: SampleRequest, samples: list[Sample], score: PromptScore | 
     logprobs = np.array(score.logprobs, np.float32)
     logprobs[:unscored] = np.nan
     top = ((),) * unscored + (score.top or ((),) * length)[unscored:]
-    alternatives = (score.top or ((),) * length)[1:]
     return Sampled(
         tuple(_sequence(sample, request.topk_sample_logprobs) for sample in samples),
         prompt_logprobs=logprobs if request.prompt_logprobs else None,
         topk_prompt=top_tokens(top, request.topk_prompt_logprobs) if request.topk_prompt_logprobs else None,
-        target_prompt_logprobs=_target_logprobs(request.target_prompt_logprobs, score),
-        prompt_alt=top_tokens(alternatives, request.prompt_alt_tokens_k) if request.prompt_alt_tokens_k else None)
+        target_prompt_logprobs=_target_logprobs(request.target_prompt_logprobs, score))
 
 
 def top_tokens(rows: tuple[EngineTopTokens, ...], k: int) -> TopTokens:

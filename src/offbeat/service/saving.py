@@ -4,10 +4,12 @@ What is written takes two parts: the trainers write a folder, and the rest, chec
 A folder that comes to nothing is removed.
 """
 
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from offbeat.service.backend import Backend
 from offbeat.service.checkpoints import Checkpoints
@@ -85,6 +87,7 @@ class Saving:
 
         async def finish_export() -> Outcome:
             assert isinstance(request, Export), "chosen below"
+            _name_base(self._checkpoints.path(folder), model.row.base_model)
             size_bytes = await self._checkpoints.seal(folder)
             path = await self._add(model, "external", request.name, folder, size_bytes, step=step, ttl_s=request.ttl_s)
             return CheckpointSaved(path, "external", size_bytes)
@@ -102,7 +105,7 @@ class Saving:
                 raise RequestError(f"the session of the model {model.id} has ended")
             return SamplerSaved(sampling_session_id=await self._samplers.add_ephemeral(
                 session_id=model.row.session_id, seq=request.sampler_seq, owner=model.row.owner, base_model=model.row.base_model,
-                run_id=model.id, version=version, folder=folder))
+                run_id=model.id, version=version, folder=folder, size_bytes=size_bytes))
 
         return finish_export if isinstance(request, Export) else finish_sampler
 
@@ -149,9 +152,15 @@ class Saving:
             raise RequestError(f"{path} holds no state to train on from; load a path with /weights/, as save_weights gives it")
         if row.base_model != self._backend.base_model:
             raise RequestError(f"{path} was trained on {row.base_model}, where this server has {self._backend.base_model}")
-        theirs, ours = ((lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed) for lora in (row.lora, model.row.lora))
+        theirs, ours = ((lora.rank, lora.train_attn, lora.train_mlp) for lora in (row.lora, model.row.lora))
         if theirs != ours:
             raise RequestError(
                 f"{path} is an adapter of rank {row.lora.rank} and the model one of rank {model.row.lora.rank}, or they train other "
                 "layers; create a model from the checkpoint instead")
         return row
+
+
+def _name_base(folder: Path, base_model: str) -> None:
+    """Name the base model of a PEFT folder as clients do: where the trainers have it is no business of theirs."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base_model}, indent=2))

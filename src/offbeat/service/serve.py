@@ -18,7 +18,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from offbeat.aio import beside
+from offbeat.aio import beside, both
 from offbeat.cluster.material import Base, read_base
 from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.config.root import Config
@@ -30,7 +30,7 @@ from offbeat.service.app.server import HttpServer, listen
 from offbeat.service.backend import Backend
 from offbeat.service.futures import Futures
 from offbeat.service.keys import Keys
-from offbeat.service.limits import Usage
+from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.samplers import Checkpoints, Samplers, Sessions
 from offbeat.service.sampling import Sampling
@@ -68,7 +68,7 @@ def run_service(config: Config, *, say: Say, debug: bool = False) -> None:
     config = config.model_copy(update={
         "run": config.run.model_copy(update={"dir": str(folder), "name": _CLUSTER}),
         "serve": config.serve.model_copy(update={"data_dir": str(folder)})})
-    base, keys = read_base(config), Keys.load(Path(config.serve.keys)) if config.serve.keys else Keys.open_house()
+    base, keys = read_base(config), read_keys(config)
     with listen(config.serve.host, config.serve.port) as listener, open_record(folder) as record:
         set_up_logging(folder / "log" / "service.jsonl", debug=debug, as_json=True)
         store = Store.open(config.serve.database or f"sqlite:///{folder / 'service.db'}")
@@ -99,6 +99,17 @@ def check_address(config: Config) -> None:
         raise ConfigError(
             f"serve.host = {config.serve.host!r} can be reached by other machines, so serve.keys must name a file of API keys; write one"
             ' with [owners.NAME] and key = "tml-..." for each owner, or listen on 127.0.0.1')
+
+
+def read_keys(config: Config) -> Keys:
+    """Who may come in, and what each may take up.
+
+    Raises:
+        ConfigError: the file of keys cannot be used.
+    """
+    given = config.serve
+    limits = Limits(given.max_models, given.max_queued_tokens, given.max_disk_bytes)
+    return Keys.load(Path(given.keys), default=limits) if given.keys else Keys.open_house(default=limits)
 
 
 def base_model_name(config: Config) -> str:
@@ -149,7 +160,8 @@ async def open_core(config: Config, tenants: Tenants, store: Store, keys: Keys) 
 
     def make_samplers(sessions: Sessions, checkpoints: Checkpoints) -> Samplers:
         return Samplers(
-            rows.samplers, engines=backend, store=store, sessions=sessions, checkpoints=checkpoints, timeout_s=settings.sampler_timeout_s)
+            rows.samplers, engines=backend, store=store, usage=usage, sessions=sessions, checkpoints=checkpoints,
+            timeout_s=settings.sampler_timeout_s)
 
     service = Service(
         backend, store, rows, futures, usage, folder=folder, make_samplers=make_samplers,
@@ -209,18 +221,17 @@ class _Run:
                 await self._until_stopped(server, listener)
 
     async def _until_stopped(self, server: HttpServer, listener: socket.socket) -> None:
-        serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-        try:
+        async def tell_and_wait() -> None:
             await server.ready.wait()
             self._ready = True
             url = _url(listener)
             _log.info("serving %s at %s", self._name, url)
-            self._say(_welcome(url, self._name, open_house=not self._config.serve.keys))
+            self._say(_welcome(url, self._name, open_house=self._keys.any_will_do))
             await self._stop.wait()
             _log.info("ending")
-        finally:
             server.should_exit = True
-            await serving
+
+        await both(server.serve(sockets=[listener]), tell_and_wait())  # either's failure ends the other
 
     def _interrupted(self, task: asyncio.Task[None]) -> None:
         if self._stop.is_set():
@@ -244,7 +255,7 @@ def _url(listener: socket.socket) -> str:
 def _welcome(url: str, name: str, *, open_house: bool) -> str:
     key = "tml-anything" if open_house else "tml-...  # yours, from the file of keys"
     return "\n".join([
-        f"serving {name} at {url}; its status is shown there, and Ctrl-C ends it. In the shell of a client:",
+        f"serving {name} at {url}; Ctrl-C ends it, and its status page is {url}/. In the shell of a client:",
         f"  export TINKER_BASE_URL={url}",
         f"  export TINKER_API_KEY={key}",
-        f'  python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client({name!r}, rank=8).get_info())"'])
+        f'  python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client({name!r}, rank=8).result().get_info())"'])

@@ -44,7 +44,7 @@ from offbeat.service.types import (
     Status,
     TrainingData,
 )
-from offbeat.service.work import Export, Load, Pass, Request, Save, SaveSampler, Step
+from offbeat.service.work import Export, Load, Pass, Request, Save, SaveSampler, Step, explain
 
 _log = logging.getLogger(__name__)
 _SWEEP_EVERY_S = 10.0
@@ -175,7 +175,7 @@ class Service:
             await self._models.store(model)
         except StorageError as exc:
             await self._models.dismiss(model)
-            await self._futures.finish(future, Failed(str(exc), "server"))
+            await self._futures.finish(future, explain(exc, name=future.request_id))
         else:
             await self._futures.finish(future, ModelCreated(model.id))
         return future.request_id

@@ -38,7 +38,6 @@ class ModelRow:
     Attributes:
         step: optimizer steps of the saved state, counted over the checkpoints it came from.
         state_folder: its last saved state, to go on from; empty while that is a fresh adapter.
-        state_step: optimizer steps it had taken itself when that was saved.
         last_seq: of its requests that have been carried out.
         next_version: for the next adapter that is made of it.
         dirty: trained since its last saved state.
@@ -54,7 +53,6 @@ class ModelRow:
     metadata: Mapping[str, str] = field(default_factory=dict)
     step: int = 0
     state_folder: str = ""
-    state_step: int = 0
     last_seq: int = 0
     next_version: int = 0
     ended: bool = False
@@ -90,7 +88,11 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class SamplerRow:
-    """A sampler: of the base model if `run_id` is empty, else of the adapter in `folder`; an ephemeral one has no path."""
+    """A sampler: of the base model if `run_id` is empty, else of the adapter in `folder`; an ephemeral one has no path.
+
+    Attributes:
+        size_bytes: of an ephemeral one's folder.
+    """
 
     id: str
     session_id: str
@@ -100,6 +102,7 @@ class SamplerRow:
     run_id: str = ""
     version: int = 0
     folder: str = ""
+    size_bytes: int = 0
     created: float = 0.0
     ended: bool = False
 

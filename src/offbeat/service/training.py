@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from offbeat.data.datums import DatumBatch
-from offbeat.errors import OffbeatError, StorageError, UserError
+from offbeat.errors import OffbeatError, RunError, StorageError, UserError
 from offbeat.service.backend import Backend
 from offbeat.service.errors import OverLimitError, RequestError
 from offbeat.service.futures import Future, Futures
@@ -74,6 +74,7 @@ class Training:
         self._patience_s = patience_s
         self._schedule: Schedule[Work] = Schedule(max_tokens=max_tokens_per_pass)
         self._sequencers: dict[str, Sequencer[Work]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._number = 0
         self._open: set[Work] = set()
         self._pending = Pending()
@@ -179,8 +180,10 @@ class Training:
         sequencer, now = self._sequencer(model), time.monotonic()
         for work in sequencer.ready(now):
             self._add(work)
-        if sequencer.next_due is not None:
-            asyncio.get_running_loop().call_later(max(sequencer.next_due - now, 0.0) + 0.001, self._advance, model)
+        if (timer := self._timers.pop(model.id, None)) is not None:
+            timer.cancel()
+        if (due := sequencer.next_due) is not None:
+            self._timers[model.id] = asyncio.get_running_loop().call_later(max(due - now, 0.0) + 0.001, self._advance, model)
 
     def _add(self, work: Work) -> None:
         self._schedule.add(work.job())
@@ -243,16 +246,30 @@ class Training:
                 await self._fail_turn(turn.lane, parts, exc)
 
     async def _fail_turn(self, lane: Lane, parts: list[Part[Work]], exc: Exception) -> None:
+        models = {part.job.item.model for part in parts}
+        if len(models) > 1 and category_of(exc) == "user":  # of one of them, and none of the others' business
+            _log.error("a turn of several models failed: %s", exc)
+            exc = RunError("a turn of several models failed")
         if not self._backend.trainers_alive:
             await self._lose_all()
-        if lane in (Lane.LEARN, Lane.STEP) and category_of(exc) == "server":
-            for model in {part.job.item.model for part in parts}:
+        if lane in (Lane.LEARN, Lane.STEP):
+            await self._discard([model for model in models if model.resident])
+            for model in models:
                 model.has_gradient = False
                 model.loss = model.loss or Loss(
                     f"an earlier request of the model {model.id} failed on the server, and what it had gathered for its next step is lost; "
                     "what was sent before that was fetched is not carried out")
         for job in dict.fromkeys(part.job for part in parts):
             self._fail(job, exc)
+
+    async def _discard(self, models: list[Model]) -> None:
+        """Drop what models have gathered; trainers that cannot even do that are started anew."""
+        try:
+            if models:
+                await self._backend.discard(model.id for model in models)
+        except OffbeatError as exc:
+            _log.error("gradients could not be dropped: %s", exc)
+            await self._revive()
 
     def _may_begin(self, job: Job[Work]) -> bool:
         work, model = job.item, job.item.model

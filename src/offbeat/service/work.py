@@ -14,6 +14,7 @@ import numpy as np
 from offbeat.algorithms.adam import AdamParams
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import OffbeatError, PublishError, StorageError, UserError
+from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.futures import Future
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.models import Model
@@ -174,8 +175,10 @@ def explain(exc: Exception, *, name: str) -> Failed:
         _log.info("%s failed: %s", name, exc)
         return Failed(str(exc), "user")
     _log.error("%s failed: %s", name, exc, exc_info=not isinstance(exc, OffbeatError))
-    if isinstance(exc, StorageError | PublishError):
+    if isinstance(exc, CheckpointError | PublishError):
         return Failed(str(exc), "server")
+    if isinstance(exc, StorageError):  # where the operator keeps things is no business of clients
+        return Failed(f"the server could not keep or read what this request needs; its log has the reason under {name}", "server")
     if isinstance(exc, OffbeatError):
         return Failed("the trainers failed while they worked on this request; they are started again, so send it again", "server")
     return Failed(f"the server failed in a way that it did not expect; its log has the reason under {name}", "server")

@@ -26,7 +26,7 @@ KEYS = '[owners.alice]\nkey = "tml-alice"\n[owners.bob]\nkey = "tml-bob"\n'
 ERRORS = {
     "bad": BadRequestError("seq_id must be at least 1"), "unknown": UnknownError("there is no such thing"),
     "lost": LostError("send it again"), "busy": OverLimitError("too much under way", retry_after_s=2.5),
-    "full": StorageError("the disk is full"), "bug": ZeroDivisionError("secret detail")}
+    "full": StorageError("the database postgresql://secret@db is out of reach"), "bug": ZeroDivisionError("secret detail")}
 
 
 @pytest.fixture
@@ -49,11 +49,13 @@ async def fail(call: Call) -> Response:
 
 
 @asynccontextmanager
-async def gate(tmp_path: Path, registry: CollectorRegistry | None = None) -> AsyncIterator[tuple[Client, Journal]]:
+async def gate(
+    tmp_path: Path, registry: CollectorRegistry | None = None, keys: Keys | None = None,
+) -> AsyncIterator[tuple[Client, Journal]]:
     (tmp_path / "keys.toml").write_text(KEYS)
     journal = Journal(registry or CollectorRegistry())
     endpoints = [Endpoint("POST", "/api/v1/echo", echo), Endpoint("GET", "/api/v1/fail/{how}", fail)]
-    app = make_app(endpoints, [], keys=Keys.load(tmp_path / "keys.toml"), bodies=Bodies(2**20), journal=journal)
+    app = make_app(endpoints, [], keys=keys or Keys.load(tmp_path / "keys.toml"), bodies=Bodies(2**20), journal=journal)
     async with serving(app) as client:
         yield client, journal
 
@@ -74,7 +76,7 @@ def test_a_request_reaches_its_handler_with_its_owner_and_its_body(tmp_path: Pat
 
 @pytest.mark.parametrize(("how", "status", "sentence", "retry"), [
     ("bad", 422, "seq_id must be at least 1", None), ("unknown", 404, "there is no such thing", None), ("lost", 410, "send it again", None),
-    ("busy", 429, "too much under way", "2.5"), ("full", 503, "the disk is full", "2"), ("bug", 500, "its log has the reason", None)])
+    ("busy", 429, "too much under way", "2.5"), ("full", 503, "cannot do that for now", "2"), ("bug", 500, "its log has the reason", None)])
 def test_every_error_is_a_status_and_one_sentence(
     tmp_path: Path, log_file: Path, how: str, status: int, sentence: str, retry: str | None,
 ):
@@ -89,6 +91,7 @@ def test_every_error_is_a_status_and_one_sentence(
             assert all(row["request"] == refused.headers["x-request-id"] for row in rows)
             assert (rows[-1]["owner"], rows[-1]["status"]) == ("alice", status)
             assert any("ZeroDivisionError: secret detail" in row.get("traceback", "") for row in rows) is (how == "bug")
+            assert any("postgresql://secret@db" in row["message"] for row in rows) is (how == "full")
 
     asyncio.run(body())
 
@@ -100,6 +103,19 @@ def test_paths_and_methods_that_are_not_there_are_told(tmp_path: Path):
             assert (absent.status, absent.detail) == (404, "this server has no GET /api/v1/audit")
             wrong = await client.get("echo")
             assert (wrong.status, wrong.detail) == (405, "/api/v1/echo does not take GET")
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("any_key", [True, False])
+@pytest.mark.parametrize(("name", "is_local"), [
+    ("localhost:8000", True), ("[::1]:8000", True), ("127.0.0.1", True), ("evil.example", False), ("127.0.0.1.evil.example:80", False)])
+def test_where_any_key_will_do_only_names_of_this_machine_are_answered_to(tmp_path: Path, any_key: bool, name: str, is_local: bool):
+    async def body() -> None:
+        async with gate(tmp_path, keys=Keys.open_house() if any_key else None) as (client, _):
+            answer = await client.post("echo", b"hello", headers={"host": name})
+            assert answer.status == (403 if any_key and not is_local else 200)
+            assert answer.status == 200 or "start it with --keys" in answer.detail
 
     asyncio.run(body())
 

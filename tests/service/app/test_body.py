@@ -1,7 +1,7 @@
 """Bodies are bounded as they come, as they unpack, and all together."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ def request(*chunks: bytes, encoding: str = "") -> Request:
 
 
 async def read(bodies: Bodies, http: Request) -> bytes:
-    async with bodies.reading(http) as body:
+    async with bodies.reading(http, "alice") as body:
         return body
 
 
@@ -61,15 +61,31 @@ def test_a_client_that_goes_away_leaves_nothing():
         asyncio.run(read(bodies, Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)))
 
 
-def test_all_bodies_together_are_bounded():
+@pytest.mark.parametrize(("owners", "alice_may"), [
+    (("bob", "bob"), True), (("bob", "bob", "carol", "carol"), False), (("alice", "alice"), False)])
+def test_all_bodies_together_and_those_of_an_owner_are_bounded_but_small_ones_come_through(owners: tuple[str, ...], alice_may: bool):
+    async def body() -> None:
+        bodies, large = Bodies(LIMIT), bytes(LIMIT // 2)
+        async with AsyncExitStack() as stack:
+            for owner in owners:
+                await stack.enter_async_context(bodies.reading(request(bytes(LIMIT)), owner))
+            with nullcontext() if alice_may else pytest.raises(OverLimitError, match="as much as it can hold"):
+                assert await read(bodies, request(large)) == large
+            assert await read(bodies, request(b"a heartbeat")) == b"a heartbeat"
+        assert await read(bodies, request(large)) == large and not bodies._held
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("with_size", [True, False])
+def test_what_a_body_unpacks_to_is_held_too(with_size: bool):
+    packed = zstandard.ZstdCompressor(write_content_size=with_size).compress(bytes(LIMIT))
+
     async def body() -> None:
         bodies = Bodies(LIMIT)
-        async with AsyncExitStack() as stack:
-            for _ in range(4):
-                await stack.enter_async_context(bodies.reading(request(bytes(LIMIT))))
+        async with bodies.reading(request(packed, encoding="zstd"), "alice"):
             with pytest.raises(OverLimitError, match="as much as it can hold"):
-                await read(bodies, request(b"one more"))
-        assert await read(bodies, request(b"now")) == b"now"
+                await read(bodies, request(packed, encoding="zstd"))
 
     asyncio.run(body())
 

@@ -1,12 +1,14 @@
 """Samplers and futures over HTTP, on a real engine."""
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from http_serving import Client, Serve
+from offbeat.errors import StorageError
 from protocol import PROTOBUF, datum, finished, model_of, pass_body, sample_body, session_of
 
 PROMPT = [13, 14, 15, 9]
@@ -49,6 +51,21 @@ def test_samples_are_greedy_seeded_and_stopped_as_asked(serve: Serve) -> None:
         whole = await sample(stop=[])
         assert {len(tokens) for tokens in tokens_of(whole)} == {64 - len(PROMPT)}
         assert all(s["stop_reason"] == 1 for s in whole["sequences"])
+
+    serve(body)
+
+
+def test_a_database_out_of_reach_is_not_asked_again_at_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def out_of_reach(*_: Any, **__: Any) -> None:
+        raise StorageError("the database is out of reach")
+
+    monkeypatch.setattr("offbeat.service.futures.Futures.retrieve", out_of_reach)
+    monkeypatch.setattr("offbeat.service.app.routes_sampling._PAUSE_S", 0.3)
+
+    async def body(client: Client) -> None:
+        start = time.monotonic()
+        answer = await client.post("retrieve_future", {"request_id": "any"})
+        assert answer.status == 503 and time.monotonic() - start >= 0.3
 
     serve(body)
 

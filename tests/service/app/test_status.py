@@ -48,13 +48,15 @@ def test_the_page_shows_the_service_and_its_rates(monkeypatch: pytest.MonkeyPatc
     asyncio.run(body())
 
 
-def test_others_than_this_machine_see_nothing_but_health(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_than_this_machine_see_nothing_but_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.service.app.auth.is_loopback", lambda _: False)
+    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-alice"\n')
+    keys = Keys.load(tmp_path / "keys.toml")
 
     async def seen(*, public: bool) -> list[int]:
         journal = Journal(CollectorRegistry())
         page = StatusPage(lambda: busy_status(0.0), journal, public=public)
-        async with serving(make_app([], page.routes, keys=Keys.open_house(), bodies=Bodies(2**20), journal=journal)) as client:
+        async with serving(make_app([], page.routes, keys=keys, bodies=Bodies(2**20), journal=journal)) as client:
             return [(await client.ask("GET", path)).status for path in ("/", "/status.json", "/api/v1/healthz")]
 
     assert asyncio.run(seen(public=False)) == [404, 404, 200] and asyncio.run(seen(public=True)) == [200, 200, 200]

@@ -124,10 +124,7 @@ def samples():
         ],
         prompt_logprobs=np.array([np.nan, -1.0, -3.0], np.float32).tobytes(),
         topk_prompt_logprobs=top([[0, 0], [4, 3], [7, 0]], [[none, none], [-0.25, -1.25], [-0.5, none]]),
-        target_prompt_logprobs=tensor(np.array([[-1.0, 0.0], [-2.0, -3.0]], np.float32), pb.DTYPE_FLOAT32),
-        prompt_alt_tokens=pb.PromptAltTokens(
-            tokens=tensor(np.array([[4], [7]], np.int32), pb.DTYPE_INT32),
-            logprobs=tensor(np.array([[-0.25], [-0.5]], np.float32), pb.DTYPE_FLOAT32)))
+        target_prompt_logprobs=tensor(np.array([[-1.0, 0.0], [-2.0, -3.0]], np.float32), pb.DTYPE_FLOAT32))
     data = message.SerializeToString()
     read = deserialize_sample_response(data)
     return {
@@ -136,7 +133,7 @@ def samples():
         "stop_reasons": [sequence.stop_reason for sequence in read.sequences],
         "top": [sequence.topk_logprobs for sequence in read.sequences],
         "prompt_logprobs": read.prompt_logprobs, "topk_prompt_logprobs": read.topk_prompt_logprobs,
-        "target_prompt_logprobs": read.target_prompt_logprobs.tolist(), "alt_tokens": read.prompt_alt_tokens.tokens.tolist()}
+        "target_prompt_logprobs": read.target_prompt_logprobs.tolist()}
 
 
 def json_bodies():

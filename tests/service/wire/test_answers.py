@@ -70,8 +70,7 @@ def test_samples_are_what_the_client_reads() -> None:
         ),
         prompt_logprobs=f32(NONE, -1.0, -3.0),
         topk_prompt=TopTokens(i32([-1, -1], [4, 3], [7, -1]), f32([NONE, NONE], [-0.25, -1.25], [-0.5, 0.0])),
-        target_prompt_logprobs=f32([0.0, 0.0], [-1.0, 0.0], [-2.0, -3.0]),
-        prompt_alt=TopTokens(i32([4], [7]), f32([-0.25], [-0.5])))
+        target_prompt_logprobs=f32([0.0, 0.0], [-1.0, 0.0], [-2.0, -3.0]))
     payload = encode(outcome)
     assert payload.content_type == "application/x-protobuf"
     assert read("SampleResponse", payload.data) == read("SampleResponse", golden_bytes(recorded))

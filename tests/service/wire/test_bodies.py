@@ -57,6 +57,8 @@ def test_a_session_has_tags_and_metadata() -> None:
     assert body.tags == ("a",) and metadata_of(body.user_metadata) == {"k": "1"} and body.display_name is None
     assert read(CreateSessionBody).tags == () and read(CreateSessionBody, tags=[""]).tags == ("",)
     assert refused(CreateSessionBody, tags=["a"] * 101).startswith("tags must be a list of length <= 100")
+    assert read(CreateSessionBody, display_name="two\nlines é").display_name == "two\nlines é"
+    assert refused(CreateSessionBody, display_name="a\0b").startswith("display_name must be a string matching")
 
 
 def test_a_session_ends_for_a_reason() -> None:
@@ -65,7 +67,7 @@ def test_a_session_ends_for_a_reason() -> None:
 
 def test_a_model_has_an_adapter() -> None:
     body = read(CreateModelBody, MODEL, lora_config={"rank": 8, "seed": 5, "train_unembed": False}, optimizer_config={"type": "adamw"})
-    assert body.lora(alpha=32.0) == LoraSpec(rank=8, alpha=32.0, seed=5, train_attn=True, train_mlp=True, train_unembed=False)
+    assert body.lora(alpha=32.0) == LoraSpec(rank=8, alpha=32.0, seed=5, train_attn=True, train_mlp=True)
 
 
 def test_a_seed_that_is_not_given_is_drawn() -> None:

@@ -8,7 +8,7 @@ from offbeat.service.types import CheckpointInfo, LoraSpec, ModelInfo, Pending, 
 from offbeat.service.wire import rest
 
 RUN = "123e4567-e89b-42d3-a456-426614174000:train:0"
-LORA = LoraSpec(rank=8, alpha=32.0, seed=1, train_unembed=False)
+LORA = LoraSpec(rank=8, alpha=32.0, seed=1)
 MODEL = ModelInfo(RUN, "alice", "base", LORA, 1.5, {"k": "v"})
 CHECKPOINT = CheckpointInfo(RUN, "sampler", "a", 10.0, 99, False, 20.0, {})
 TIME = "1970-01-01T00:00:10+00:00"

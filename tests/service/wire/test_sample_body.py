@@ -49,11 +49,10 @@ def test_every_field_arrives() -> None:
     chunks = [{"type": "encoded_text", "tokens": [1]}, {"type": "encoded_text", "tokens": [2, 3]}]
     request = read(
         prompt={"chunks": chunks}, sampling_params=params, num_samples=4, prompt_logprobs=True, topk_prompt_logprobs=2,
-        topk_sample_logprobs=3, prompt_alt_tokens_k=1, prompt_logprobs_last_n=2, record_stability_info=False, type="sample")
+        topk_sample_logprobs=3, prompt_alt_tokens_k=0, prompt_logprobs_last_n=2, record_stability_info=False, type="sample")
     assert asdict(request) == asdict(SampleRequest(
         sampling_session_id="s", seq_id=10**18, prompt=(1, 2, 3), num_samples=4, max_tokens=5, seed=-1, stop=("a",), temperature=0.0,
-        top_k=7, top_p=0.5, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3, prompt_alt_tokens_k=1,
-        prompt_logprobs_last_n=2))
+        top_k=7, top_p=0.5, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3, prompt_logprobs_last_n=2))
 
 
 @pytest.mark.parametrize(("stop", "means"), [
@@ -89,6 +88,7 @@ def test_settings_out_of_range_are_refused(params: dict[str, Any], says: str) ->
     ({"num_samples": 0}, "num_samples must be a whole number >= 1, got 0"),
     ({"seq_id": 2**63}, "seq_id must be a whole number <="),
     ({"topk_prompt_logprobs": 257}, "topk_prompt_logprobs must be a whole number <= 256, got 257"),
+    ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not offered"),
     ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n needs prompt_logprobs"),
     ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "prompt_logprobs_last_n needs prompt_logprobs, and must be 1 to 2"),
 ])

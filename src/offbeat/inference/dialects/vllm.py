@@ -54,7 +54,7 @@ class VllmDialect(EmbeddedDialect):
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
         if sampling.scaled_logprobs and sampling.is_restricted:
             raise RefusedError(
-                "vLLM gives log-probabilities among the tokens that top_k and top_p leave; leave out scaled_logprobs, or both limits")
+                "vLLM gives log-probabilities among the tokens that top_k and top_p leave; leave out both, or use the embedded engine")
         if sampling.temperature == 0 and n > 1:  # refused, for all would be equal
             return await self.generate(wire, prompt, sampling, n=1, adapter=adapter) * n
         return await super().generate(wire, prompt, sampling, n=n, adapter=adapter)

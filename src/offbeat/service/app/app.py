@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from offbeat.errors import OffbeatError
-from offbeat.service.app.auth import authenticate
+from offbeat.service.app.auth import LocalNames, authenticate
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.reply import Call, Endpoint, refusal
@@ -37,7 +38,8 @@ def make_app(endpoints: Iterable[Endpoint], public: Iterable[Route], *, keys: Ke
     """
     gate = Gate(keys, bodies, journal)
     routes = [Route(endpoint.path, gate.guard(endpoint), methods=[endpoint.method]) for endpoint in endpoints]
-    return Starlette(routes=[*public, *routes], exception_handlers={HTTPException: _no_such_endpoint})
+    middleware = [Middleware(LocalNames)] if keys.any_will_do else []
+    return Starlette(routes=[*public, *routes], middleware=middleware, exception_handlers={HTTPException: _no_such_endpoint})
 
 
 class Gate:
@@ -58,7 +60,7 @@ class Gate:
             try:
                 caller = authenticate(http, self._keys)
                 owner = caller.owner
-                async with self._bodies.reading(http) as body:
+                async with self._bodies.reading(http, owner) as body:
                     response, detail = await endpoint.handler(Call(http, caller, body)), ""
             except Exception as exc:
                 response, detail = _refuse(exc, endpoint, request_id)
@@ -81,8 +83,9 @@ def _refuse(exc: Exception, endpoint: Endpoint, request_id: str) -> tuple[Respon
             status, headers = exc.status, {"retry-after": f"{exc.retry_after_s:g}"}
         case RequestError():
             status = exc.status
-        case OffbeatError():  # a full disk, an unreachable database: it may pass
+        case OffbeatError():  # a full disk, an unreachable database: it may pass, and where they are is nobody else's business
             _log.error("%s %s failed: %s", endpoint.method, endpoint.path, exc)
+            sentence = f"this server cannot do that for now, and its log says why under {request_id}; send the request again later"
             headers = {"retry-after": "2"}
         case _:
             _log.exception("%s %s failed", endpoint.method, endpoint.path)

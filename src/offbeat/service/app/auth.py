@@ -3,7 +3,9 @@
 from ipaddress import ip_address
 
 from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from offbeat.service.app.reply import refusal
 from offbeat.service.errors import UnknownError, UnknownKeyError
 from offbeat.service.keys import Keys
 from offbeat.service.types import Caller
@@ -31,6 +33,25 @@ def demand_local(http: Request) -> None:
     """
     if not is_loopback(http.client.host if http.client else ""):
         raise UnknownError("the status of this server is shown to its own machine only; start it with --public-status to change that")
+
+
+class LocalNames:
+    """Middleware that refuses requests to any other name than this machine's own.
+
+    Where any key will do, a page from elsewhere could ask for everything: its host's name need only come to mean this machine, for then a
+    browser takes the two for one site.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and not is_loopback(name := Request(scope).url.hostname or ""):
+            app = refusal(
+                f"this server takes any key, and so answers to 127.0.0.1 and localhost only, not to {name[:80]!r}; start it with --keys to "
+                "change that", status=403)
+        await app(scope, receive, send)
 
 
 def is_loopback(host: str) -> bool:

@@ -1,7 +1,10 @@
 """Endpoints of samplers, and of all futures: they are polled with long waits, and say why they do not move."""
 
+import asyncio
+
 from starlette.responses import Response
 
+from offbeat.errors import StorageError
 from offbeat.service.app.reply import Call, Endpoint, Served, answer, payload
 from offbeat.service.sampling import Sampling
 from offbeat.service.service import Service
@@ -12,6 +15,7 @@ from offbeat.service.wire.json_body import read_json
 from offbeat.service.wire.sample_body import SampleBody
 
 _POLL_S = 25.0  # clients wait for 45 s, and proxies often for 30 s
+_PAUSE_S = 2.0
 _NOT_YET = 408
 
 
@@ -49,7 +53,11 @@ class SamplingRoutes:
 
     async def _retrieve(self, call: Call) -> Response:
         request_id = read_json(RetrieveFutureBody, call.body).request_id
-        found = await self._service.retrieve(call.caller, request_id, timeout_s=_POLL_S)
+        try:
+            found = await self._service.retrieve(call.caller, request_id, timeout_s=_POLL_S)
+        except StorageError:
+            await asyncio.sleep(_PAUSE_S)  # clients ask again at once, whatever `retry-after` says
+            raise
         if not isinstance(found, Pending):
             return payload(found)
         return answer(rest.pending(request_id, found), status=_NOT_YET)

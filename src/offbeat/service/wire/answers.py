@@ -23,7 +23,7 @@ from offbeat.service.types import (
     WeightsLoaded,
 )
 from offbeat.service.wire import proto
-from offbeat.service.wire.schema import FLOAT32, INT32, LENGTH, STOP
+from offbeat.service.wire.schema import FLOAT32, LENGTH, STOP
 
 _NO_LOGPROB = -99999.0
 """In the cells of top tokens that are empty."""
@@ -92,9 +92,6 @@ def _samples(outcome: Sampled) -> Mapping[str, Any]:
         message["topk_prompt_logprobs"] = _top(outcome.topk_prompt)
     if outcome.target_prompt_logprobs is not None:  # clients have no row for the first position, where nothing can be scored
         message["target_prompt_logprobs"] = _tensor(outcome.target_prompt_logprobs[1:])
-    if outcome.prompt_alt is not None:
-        ids, logprobs = _filled(outcome.prompt_alt)
-        message["prompt_alt_tokens"] = {"tokens": _tensor(ids), "logprobs": _tensor(logprobs)}
     return message
 
 
@@ -117,8 +114,6 @@ def _filled(top: TopTokens) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tensor(values: np.ndarray) -> Mapping[str, Any]:
-    if values.dtype.kind == "i":
-        return {"dense": _ints(values), "dtype": INT32, "shape": values.shape}
     return {"dense": _floats(values), "dtype": FLOAT32, "shape": values.shape}
 
 

@@ -96,7 +96,7 @@ class CreateModelBody(Body):
         config = self.lora_config
         return LoraSpec(
             rank=config.rank, alpha=alpha, seed=secrets.randbits(31) if config.seed is None else config.seed,
-            train_attn=config.train_attn, train_mlp=config.train_mlp, train_unembed=config.train_unembed)
+            train_attn=config.train_attn, train_mlp=config.train_mlp)
 
 
 class ModelBody(Body):

@@ -15,7 +15,8 @@ from offbeat.service.errors import BadRequestError, TooLargeError
 T = TypeVar("T")
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
-Label = Annotated[str, msgspec.Meta(max_length=1000)]
+Label = Annotated[str, msgspec.Meta(max_length=1000, pattern="^[^\\0]*$")]
+"""Stored as text, which in PostgreSQL holds no NUL."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TrainingSeq = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

@@ -67,7 +67,7 @@ def checkpoints(infos: Iterable[CheckpointInfo], *, limit: int, offset: int, tot
 def weights_info(base_model: str, lora: LoraSpec) -> Answer:
     """What somebody who is to load a checkpoint needs to know of it."""
     return {
-        "base_model": base_model, "is_lora": True, "lora_rank": lora.rank, "train_unembed": lora.train_unembed,
+        "base_model": base_model, "is_lora": True, "lora_rank": lora.rank, "train_unembed": False,
         "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
 
 

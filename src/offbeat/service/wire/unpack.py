@@ -5,6 +5,17 @@ import zstandard
 from offbeat.service.errors import BadRequestError, TooLargeError
 
 
+def unpacked_size(data: bytes, *, max_bytes: int) -> int:
+    """The most bytes that `unpack` will hold: what the frame says, or `max_bytes` where it does not say; raises what `unpack` does."""
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+    except zstandard.ZstdError as exc:
+        raise _damaged(max_bytes, exc) from exc
+    if max_bytes < size < zstandard.CONTENTSIZE_ERROR:
+        raise TooLargeError(f"the body unpacks to {size} bytes; at most {max_bytes} are taken, so send less at once")
+    return min(size, max_bytes)
+
+
 def unpack(data: bytes, *, max_bytes: int) -> bytes:
     """One zstd frame as it was; never more than `max_bytes` are held.
 
@@ -12,10 +23,12 @@ def unpack(data: bytes, *, max_bytes: int) -> bytes:
         TooLargeError: it says that it is larger.
         BadRequestError: it is damaged, or turns out larger.
     """
+    unpacked_size(data, max_bytes=max_bytes)
     try:
-        size = zstandard.get_frame_parameters(data).content_size
-        if max_bytes < size < zstandard.CONTENTSIZE_ERROR:
-            raise TooLargeError(f"the body unpacks to {size} bytes; at most {max_bytes} are taken, so send less at once")
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=max_bytes, allow_extra_data=False)
     except zstandard.ZstdError as exc:
-        raise BadRequestError(f"the body does not unpack with zstd to at most {max_bytes} bytes: {exc}") from exc
+        raise _damaged(max_bytes, exc) from exc
+
+
+def _damaged(max_bytes: int, exc: Exception) -> BadRequestError:
+    return BadRequestError(f"the body does not unpack with zstd to at most {max_bytes} bytes: {exc}")
