@@ -93,7 +93,7 @@ def test_closing_the_connection_aborts(engine: Engine, models: Models) -> None:
     engine.serve(models.folder())
 
     async def body(client: EngineClient) -> None:
-        calls = [asyncio.create_task(client.generate((5, 6, n), Sampling(480), n=2, timeout_s=TIMEOUT_S)) for n in range(7, 15)]
+        calls = [asyncio.create_task(client.generate((5, 6, n), Sampling(480), n=8, timeout_s=TIMEOUT_S)) for n in range(7, 15)]
         await until(lambda: num_running(engine) > 0, timeout_s=TIMEOUT_S)
         for call in calls:
             call.cancel()
