@@ -4,7 +4,7 @@
 
 Two environments take part: this script and the server run in Offbeat's, the recipes in the cookbook's. No model hub and no data hub is
 needed: folders named like hub ids stand in for both. The base model is a small one that this script first teaches to add, or to evade, in
-the cookbook's own chat format; it has the name of a real model only because recipes look up their chat format by it. Ten minutes in all.
+the cookbook's own chat format; it has the name of a real model only because recipes look up their chat format by it. Five minutes in all.
 """
 
 import argparse
