@@ -37,8 +37,8 @@ from offbeat.cluster.tenant_messages import (
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.balance import partition
-from offbeat.data.batch import TokenBatch
-from offbeat.data.datums import DatumBatch, gather_ranges
+from offbeat.data.batch import TokenBatch, gather_ranges
+from offbeat.data.datums import DatumBatch
 from offbeat.errors import DeadlineError, RunError, WorkerError
 from offbeat.telemetry.tracker import combine
 from offbeat.trainer.adapter_types import DatumPass

@@ -65,9 +65,8 @@ class TokenBatch:
     def select(self, indices: Sequence[int] | np.ndarray) -> "TokenBatch":
         """The given sequences, in the given order; weights stay as they are. An empty selection is a batch of no sequences."""
         indices = np.asarray(indices, dtype=np.int64)
-        lengths = self.lengths[indices]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        where = np.repeat(self.offsets[indices] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[indices])])
+        where = gather_ranges(self.offsets, indices)
         return TokenBatch(
             **{name: getattr(self, name)[where] for name in _DTYPES},
             offsets=offsets, group_ids=self.group_ids[indices], prefix_lens=self.prefix_lens[indices], denominator=self.denominator,
@@ -85,3 +84,10 @@ class TokenBatch:
             prefix_lens=np.concatenate([part.prefix_lens for part in parts]),
             denominator=parts[0].denominator,
         )
+
+
+def gather_ranges(offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Positions of the ranges offsets[i]:offsets[i + 1] of the given i, one range after the other."""
+    lengths = np.diff(offsets)[indices]
+    starts = np.cumsum(lengths) - lengths
+    return np.repeat(offsets[indices] - starts, lengths) + np.arange(lengths.sum())

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from offbeat.data.batch import gather_ranges
 from offbeat.errors import DataError
 
 
@@ -182,13 +183,6 @@ class DatumBatch:
             **joined, offsets=_bounds(np.concatenate([part.lengths for part in parts])),
             target_offsets=_bounds(np.concatenate([np.diff(part.target_offsets) for part in parts])),
             losses=losses, loss_ids=np.concatenate(ids))
-
-
-def gather_ranges(offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Positions of the ranges offsets[i]:offsets[i + 1] of the given i, one range after the other."""
-    lengths = np.diff(offsets)[indices]
-    starts = np.cumsum(lengths) - lengths
-    return np.repeat(offsets[indices] - starts, lengths) + np.arange(lengths.sum())
 
 
 def _bounds(lengths: np.ndarray) -> np.ndarray:

@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from offbeat.algorithms.datum_losses import datum_losses
-from offbeat.data.batch import TokenBatch
-from offbeat.data.datums import DatumBatch, gather_ranges
+from offbeat.data.batch import TokenBatch, gather_ranges
+from offbeat.data.datums import DatumBatch
 from offbeat.data.packing import PackedRow
 from offbeat.errors import DataError
 from offbeat.model.logprobs import token_logprobs
