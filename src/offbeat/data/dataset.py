@@ -112,7 +112,7 @@ def open_datasets(config: DataConfig, *, seed: int) -> tuple[PromptDataset, Prom
         MissingExtraError: the source needs an optional dependency.
     """
     if config.task:
-        return _open_task(find_task(config.task, size=config.task_size), heldout_size=config.heldout_size, seed=seed)
+        return _open_task(find_task(config), heldout_size=config.heldout_size, seed=seed)
     if not config.path:
         raise DataError("data.task and data.path are both empty; name a built-in task, a .jsonl or .parquet file, or a hub id")
     if config.heldout_split and not config.heldout_path and is_file(config.path):
@@ -152,8 +152,8 @@ def _open_task(task: Task, *, heldout_size: int, seed: int) -> tuple[TaskDataset
 
 def _too_few_prompts(task: Task, heldout_size: int) -> DataError:
     return DataError(
-        f"task {task.name!r} with data.task_size = {task.size} has too few different prompts to hold out {heldout_size} and train on"
-        " others; raise data.task_size or lower data.heldout_size")
+        f"task {task.name!r} has too few different prompts to hold out {heldout_size} and train on others; {task.remedy} or"
+        " lower data.heldout_size")
 
 
 @dataclass(frozen=True)

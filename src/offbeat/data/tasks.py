@@ -1,4 +1,4 @@
-"""Tasks that make their own rows: sorting digits, adding, and countdown. For first runs, tests and benchmarks; no file, no download.
+"""Tasks that make their own rows: sorting digits, adding, countdown, and those of reasoning-gym. No file, no download.
 
 A row depends on (task, size, seed, stream, index) alone and is made in constant time, so a resumed run sees the rows it would have seen.
 """
@@ -6,7 +6,10 @@ A row depends on (task, size, seed, stream, index) alone and is made in constant
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from offbeat.config.data import DataConfig
+from offbeat.data.reasoning import PREFIX, open_reasoning
 from offbeat.data.row import Row
 from offbeat.errors import DataError
 
@@ -14,9 +17,32 @@ _LARGEST_NUMBER = 99
 _LARGEST_TARGET = 999
 
 
+class Task(Protocol):
+    """Rows without end.
+
+    Attributes:
+        name: for messages.
+        reward: dotted name of the reward that fits it.
+        remedy: what makes for more different rows.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reward(self) -> str: ...
+
+    @property
+    def remedy(self) -> str: ...
+
+    def row(self, index: int, *, seed: int, stream: str = "train") -> Row:
+        """The row at `index`; streams of different names are independent."""
+        ...
+
+
 @dataclass(frozen=True)
-class Task:
-    """A family of generated rows.
+class BuiltInTask:
+    """A family of generated rows; see `Task`.
 
     Attributes:
         name: as in `data.task`.
@@ -29,25 +55,26 @@ class Task:
     size: int
     make: Callable[[random.Random, int], Row]
     reward: str
-
-    num_rows = None
-    """There is always another row."""
+    remedy: str = "raise data.task_size"
 
     def row(self, index: int, *, seed: int, stream: str = "train") -> Row:
         """The row at `index`; streams of different names are independent."""
         return self.make(random.Random(f"{self.name}/{self.size}/{seed}/{stream}/{index}"), self.size)
 
 
-def find_task(name: str, *, size: int) -> Task:
-    """The built-in task of that name.
+def find_task(config: DataConfig) -> Task:
+    """The task that [data] names.
 
     Raises:
-        DataError: there is none.
+        DataError: reasoning-gym has none of that name, or the task does not take these options.
+        MissingExtraError: it needs an optional dependency.
     """
-    if name not in _TASKS:
-        raise DataError(f"data.task must be one of {', '.join(_TASKS)}, got {name!r}")
-    make, reward = _TASKS[name]
-    return Task(name, size, make, reward)
+    if config.task.startswith(PREFIX):
+        return open_reasoning(config.task, config.task_options)
+    if config.task_options:
+        raise DataError(f"data.task_options are for {PREFIX} tasks, got {config.task_options[0]!r}; {config.task} has data.task_size")
+    make, reward = _TASKS[config.task]
+    return BuiltInTask(config.task, config.task_size, make, reward)
 
 
 def _sort_digits(rng: random.Random, size: int) -> Row:

@@ -1,0 +1,145 @@
+"""Rows from reasoning-gym: more than a hundred families of puzzles, made on the spot, each with a verifier of its own.
+
+`data.tasks` calls `open_reasoning` for `data.task = "reasoning_gym:NAME"`; the reward process asks `verify`. A row carries what it was made
+from, so that the verifier sees the very same puzzle, whatever process it runs in. Needs `offbeat[reasoning]`; imports no torch.
+"""
+
+import hashlib
+import importlib
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from offbeat.data.row import Row
+from offbeat.errors import DataError, MissingExtraError
+
+PREFIX = "reasoning_gym:"
+REWARD = "offbeat.rollout.rewards.reasoning:reasoning"
+
+_PART = re.compile(r"([A-Za-z_]\w*)(?:\*(\d+(?:\.\d+)?))?")
+_OPTION = re.compile(r"([A-Za-z_]\w*)\.([A-Za-z_]\w*)\s*=\s*(.+)", re.DOTALL)
+_FIXED = {"seed": "run.seed seeds every row", "size": "rows never end"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of puzzles.
+
+    Attributes:
+        name: as reasoning-gym calls it.
+        weight: how often it is drawn, relative to the others.
+        options: its configuration, such as {"min_terms": 2}.
+    """
+
+    name: str
+    weight: float
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ReasoningTask:
+    """Families mixed by weight. A row depends on (families, seed, stream, index) alone; see `data.tasks.Task`."""
+
+    name: str
+    families: tuple[Family, ...]
+    reward: str = REWARD
+    remedy: str = "widen its ranges in data.task_options"
+
+    def row(self, index: int, *, seed: int, stream: str = "train") -> Row:
+        """The row at `index`; streams of different names are independent."""
+        digest = hashlib.sha256(f"{self.name}/{seed}/{stream}/{index}".encode()).digest()
+        drawn = int.from_bytes(digest[:8], "big") / 2**64 * sum(family.weight for family in self.families)
+        for family in self.families:
+            drawn -= family.weight
+            if drawn < 0:
+                break
+        puzzle = {"family": family.name, "options": json.dumps(dict(family.options)), "seed": str(int.from_bytes(digest[8:12], "big"))}
+        entry = _entry(**puzzle)[1]
+        return Row(entry["question"], str(entry["answer"] or ""), puzzle)
+
+
+def open_reasoning(task: str, options: Sequence[str]) -> ReasoningTask:
+    """The task that `data.task` and `data.task_options` describe.
+
+    Args:
+        task: "reasoning_gym:" and one or more NAME or NAME*WEIGHT, separated by commas.
+        options: "NAME.OPTION=VALUE" each, the value as in TOML.
+
+    Raises:
+        DataError: the text has another form, there is no such family or option, or a value is refused.
+        MissingExtraError: reasoning-gym is not installed.
+    """
+    parts = [part.strip() for part in task.removeprefix(PREFIX).split(",")]
+    matches = [_PART.fullmatch(part) for part in parts]
+    if not all(matches):
+        raise DataError(f"data.task must be {PREFIX}NAME, or several as {PREFIX}NAME*2,OTHER*1, got {task!r}")
+    weights = {match[1]: float(match[2] or 1) for match in matches if match}
+    if len(weights) < len(parts):
+        raise DataError(f"data.task names a family twice, got {task!r}; give each once, with a weight as in NAME*2")
+    if min(weights.values()) <= 0:
+        raise DataError(f"data.task must give every family a weight > 0, got {task!r}; leave out what is never to be drawn")
+    by_name: dict[str, dict[str, Any]] = {name: {} for name in weights}
+    for option in options:
+        name, key, value = _parse_option(option, weights)
+        by_name[name][key] = value
+    families = tuple(Family(name, weight, by_name[name]) for name, weight in weights.items())
+    for family in families:
+        _check(family)
+    return ReasoningTask(task + "".join(f" {option}" for option in sorted(options)), families)
+
+
+def verify(completion: str, row: Row) -> float:
+    """What the family's verifier gives an answer, 0 to 1.
+
+    Raises:
+        KeyError: the row is not one of `ReasoningTask`.
+    """
+    dataset, entry = _entry(row.extra["family"], row.extra["options"], row.extra["seed"])
+    return float(dataset.score_answer(completion, entry))
+
+
+def _entry(family: str, options: str, seed: str) -> tuple[Any, Any]:
+    """The puzzle that a seed stands for, and the dataset of one row that it is in, which has the verifier."""
+    dataset = _library().create_dataset(family, seed=int(seed), size=1, **json.loads(options))
+    return dataset, dataset[0]
+
+
+@cache
+def _library() -> Any:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError as exc:
+        raise MissingExtraError(f"data.task = '{PREFIX}…' needs reasoning-gym: pip install 'offbeat[reasoning]'") from exc
+
+
+def _parse_option(option: str, names: Mapping[str, float]) -> tuple[str, str, Any]:
+    match = _OPTION.fullmatch(option.strip())
+    if match is None or match[1] not in names:
+        raise DataError(
+            f"each of data.task_options must be FAMILY.OPTION=VALUE with a family of data.task ({', '.join(names)}), got {option!r}")
+    name, key, text = match.groups()
+    if key in _FIXED:
+        raise DataError(f"data.task_options must not set {key}, got {option!r}; {_FIXED[key]}")
+    try:
+        return name, key, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as exc:
+        raise DataError(f"the value in data.task_options {option!r} is no TOML; write text in quotes, as {name}.{key}=\"text\"") from exc
+
+
+def _check(family: Family) -> None:
+    """Make a first row, so that what reasoning-gym refuses is known before anything starts."""
+    known = importlib.import_module("reasoning_gym.factory").DATASETS if _library() else {}
+    if family.name not in known:
+        near = get_close_matches(family.name, known, n=3, cutoff=0.4) or sorted(known)
+        raise DataError(f"reasoning-gym has no family {family.name!r}; it has {', '.join(near)}")
+    try:
+        _entry(family.name, json.dumps(dict(family.options)), "0")
+    except Exception as exc:  # the library checks its options with assertions, and raises what it likes
+        raise DataError(
+            f"reasoning-gym refuses {family.name} with {dict(family.options) or 'its defaults'}: {exc or type(exc).__name__}; "
+            "correct data.task_options") from exc
