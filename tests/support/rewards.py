@@ -1,7 +1,10 @@
 """Rewards for tests: one that gives random-looking numbers, and some that misbehave."""
 
+import math
 import os
 import time
+
+import numpy as np
 
 
 def random_looking(completion, row):
@@ -35,8 +38,32 @@ def dies_on_x(completion, row):
     return 1.0
 
 
+def dies_once(completion, row):
+    """Ends its process at the first call that finds no file of the answer's name."""
+    if not os.path.exists(row.answer):
+        open(row.answer, "w").close()
+        os._exit(5)
+    return 1.0
+
+
 def gives_text(completion, row):
     return "good"
+
+
+def gives_nothing(completion, row):
+    return None
+
+
+def gives_nan(completion, row):
+    return math.nan
+
+
+def gives_too_much(completion, row):
+    return 1e308
+
+
+def gives_an_array(completion, row):
+    return np.ones(1)
 
 
 async def answers_later(completion, row):
