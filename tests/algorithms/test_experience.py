@@ -86,8 +86,8 @@ def test_the_batch_loss_is_that_of_plain_loops(shape, aggregation, scale_by_std)
 def test_a_batch_with_trajectories_that_cannot_be_used_is_the_batch_without_them(aggregation, scale_by_std, data):
     """No gradient, out of the baseline, and out of every denominator."""
     unusable = [
-        trajectory(2, 0.0, reason="reward failed: timed out"), trajectory(9, 1.0, reason="too long: 11 tokens"), trajectory(1, float("nan")),
-        trajectory(3, 1e308)]
+        trajectory(2, 0.0, reason="reward failed: timed out"), trajectory(9, 1.0, reason="too long: 11 tokens"),
+        trajectory(1, float("nan")), trajectory(3, 1e308)]
     usable = [trajectory(1, 1.0), trajectory(3, 0.0), trajectory(2, 0.25)]
     config = AlgorithmConfig(loss_aggregation=aggregation, scale_by_std=scale_by_std)
     mixed = group(*data.draw(st.permutations([*usable, *unusable])))
@@ -100,7 +100,8 @@ def test_a_batch_with_trajectories_that_cannot_be_used_is_the_batch_without_them
 
 
 def test_a_reward_at_which_numbers_overflow_leaves_the_others_their_advantages():
-    batch = make_batch([group(trajectory(1, 1.0), trajectory(1, 1e308), trajectory(1, 1e308), trajectory(1, 0.0))], config=ALL, max_new_tokens=8)
+    overflowing = group(trajectory(1, 1.0), trajectory(1, 1e308), trajectory(1, 1e308), trajectory(1, 0.0))
+    batch = make_batch([overflowing], config=ALL, max_new_tokens=8)
     assert batch.advantages[batch.offsets[1:] - 1].tolist() == [0.5, -0.5]
 
 

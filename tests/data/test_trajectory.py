@@ -35,7 +35,8 @@ def test_a_group_adds_up_its_trajectories() -> None:
 
 
 @pytest.mark.parametrize(("reward", "why"), [
-    (FailedReward("it raised KeyError"), "it raised KeyError"), (None, "None (NoneType) is not a number"), (float("inf"), "inf is not a number"),
+    (FailedReward("it raised KeyError"), "it raised KeyError"), (None, "None (NoneType) is not a number"),
+    (float("inf"), "inf is not a number"),
 ])
 def test_a_trajectory_without_a_reward_says_why_and_is_not_usable(reward, why: str) -> None:
     failed = replace(ONE, reward=reward)
