@@ -72,7 +72,7 @@ class Trajectory:
     @property
     def row_tokens(self) -> int:
         """Tokens that have to be run for its loss: all before the last generated one."""
-        return len(self) - 1 - int(np.argmax(self.loss_mask[::-1])) if self.loss_mask.any() else 0
+        return row_tokens(self.loss_mask)
 
     @property
     def head_version(self) -> Version:
@@ -84,6 +84,11 @@ class Trajectory:
     def prompt_len(self) -> int:
         """Tokens before the first generated one."""
         return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self)
+
+
+def row_tokens(loss_mask: np.ndarray) -> int:
+    """Tokens that have to be run for a sequence's loss: all before the last token in its loss mask [L] bool."""
+    return len(loss_mask) - 1 - int(np.argmax(loss_mask[::-1])) if loss_mask.any() else 0
 
 
 @dataclass(frozen=True, eq=False)
