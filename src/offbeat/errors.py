@@ -25,12 +25,20 @@ class DataError(UserError, ValueError):
     """A dataset or a row of it cannot be used."""
 
 
+class TooLongError(DataError):
+    """A prompt, or a conversation, leaves no room for an answer."""
+
+
 class ModelError(UserError, ValueError):
     """A model or tokenizer folder cannot be used."""
 
 
 class CodeError(UserError):
     """User code named in the configuration (a reward, a workflow) cannot be found or always fails."""
+
+
+class RewardError(CodeError):
+    """The reward failed on so many completions of a prompt that nothing can be learnt from the others."""
 
 
 class MissingExtraError(UserError, ImportError):

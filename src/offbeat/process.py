@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -210,6 +210,20 @@ class Child:
             raise await self._death(f"before {method}")
         future = self._send(_CALL, method.encode() + b"\0" + payload)
         return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}")
+
+    async def call_each(self, method: str, payloads: Sequence[bytes], *, timeout_s: float) -> AsyncIterator[bytes]:
+        """The answers to calls that are all sent at once, in their order.
+
+        Args:
+            timeout_s: for each, counted from the answer before it.
+
+        Raises:
+            WorkerError, DeathError, DeadlineError: as `call`; calls behind the one that failed go on in the child.
+        """
+        if not self.alive:
+            raise await self._death(f"before {method}")
+        for future in [self._send(_CALL, method.encode() + b"\0" + payload) for payload in payloads]:
+            yield await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}")
 
     async def stack(self) -> str:
         """Where the child's threads are in Python, or what the system knows of it where it does not answer."""

@@ -81,12 +81,28 @@ def test_the_batch_loss_is_that_of_plain_loops(shape, aggregation, scale_by_std)
         assert not batch.loss_mask[start:start + prefix].any()
 
 
-def test_a_trajectory_without_a_reward_stays_out_of_the_baseline():
-    lost = trajectory(2, 0.0, reason="reward failed: timed out")
-    batch = make_batch([group(trajectory(1, 1.0), lost, trajectory(1, 0.0), trajectory(1, float("nan")))], config=ALL, max_new_tokens=8)
-    last = batch.offsets[1:] - 1
-    assert batch.advantages[last].tolist() == [0.5, 0, -0.5, 0]
-    np.testing.assert_allclose(batch.loss_weights[last], 1 / 5)
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(["token_mean", "sequence_mean", "fixed_length"]), st.booleans(), st.data())
+def test_a_batch_with_trajectories_that_cannot_be_used_is_the_batch_without_them(aggregation, scale_by_std, data):
+    """No gradient, out of the baseline, and out of every denominator."""
+    unusable = [
+        trajectory(2, 0.0, reason="reward failed: timed out"), trajectory(9, 1.0, reason="too long: 11 tokens"),
+        trajectory(1, float("nan")), trajectory(3, 1e308)]
+    usable = [trajectory(1, 1.0), trajectory(3, 0.0), trajectory(2, 0.25)]
+    config = AlgorithmConfig(loss_aggregation=aggregation, scale_by_std=scale_by_std)
+    mixed = group(*data.draw(st.permutations([*usable, *unusable])))
+    assert len(mixed.usable) == 3
+    got = make_batch([mixed, MIXED[0]], config=config, max_new_tokens=8)
+    want = make_batch([group(*mixed.usable), MIXED[0]], config=config, max_new_tokens=8)
+    for name in ("tokens", "loss_mask", "advantages", "loss_weights", "offsets", "group_ids", "prefix_lens"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    assert got.denominator == want.denominator
+
+
+def test_a_reward_at_which_numbers_overflow_leaves_the_others_their_advantages():
+    overflowing = group(trajectory(1, 1.0), trajectory(1, 1e308), trajectory(1, 1e308), trajectory(1, 0.0))
+    batch = make_batch([overflowing], config=ALL, max_new_tokens=8)
+    assert batch.advantages[batch.offsets[1:] - 1].tolist() == [0.5, -0.5]
 
 
 def test_prompts_that_differ_share_nothing():
@@ -153,6 +169,7 @@ def test_metrics_by_hand():
         "rollout/generated_tokens": 10,
         "rollout/response_mean_tokens": 2,
         "rollout/truncated_share": 0.2,
+        "rollout/too_long_share": 0,
         "rollout/staleness_mean_versions": 3 / 5,
         "rollout/staleness_max_versions": 2,
         "reward/mean": 0.75,

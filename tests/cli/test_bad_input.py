@@ -61,7 +61,7 @@ def fails(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     (["--rollout.reward", "rewards.py:absent"], "has no function 'absent'"),
     (["--rollout.reward", "rewards.py:boom"], "raised ValueError: no such answer"),
     (["--rollout.reward", "rewards.py:hang", "--rollout.reward_timeout_s", "1"], "did not answer within rollout.reward_timeout_s = 1 s"),
-    (["--rollout.reward", "rewards.py:later", "--rollout.max_failures_in_a_row", "3"], "the first with CodeError: the reward rewards.py"),
+    (["--rollout.reward", "rewards.py:later", "--rollout.max_failures_in_a_row", "3"], "reward failed: the reward rewards.py:later raised"),
 ])
 def test_a_wrong_setting_or_reward_is_one_sentence(fails: Callable[..., str], arguments: list[str], sentence: str) -> None:
     assert sentence in fails(*arguments)

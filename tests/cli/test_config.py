@@ -33,7 +33,7 @@ def test_check_says_that_a_valid_configuration_is_valid(capsys):
 
 
 def test_check_refuses_an_invalid_one():
-    with pytest.raises(ConfigError, match=r"rollout.group_size must be >= 1, got 0"):
+    with pytest.raises(ConfigError, match=r"rollout.group_size must be >= 2, got 0"):
         call("check", "--rollout.group_size=0")
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from offbeat.cluster.material import choose_canary, choose_reward, read_material
 from offbeat.config.load import load_config
-from offbeat.errors import DataError, ModelError
+from offbeat.errors import ConfigError, DataError, ModelError
 from offbeat.rollout.functions import resolve
-from small_run import small_config
+from small_run import build_small_model, small_config
 
 
 def test_a_model_that_is_there_is_used_with_its_tokenizer_and_context(tmp_path: Path, model_dir: str) -> None:
@@ -67,3 +67,27 @@ def test_a_long_canary_is_cut(tmp_path: Path, model_dir: str) -> None:
     path.write_text('{"prompt": "1>", "answer": "' + "2" * 100 + '"}\n' * 1)
     config = small_config(tmp_path, model_dir, data__task="", data__path=str(path), data__heldout_size="0")
     assert len(choose_canary(read_material(config), config)) == 64
+
+
+def test_sampling_ends_at_all_that_model_tokenizer_and_user_name(tmp_path: Path) -> None:
+    model = Path(build_small_model(tmp_path / "model", seed=0))
+    (model / "generation_config.json").write_text('{"eos_token_id": [0, 30]}')
+    settings = {"rollout__stop": '["<pad>", "12"]', "rollout__stop_token_ids": "[7]"}
+    sampling = read_material(small_config(tmp_path, str(model), **settings)).sampling
+    assert (sampling.stop_token_ids, sampling.stop) == ((0, 30, 7, 1), ("12",))
+    assert (sampling.max_new_tokens, sampling.temperature) == (5, 1.0)
+    assert read_material(small_config(tmp_path)).sampling.stop_token_ids == (0,)
+    with pytest.raises(ConfigError, match="rollout.stop_token_ids must hold tokens of .*, 0 to 53, got 54"):
+        read_material(small_config(tmp_path, str(model), rollout__stop_token_ids="[54]"))
+
+
+def test_limits_that_a_long_answer_would_break_are_refused_before_anything_starts(tmp_path: Path, model_dir: str) -> None:
+    # Prompts have 4 tokens and answers 5, of which the last is not run.
+    read_material(small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="8"))
+    with pytest.raises(ConfigError, match="train.max_tokens_per_microbatch must be at least 8, for a prompt of 4 .* = 5, got 7; raise it"):
+        read_material(small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="7"))
+    read_material(small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="7"), trains=False)
+    with pytest.raises(ConfigError, match="must be at least 24, for a prompt of 20 tokens"):
+        read_material(small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="23", data__max_prompt_tokens="20"))
+    with pytest.raises(ConfigError, match="data.max_prompt_tokens = 60 and rollout.max_new_tokens = 5 are together more than the context"):
+        read_material(small_config(tmp_path, model_dir, data__max_prompt_tokens="60"))

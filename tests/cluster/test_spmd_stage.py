@@ -54,15 +54,16 @@ def test_heads_of_an_endless_task_draw_different_rows(tmp_path: Path, model_dir:
 
 
 def test_a_bystander_draws_nothing(tmp_path: Path, model_dir: str) -> None:
-    config = small_config(tmp_path, model_dir)
-    stage = Bystander(config)
-    stream = PromptStream(read_material(config).train, seed=0)
+    material = read_material(small_config(tmp_path, model_dir))
+    stage = Bystander(material)
+    stream = PromptStream(material.train, seed=0)
     assert len(stage.sft_batch(stream, 5)) == 0
 
     async def play() -> None:
         async with stage.rollouts(stream, version=0, last_version=2) as rollouts:
             assert await rollouts.prepare_batch() == []
             rollouts.publish(1)
+            assert (rollouts.sampling, rollouts.take_stats().names) == (material.sampling, [])
             assert rollouts.in_flight == ()
 
     asyncio.run(play())

@@ -29,6 +29,11 @@ def test_folders_follow_from_names():
         ({"rollout": {"single_rank_load": False}}, "rollout.single_rank_load must be true with run.mode = 'controller', got false"),
         ({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False}},
          "rollout.balance_batch must be false with rollout.single_rank_load = false, got true; no rank has the whole batch"),
+        ({"rollout": {"group_size": 1}}, "greater than or equal to 2"),
+        ({"rollout": {"temperature": 0}}, "greater than 0"),
+        ({"rollout": {"stop": ["a", ""]}}, "rollout.stop must not hold an empty string"),
+        ({"rollout": {"reward_timeout_s": 600}}, "rollout.episode_timeout_s must be above rollout.reward_timeout_s = 600, got 600"),
+        ({"rollout": {"batch_timeout_s": 599}}, "rollout.batch_timeout_s must be at least rollout.episode_timeout_s = 600, got 599"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(values, sentence):
@@ -40,3 +45,16 @@ def test_settings_at_the_edge_of_these_rules_are_allowed():
     Config.model_validate({"inference": {"num_engines": 2, "min_engines": 2}, "algorithm": {"dual_clip": 3.0}})
     Config.model_validate({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}})
     Config.model_validate({"rollout": {"balance_batch": False}})
+
+
+def test_timeouts_grow_with_the_longest_answer_that_is_allowed():
+    def timeouts(**rollout):
+        config = Config.model_validate({"rollout": rollout})
+        return config.timed_rollout.episode_timeout_s, config.timed_rollout.batch_timeout_s, config.timed_evaluate.timeout_s
+
+    assert timeouts() == (600, 1800, 600)
+    assert timeouts(max_new_tokens=1000) == (1015, 1800, 1015)
+    assert timeouts(max_new_tokens=4000) == (4015, 4015, 4015)
+    assert timeouts(max_new_tokens=20, episode_timeout_s=60, batch_timeout_s=90) == (60, 90, 600)
+    fast = Config.model_validate({"rollout": {"max_new_tokens": 4000}, "inference": {"token_timeout_s": 0}})
+    assert (fast.timed_rollout, fast.timed_evaluate) == (fast.rollout, fast.evaluate)

@@ -138,7 +138,7 @@ def test_a_run_that_has_done_its_steps_is_told_apart_from_one_that_goes_on(finis
 def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     config = small_config(tmp_path, model_dir, rollout__reward=f"{REWARDS}:gives_text")
-    with pytest.raises(CodeError, match="gives_text raised ValueError"):
+    with pytest.raises(CodeError, match="gives_text returned what cannot be trained on: 'good'"):
         run_training(config, quiet())
     (failed,) = run.events("failed")
     assert failed["error"].startswith("CodeError: the reward")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from offbeat.config.data import DataConfig
 from offbeat.data.dataset import (
@@ -195,6 +196,30 @@ def test_fine_tuning_learns_the_answer_and_the_end_token():
     assert (tokens.dtype, mask.dtype) == (np.int32, np.bool_)
     tokens, mask = sft_sequence(Row("q", "7", solution="3+4=7"), TOKENIZER, DataConfig())
     assert TOKENIZER.decode(tokens[mask]) == "3+4=7"
+
+
+def test_plain_prompts_begin_as_the_tokenizer_begins_a_text_in_training_too():
+    tokenizer = character_tokenizer()
+    tokenizer.hf.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.hf.bos_token_id
+    tokenizer.hf.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    assert render(Row("31>", "13"), tokenizer, DataConfig())[:2] == [bos, 6]
+    assert render(Row("31", "13"), tokenizer, DataConfig(chat_template=True)).count(bos) == 0, "the template writes none"
+    tokens, mask = sft_sequence(Row("31>", "13"), tokenizer, DataConfig())
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == "<s>31>13<eos>"
+    assert mask.tolist() == [False] * 4 + [True] * 3
+
+
+def test_an_answer_in_a_chat_ends_with_the_end_of_turn_of_the_template():
+    template = "{% for message in messages %}{{ message['content'] }}<end_of_turn>\n{% endfor %}"
+    tokenizer = character_tokenizer(chat_template=template)
+    tokenizer.hf.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    for row, config, end in [
+        (Row("31", "13"), DataConfig(chat_template=True), "<end_of_turn>"), (Row("31", "13"), DataConfig(), "<eos>"),
+        (Row(({"role": "user", "content": "31"},), "13"), DataConfig(), "<end_of_turn>"),
+    ]:
+        tokens, mask = sft_sequence(row, tokenizer, config)
+        assert tokenizer.decode(tokens[mask], skip_special_tokens=False) == f"13{end}"
 
 
 def test_the_longest_prompt_is_measured_and_one_that_is_too_long_is_named():

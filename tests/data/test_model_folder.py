@@ -4,7 +4,7 @@ import sys
 import huggingface_hub.constants
 import pytest
 
-from offbeat.data.model_folder import check_model_folder, read_model_config
+from offbeat.data.model_folder import check_model_folder, read_end_token_ids, read_model_config
 from offbeat.errors import ModelError
 
 
@@ -50,3 +50,26 @@ def test_a_hub_id_without_network_is_one_clear_sentence(monkeypatch, tmp_path):
 def test_looking_at_a_model_does_not_import_torch():
     code = "import sys, offbeat.data.model_folder, offbeat.data.packing, offbeat.model.fingerprint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(("generation", "config", "ids"), [
+    ('{"eos_token_id": [0, 30]}', "", (0, 30)), ('{"eos_token_id": 7}', '"eos_token_id": 1', (7,)), ("{}", '"eos_token_id": 1', ()),
+    (None, '"eos_token_id": 1', (1,)), (None, '"text_config": {"eos_token_id": [3]}', (3,)), (None, "", ()),
+])
+def test_end_tokens_are_those_of_the_generation_configuration_or_else_of_the_configuration(tmp_path, generation, config, ids):
+    path = write(tmp_path, f'{{"model_type": "qwen3"{", " if config else ""}{config}}}')
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(generation)
+    assert read_end_token_ids(path) == ids
+
+
+@pytest.mark.parametrize(("text", "match"), [
+    ("{", "generation_config.json cannot be read as JSON"),
+    ('{"eos_token_id": "<eos>"}', r"must be a token id or a list of them, got \['<eos>'\]"),
+    ('{"eos_token_id": [1, -1]}', "got"), ('{"eos_token_id": true}', "got"),
+])
+def test_end_tokens_that_are_none_are_refused(tmp_path, text, match):
+    path = write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=match):
+        read_end_token_ids(path)

@@ -8,8 +8,9 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
-from offbeat.data.tokenizer import DEFAULT_ALPHABET, TEXT_ALPHABET, character_tokenizer, load_tokenizer
+from offbeat.data.tokenizer import DEFAULT_ALPHABET, DEFAULT_CHAT_TEMPLATE, TEXT_ALPHABET, character_tokenizer, load_tokenizer
 from offbeat.errors import ModelError
 
 TORCH_FREE = (
@@ -149,3 +150,55 @@ def test_an_unreachable_hub_is_one_clear_sentence():
 def test_an_alphabet_must_hold_different_characters(alphabet):
     with pytest.raises(ModelError, match="each character once"):
         character_tokenizer(alphabet)
+
+
+# Where a prompt begins and a turn ends
+
+
+def with_bos(*, chat_template=None):
+    """A tokenizer that puts <s> before a text and <eos> behind it, as Llama's and T5's do."""
+    tokenizer = character_tokenizer(chat_template=chat_template)
+    tokenizer.hf.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.hf.bos_token_id
+    tokenizer.hf.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A <eos>", special_tokens=[("<s>", bos), ("<eos>", 0)])
+    return tokenizer, bos
+
+
+def test_a_prompt_begins_with_what_the_tokenizer_itself_puts_before_a_text(tmp_path):
+    tokenizer, bos = with_bos()
+    assert tokenizer.hf("12")["input_ids"] == [bos, 4, 5, 0]  # what is put behind it would end the answer
+    assert tokenizer.prompt("12") == [bos, 4, 5]
+    assert tokenizer.prompt("<s>12") == [bos, 4, 5], "a text that spells it out has it once"
+    assert tokenizer.prompt("") == [bos]
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).prompt("12") == [bos, 4, 5]
+    assert character_tokenizer().prompt("12") == [4, 5]
+
+
+def test_a_chat_has_the_bos_that_its_template_writes_and_no_other():
+    template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer, bos = with_bos(chat_template=template)
+    assert tokenizer.chat([{"role": "user", "content": "12"}]) == [bos, 4, 5]
+    tokenizer, _ = with_bos(chat_template=template.removeprefix("{{ bos_token }}"))
+    assert tokenizer.chat([{"role": "user", "content": "12"}]) == [4, 5]
+
+
+TURNS = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}END\n{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "end"), [
+    (DEFAULT_CHAT_TEMPLATE, "<eos>"), (TURNS.replace("END", "<end_of_turn>"), "<end_of_turn>"),
+    (TURNS.replace("END", " <end_of_turn>"), "<end_of_turn>"),
+    (TURNS.replace("END", ""), None), (TURNS.replace("END", "###"), None), (TURNS.replace("END", "<unk>"), "<unk>"), (None, None),
+    ("{{ raise_exception('system first') }}", None), ("{{ messages[0]['content'] }}<end_of_turn>", None),
+])
+def test_the_end_of_a_turn_is_the_special_token_that_the_template_writes_after_an_answer(template, end):
+    tokenizer = character_tokenizer(TEXT_ALPHABET, chat_template=template)
+    tokenizer.hf.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    assert tokenizer.end_of_turn_id == (tokenizer.special_id(end) if end else None)
+
+
+def test_special_tokens_are_known_by_their_text():
+    tokenizer = character_tokenizer()
+    assert (tokenizer.special_id("<eos>"), tokenizer.special_id("1"), tokenizer.special_id("<s>")) == (0, None, None)
+    assert (tokenizer.special_text_in("1<eos>2"), tokenizer.special_text_in("12")) == ("<eos>", "")

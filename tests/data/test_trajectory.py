@@ -1,9 +1,12 @@
 """Trajectories and groups."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from offbeat.data import wire
+from offbeat.data.reward import FailedReward
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import DataError
 
@@ -29,6 +32,26 @@ def test_a_group_adds_up_its_trajectories() -> None:
     assert (group.num_tokens, group.head_version, group.rewards.tolist()) == (7, 4, [1.0, 0.0])
     assert Group("0:7", 3, (EMPTY,)).head_version == 3
     assert Group("0:7", 3, rejected="late").head_version == 3
+
+
+@pytest.mark.parametrize(("reward", "why"), [
+    (FailedReward("it raised KeyError"), "it raised KeyError"), (None, "None (NoneType) is not a number"),
+    (float("inf"), "inf is not a number"),
+])
+def test_a_trajectory_without_a_reward_says_why_and_is_not_usable(reward, why: str) -> None:
+    failed = replace(ONE, reward=reward)
+    assert np.isnan(failed.reward)
+    assert failed.reason.startswith(f"reward failed: {why}")
+    assert failed.unusable == "reward failed"
+    long = replace(failed, reason="too long: 6 tokens")
+    assert (long.reason, long.unusable, ONE.unusable, EMPTY.unusable) == ("too long: 6 tokens", "too long", None, None)
+    group = Group("0:7", 3, (failed, ONE, long))
+    assert (group.usable, group.rewards.tolist()) == ((ONE,), [1.0])
+
+
+def test_a_trajectory_needs_a_row_up_to_its_last_generated_token() -> None:
+    assert (ONE.row_tokens, EMPTY.row_tokens) == (5, 0)
+    assert replace(ONE, loss_mask=np.array([0, 0, 0, 1, 0, 0])).row_tokens == 3
 
 
 @pytest.mark.parametrize(("encode", "decode"), [(wire.encode, wire.decode), (wire.encode_json, wire.decode_json)])

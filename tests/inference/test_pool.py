@@ -352,6 +352,21 @@ def test_an_engine_that_stays_full_ends_in_its_own_words(start_engine) -> None:
     using([url], body, request_timeout_s=0.5)
 
 
+def test_a_request_for_a_long_answer_has_a_longer_deadline(start_engine) -> None:
+    server, url = start_engine()
+
+    async def body(pool: EnginePool, _: list) -> None:
+        pause(server)
+        short, long = (asyncio.create_task(pool.generate(PROMPT, Sampling(most), n=1)) for most in (2, 40))
+        with pytest.raises(DeadlineError, match="passed its deadline of 0.3 s"):
+            await short
+        resume(server)
+        [sample] = await long
+        assert sample.finish_reason in ("stop", "length")
+
+    using([url], body, request_timeout_s=0.2, token_timeout_s=0.15)
+
+
 def test_a_drained_engine_finishes_what_it_has_and_gets_no_more(start_engine) -> None:
     (first, url_0), (_, url_1) = start_engine(), start_engine()
 

@@ -2,17 +2,29 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import ListDataset, PromptStream
+from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.errors import CodeError, DeadlineError, EngineError, RolloutError
+from offbeat.errors import (
+    CodeError,
+    DataError,
+    DeadlineError,
+    EngineError,
+    RefusedError,
+    RolloutError,
+    TooLongError,
+    WorkerError,
+)
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor, Settled
@@ -67,7 +79,10 @@ class Play:
     config: RolloutConfig
     stream: PromptStream
     rejected: list[Settled] = field(default_factory=list)
+    unusable: list[tuple[str, list[str]]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     accept: Callable[[Group], bool] = lambda _group: True
+    too_long: Callable[[Trajectory], str] = lambda _trajectory: ""
     score: Callable[[Sequence[str], Row], Awaitable[list[float]]] = no_score
     workflow: Callable[[Episode], Awaitable[Sequence[Trajectory]]] = single_turn
 
@@ -76,8 +91,9 @@ class Play:
             return Episode(row, tuple(TOKENIZER.encode(str(row.prompt))), group_size, sampling, self.engine.generate, self.score, TOKENIZER)
 
         return RolloutExecutor(
-            gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, accept=self.accept,
-            on_rejected=self.rejected.append)
+            gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, sampling=Sampling(8),
+            accept=self.accept, too_long=self.too_long, on_rejected=self.rejected.append,
+            on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append)
 
     async def publish(self, executor: RolloutExecutor, version: int) -> None:
         self.engine.version = version
@@ -87,8 +103,8 @@ class Play:
 def make(*, batch: int = 3, running: int = 6, eta: int = 1, last: int | None = None, on_stale: str = "wait", engine: Engine | None = None,
          rows: tuple[Row, ...] = ROWS, **changes: object) -> Play:
     config = RolloutConfig(
-        group_size=2, consumer_batch_size=batch, max_concurrent_rollouts=running, max_head_offpolicyness=eta, on_stale=on_stale,
-        **{"batch_timeout_s": 5.0, "max_failures_in_a_row": 4} | changes)
+        consumer_batch_size=batch, max_concurrent_rollouts=running, max_head_offpolicyness=eta, on_stale=on_stale,
+        **{"group_size": 2, "batch_timeout_s": 5.0, "max_failures_in_a_row": 4} | changes)
     gate = Gate(batch_size=batch, max_running=running, eta=eta, last_version=last, on_stale=on_stale)
     return Play(engine or Engine(), gate, config, PromptStream(ListDataset(rows), seed=0, shuffle=False))
 
@@ -160,7 +176,7 @@ def test_requeue_draws_a_straggler_again_and_never_waits_for_it() -> None:
                 trained += [group.prompt_id for group in groups]
                 await play.publish(executor, version + 1)
             assert {settled.prompt_id for settled in play.rejected} == {"0:1"}
-            assert play.rejected[0].rejected.startswith("requeued")
+            assert play.rejected[0] == Settled("0:1", "it would have become too stale", "too stale", drawn_again=True)
             assert "0:1" in executor.in_flight
             assert len(set(trained)) == 12
             play.engine.release.set()
@@ -233,7 +249,7 @@ def test_a_filter_that_raises_rejects_its_group_with_the_error() -> None:
             await executor.prepare_batch()
             await play.publish(executor, 1)
             await executor.prepare_batch()
-        assert play.rejected == [Settled("0:2", "should_accept raised KeyError: 'score'")]
+        assert play.rejected == [Settled("0:2", "should_accept raised KeyError: 'score'", "code failed")]
 
     run(body)
 
@@ -341,14 +357,145 @@ def test_failures_that_are_not_in_a_row_do_not_stop_the_run() -> None:
 
 def test_a_late_group_is_rejected_with_its_deadline() -> None:
     async def body() -> None:
-        play = make(episode_timeout_s=0.05, engine=Engine(slow=frozenset({"0>"})))
+        play = make(episode_timeout_s=0.05, engine=Engine(slow=frozenset({"0>"})), max_retries=0)
         async with play.executor() as executor:
             await executor.prepare_batch()
             await play.publish(executor, 1)
             await asyncio.sleep(0.1)
         (settled,) = play.rejected
-        assert settled.prompt_id == "0:0"
+        assert (settled.prompt_id, settled.kind) == ("0:0", "timed out")
         assert "waiting for group 0:0 passed its deadline of 0.05 s" in settled.rejected
+
+    run(body)
+
+
+def scores(*rewards: float) -> Callable[[Sequence[str], Row], Awaitable[list[float]]]:
+    """The reward of prompt 1; every other sample has 1."""
+    async def score(completions: Sequence[str], row: Row) -> list[float]:
+        return list(rewards) if row.answer == "1" else [1.0] * len(completions)
+
+    return score
+
+
+def test_samples_whose_reward_failed_are_left_out_and_the_rest_of_their_group_is_trained_on() -> None:
+    async def body() -> None:
+        play = make(group_size=4, running=3)
+        play.score = scores(1.0, FailedReward("it hangs"), float("nan"), 0.0)
+        async with play.executor() as executor:
+            groups = {group.prompt_id: group for group in await executor.prepare_batch()}
+        mixed = groups["0:1"]
+        assert len(mixed.trajectories) == 4
+        assert [t.reward for t in mixed.usable] == [1.0, 0.0]
+        reasons = ["reward failed: it hangs", "reward failed: nan is not a number within ±1e+18"]
+        assert play.unusable == [("0:1", reasons)]
+        assert play.rejected == []
+
+    run(body)
+
+
+def test_a_group_with_one_sample_left_is_rejected_and_not_drawn_again() -> None:
+    async def body() -> None:
+        play = make(group_size=4, running=3)
+        play.score = scores(1.0, *[FailedReward("it hangs")] * 3)
+        async with play.executor() as executor:
+            groups = await executor.prepare_batch()
+            assert "0:1" not in [group.prompt_id for group in groups]
+        reason = "3 of 4 samples cannot be trained on; the first: reward failed: it hangs"
+        assert play.rejected == [Settled("0:1", reason, "reward failed")]
+
+    run(body)
+
+
+def test_a_trajectory_that_is_too_long_to_train_on_is_left_out_with_its_reason() -> None:
+    async def workflow(episode: Episode) -> list[Trajectory]:
+        group = await single_turn(episode)
+        longer = replace(group[0], **{name: np.append(getattr(group[0], name), value) for name, value in [
+            ("tokens", 5), ("loss_mask", True), ("rollout_logprobs", -0.5), ("versions", 0)]})
+        return [longer, *group[1:]] if episode.row.answer == "1" else [longer, longer] if episode.row.answer == "2" else group
+
+    async def body() -> None:
+        play = make(group_size=3, running=3)
+        play.workflow = workflow
+        play.too_long = lambda t: f"a row of {t.row_tokens} tokens" if t.row_tokens > 3 else ""
+        async with play.executor() as executor:
+            groups = {group.prompt_id: group for group in await executor.prepare_batch()}
+        assert [t.reason for t in groups["0:1"].trajectories] == ["too long: a row of 4 tokens", "stop", "stop"]
+        assert play.rejected == [
+            Settled("0:2", "2 of 2 samples cannot be trained on; the first: too long: a row of 4 tokens", "too long")]
+
+    run(body)
+
+
+@pytest.mark.parametrize(("error", "kind"), [
+    (EngineError("engine 0 died"), "engine failed"), (DeadlineError("waiting for x"), "timed out"),
+    (WorkerError("reward 0 does not start"), "reward failed")])
+def test_a_group_that_failed_for_a_reason_of_ours_is_drawn_again_a_bounded_number_of_times(error: Exception, kind: str) -> None:
+    async def play_it(failures: int) -> tuple[Play, list[str]]:
+        play, tries = make(max_retries=2, max_failures_in_a_row=99, last=2), Counter[str]()
+
+        async def workflow(episode: Episode) -> list[Trajectory]:
+            tries[episode.row.answer] += 1
+            if episode.row.answer == "1" and tries["1"] <= failures:
+                raise error
+            return await single_turn(episode)
+
+        play.workflow = workflow
+        trained = []
+        async with play.executor() as executor:
+            for version in range(2):
+                trained += [group.prompt_id for group in await executor.prepare_batch()]
+                await play.publish(executor, version + 1)
+        return play, trained
+
+    async def body() -> None:
+        play, trained = await play_it(failures=2)
+        assert sorted(trained) == [f"0:{i}" for i in range(6)]
+        assert play.rejected == [Settled("0:1", f"{type(error).__name__}: {error}", kind, drawn_again=True)] * 2
+        play, trained = await play_it(failures=3)
+        assert sorted(trained) == [f"0:{i}" for i in (0, 2, 3, 4, 5, 6)]
+        assert [settled.drawn_again for settled in play.rejected] == [True, True, False]
+        assert play.rejected[-1].rejected == f"{type(error).__name__}: {error} (the last of 3 tries)"
+
+    run(body)
+
+
+@pytest.mark.parametrize(("error", "kind"), [
+    (KeyError("turns"), "code failed"), (RefusedError("too many tokens"), "engine failed"), (TooLongError("90 tokens"), "too long"),
+    (DataError("no tokens"), "prompt refused")])
+def test_what_would_fail_again_is_rejected_at_once(error: Exception, kind: str) -> None:
+    async def workflow(episode: Episode) -> list[Trajectory]:
+        if episode.row.answer == "1":
+            raise error
+        return await single_turn(episode)
+
+    async def body() -> None:
+        play = make()
+        play.workflow = workflow
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+            stats = executor.take_stats().values()
+        assert play.rejected == [Settled("0:1", f"{type(error).__name__}: {error}", kind)]
+        assert stats[f"rollout/rejected_{kind.replace(' ', '_')}_share"] == stats["rollout/rejected_share"] > 0
+
+    run(body)
+
+
+def test_an_evaluation_plays_again_what_failed_for_a_reason_of_ours_and_counts_a_failed_reward_as_a_failure() -> None:
+    tries = Counter[str]()
+
+    async def score(completions: Sequence[str], row: Row) -> list[float]:
+        tries[row.answer] += 1
+        if (row.answer == "1" and tries["1"] == 1) or row.answer == "2":
+            raise EngineError("unlucky")
+        return [FailedReward("it hangs") if row.answer == "3" else 1.0]
+
+    async def body() -> None:
+        play = make(max_retries=1)
+        play.score = score
+        groups = await play.executor().rollout_batch(ROWS[:5], group_size=1, sampling=Sampling(4, temperature=0))
+        assert [group.rejected for group in groups] == [
+            None, None, "EngineError: unlucky", "1 of 1 samples cannot be trained on; the first: reward failed: it hangs", None]
+        assert (tries["1"], tries["2"], tries["3"]) == (2, 2, 1)
 
     run(body)
 
@@ -414,7 +561,7 @@ def test_every_drawn_prompt_is_trained_rejected_or_in_flight(seed: int) -> None:
         def check(executor: RolloutExecutor, training: list[str]) -> None:
             state = play.stream.state()
             drawn = {f"0:{i}" for i in range(state.position)}
-            rejected = [s.prompt_id for s in play.rejected if not s.rejected.startswith("requeued")]
+            rejected = [s.prompt_id for s in play.rejected if not s.drawn_again]
             settled = [*trained, *rejected, *executor.in_flight, *training, *state.returned]
             assert sorted(settled) == sorted(drawn)
 

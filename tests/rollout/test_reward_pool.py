@@ -1,6 +1,8 @@
 """Rewards in real processes: what they answer, and what happens when they misbehave."""
 
 import asyncio
+import math
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
 from offbeat.rollout.reward_pool import RewardPool
@@ -35,37 +38,52 @@ def test_groups_are_scored_by_all_workers() -> None:
     check("equal", body, num_workers=2)
 
 
-def test_a_reward_that_raises_fails_its_call_and_keeps_its_process() -> None:
+def test_a_completion_on_which_the_reward_raises_fails_alone_and_keeps_its_process() -> None:
     async def body(pool: RewardPool) -> None:
         processes = psutil.Process().children()
-        with pytest.raises(CodeError, match="raised ValueError: x is no number"):
-            await pool.score(["y", "x"], ROW)
-        assert await pool.score(["y"], ROW) == [1.0]
+        first, failed, last = await pool.score(["y", "x", "y"], ROW)
+        assert (first, last) == (1.0, 1.0)
+        assert isinstance(failed, FailedReward) and math.isnan(failed)
+        assert "raised ValueError: x is no number" in failed.reason
         assert psutil.Process().children() == processes
 
     check("raises_on_x", body)
 
 
-def test_a_reward_that_hangs_is_killed_at_its_deadline_and_the_pool_goes_on() -> None:
+def test_a_completion_on_which_the_reward_hangs_fails_alone_and_is_killed_at_its_own_deadline() -> None:
     async def body(pool: RewardPool) -> None:
         start = time.monotonic()
-        late, other = await asyncio.gather(pool.score(["x"], ROW), pool.score(["y"], ROW), return_exceptions=True)
-        assert isinstance(late, CodeError)
-        assert "hangs_on_x did not answer within rollout.reward_timeout_s = 0.3 s" in str(late)
-        assert other == [1.0]
-        assert await pool.score(["y"], ROW) == [1.0]
+        mixed, other = await asyncio.gather(pool.score(["y", "x", "y"], ROW), pool.score(["y"], ROW))
+        assert (mixed[0], mixed[2], other) == (1.0, 1.0, [1.0])
+        assert isinstance(mixed[1], FailedReward)
+        assert "hangs_on_x did not answer within rollout.reward_timeout_s = 0.3 s" in mixed[1].reason
         assert time.monotonic() - start < 20
 
     check("hangs_on_x", body, timeout_s=0.3)
 
 
-def test_a_reward_that_kills_its_process_is_named_and_replaced() -> None:
+def test_the_deadline_is_that_of_one_call_and_not_of_the_group() -> None:
     async def body(pool: RewardPool) -> None:
-        with pytest.raises(CodeError, match=r"dies_on_x ended its process: reward 0 .*exited with code 5"):
-            await pool.score(["x"], ROW)
-        assert await pool.score(["y"], ROW) == [1.0]
+        assert not any(map(math.isnan, await pool.score(["y"] * 8, ROW)))  # 1.6 s
+
+    check("slow", body, timeout_s=1.0)
+
+
+def test_a_completion_on_which_the_reward_ends_its_process_fails_alone() -> None:
+    async def body(pool: RewardPool) -> None:
+        first, failed, last = await pool.score(["y", "x", "y"], ROW)
+        assert (first, last) == (1.0, 1.0)
+        assert isinstance(failed, FailedReward)
+        assert re.search(r"dies_on_x ended its process: reward 0 .*exited with code 5", failed.reason)
 
     check("dies_on_x", body)
+
+
+def test_what_was_scored_when_its_process_died_is_scored_once_more(tmp_path: Path) -> None:
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score(["y", "z"], Row("1>", str(tmp_path / "died"))) == [1.0, 1.0]
+
+    check("dies_once", body)
 
 
 def test_a_cancelled_call_leaves_a_working_pool() -> None:

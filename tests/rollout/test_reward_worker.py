@@ -1,5 +1,7 @@
 """The reward process's handler, called in this process."""
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from offbeat.data import wire
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
-from offbeat.rollout.reward_worker import RewardWorker, ScoreRequest
+from offbeat.rollout.reward_worker import RewardWorker, Scored, ScoreRequest
 
 REWARDS = Path(__file__).parents[1] / "support" / "rewards.py"
 
@@ -18,23 +20,29 @@ def loaded(name: str) -> RewardWorker:
     return worker
 
 
-def score(worker: RewardWorker, *completions: str) -> list[float]:
-    return wire.decode(list[float], worker.handle("score", wire.encode(ScoreRequest(completions, Row("1>", "y")))))
+def score(worker: RewardWorker, completion: str) -> Scored:
+    return wire.decode(Scored, worker.handle("score", wire.encode(ScoreRequest(completion, Row("1>", "y")))))
 
 
-def test_each_completion_is_scored() -> None:
-    assert score(loaded("equal"), "y", "n", "y") == [1.0, 0.0, 1.0]
-    assert score(loaded("equal")) == []
+def test_a_completion_is_scored() -> None:
+    assert score(loaded("equal"), "y") == Scored(1.0)
+    assert score(loaded("equal"), "n") == Scored(0.0)
 
 
 def test_a_reward_that_raises_is_shown_with_the_completion() -> None:
-    with pytest.raises(CodeError, match=r"rewards.py:raises_on_x raised ValueError: x is no number \(completion 'x'\)"):
-        score(loaded("raises_on_x"), "x")
+    scored = score(loaded("raises_on_x"), "x")
+    assert re.search(r"rewards.py:raises_on_x raised ValueError: x is no number \(completion 'x'\)", scored.failure)
+    assert math.isnan(scored.reward)
 
 
-def test_a_reward_that_gives_no_number_is_refused() -> None:
-    with pytest.raises(CodeError, match="gives_text raised ValueError: could not convert string to float: 'good'"):
-        score(loaded("gives_text"), "y")
+@pytest.mark.parametrize(("name", "value"), [
+    ("gives_text", "'good' (str) is not a number"), ("gives_nothing", "None (NoneType) is not a number"), ("gives_nan", "nan is not a"),
+    ("gives_too_much", "1e+308 is not a number within ±1e+18"), ("gives_an_array", "array([1.]) (ndarray) is not a number"),
+])
+def test_a_reward_that_gives_no_number_to_train_on_says_what_it_gave(name: str, value: str) -> None:
+    failure = score(loaded(name), "y").failure
+    assert f"rewards.py:{name} returned what cannot be trained on: " in failure
+    assert value in failure
 
 
 def test_a_reward_that_is_not_there_is_refused() -> None:

@@ -1,7 +1,11 @@
 """Rewards for tests: one that gives random-looking numbers, and some that misbehave."""
 
+import math
 import os
 import time
+from pathlib import Path
+
+import numpy as np
 
 
 def random_looking(completion, row):
@@ -35,8 +39,33 @@ def dies_on_x(completion, row):
     return 1.0
 
 
+def dies_once(completion, row):
+    """Ends its process at the first call that finds no file of the answer's name."""
+    died = Path(row.answer)
+    if not died.exists():
+        died.touch()
+        os._exit(5)
+    return 1.0
+
+
 def gives_text(completion, row):
     return "good"
+
+
+def gives_nothing(completion, row):
+    return None
+
+
+def gives_nan(completion, row):
+    return math.nan
+
+
+def gives_too_much(completion, row):
+    return 1e308
+
+
+def gives_an_array(completion, row):
+    return np.ones(1)
 
 
 async def answers_later(completion, row):

@@ -21,30 +21,33 @@ from offbeat.types import PROMPT_VERSION, Version
 def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> TokenBatch:
     """Flatten groups, with the advantage of each trajectory on each of its generated tokens.
 
-    A trajectory without a reward (it failed, or is not finite) stays out of its group's baseline and gets advantage 0. Sequences with
-    nothing to train on, and with `config.drop_zero_advantage` those of advantage 0, are left out but counted in the denominators.
+    An unusable trajectory (its reward failed, or it is too long) counts nowhere: not in its group's baseline, and in no denominator.
+    Sequences with nothing to train on, and with `config.drop_zero_advantage` those of advantage 0, are left out but counted in the
+    denominators.
 
     Args:
         groups: rejected ones, being empty, contribute nothing.
         max_new_tokens: denominator per sequence of `loss_aggregation = "fixed_length"`.
 
     Returns:
-        `group_ids` are positions in `groups`. Where all prompts of a group are equal, `prefix_lens` is their length. With N trajectories of
+        `group_ids` are positions in `groups`. Where all prompts of a group are equal, `prefix_lens` is their length. With N usable ones of
         n_i generated tokens, a token of trajectory i weighs 1 / sum(n) (token_mean), 1 / (N n_i) (sequence_mean) or
         1 / (N max_new_tokens) (fixed_length).
 
     Raises:
         DataError: a trajectory begins with a generated token, so that nothing predicts it.
     """
-    trajectories = [t for group in groups for t in group.trajectories]
-    for group in groups:
-        if any(t.loss_mask[:1].any() for t in group.trajectories):
+    members = [group.usable for group in groups]
+    for group, usable in zip(groups, members, strict=True):
+        if any(t.loss_mask[:1].any() for t in usable):
             raise DataError(f"a trajectory of prompt {group.prompt_id} begins with a generated token; a prompt needs at least one token")
-    group_ids = np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups])
+    trajectories, sizes = [t for usable in members for t in usable], [len(usable) for usable in members]
+    group_ids = np.repeat(np.arange(len(groups)), sizes)
     num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.int64)
-    advantages = _advantages(trajectories, group_ids, scale_by_std=config.scale_by_std)
+    rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
+    advantages = group_advantages(rewards, group_ids=group_ids, scale_by_std=config.scale_by_std)
     weights, denominator = _token_weights(num_generated, config.loss_aggregation, max_new_tokens)
-    prefix_lens = np.repeat([_shared_prompt_len(g) for g in groups], [len(g.trajectories) for g in groups])
+    prefix_lens = np.repeat([_shared_prompt_len(usable) for usable in members], sizes)
     keep = num_generated > 0
     if config.drop_zero_advantage:
         keep &= advantages != 0
@@ -104,7 +107,7 @@ def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
         version: that of the step that trains on it; staleness counts from there to the oldest token of each trajectory.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    rewards = np.array([t.reward for t in trajectories if _has_reward(t)], dtype=np.float64)
+    rewards = np.array([t.reward for t in trajectories if t.unusable is None], dtype=np.float64)
     num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.float64)
     staleness = np.array([version - t.head_version for t in trajectories if t.head_version != PROMPT_VERSION], dtype=np.float64)
     tracker = StatsTracker()
@@ -112,12 +115,12 @@ def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
         tracker.stat(reduce="sum", generated_tokens=num_generated)
         tracker.stat(
             response_mean_tokens=num_generated, truncated_share=np.array([t.reason == "length" for t in trajectories]),
-            staleness_mean_versions=staleness)
+            too_long_share=np.array([t.unusable == "too long" for t in trajectories]), staleness_mean_versions=staleness)
         tracker.stat(reduce="max", staleness_max_versions=staleness)
     with tracker.scope("reward"):
         tracker.stat(
             mean=rewards, mean_square=rewards**2, positive_share=rewards > 0,
-            failed_share=np.array([not _has_reward(t) for t in trajectories]),
+            failed_share=np.array([t.unusable == "reward failed" for t in trajectories]),
             zero_advantage_group_share=np.array([_is_flat(g) for g in groups if g.trajectories]))
     return tracker.take()
 
@@ -134,20 +137,8 @@ def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
     return metrics
 
 
-def _has_reward(trajectory: Trajectory) -> bool:
-    return bool(np.isfinite(trajectory.reward)) and not trajectory.reason.startswith("reward failed")
-
-
 def _is_flat(group: Group) -> bool:
-    return len({t.reward for t in group.trajectories if _has_reward(t)}) <= 1
-
-
-def _advantages(trajectories: Sequence[Trajectory], group_ids: np.ndarray, *, scale_by_std: bool) -> np.ndarray:
-    rewarded = np.array([_has_reward(t) for t in trajectories], dtype=np.bool_)
-    rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
-    advantages = np.zeros(len(trajectories), dtype=np.float32)
-    advantages[rewarded] = group_advantages(rewards[rewarded], group_ids=group_ids[rewarded], scale_by_std=scale_by_std)
-    return advantages
+    return len({t.reward for t in group.usable}) <= 1
 
 
 def _token_weights(num_generated: np.ndarray, aggregation: str, max_new_tokens: int) -> tuple[np.ndarray, float]:
@@ -165,13 +156,13 @@ def _token_weights(num_generated: np.ndarray, aggregation: str, max_new_tokens: 
     return 1.0 / np.maximum(denominator * per_unit, 1), denominator
 
 
-def _shared_prompt_len(group: Group) -> int:
+def _shared_prompt_len(trajectories: Sequence[Trajectory]) -> int:
     """Length of the prompt that all trajectories begin with; 0 if they differ. Loss tokens begin after it."""
-    lengths = {t.prompt_len for t in group.trajectories}
+    lengths = {t.prompt_len for t in trajectories}
     if len(lengths) != 1:
         return 0
     length = lengths.pop()
-    same = all(np.array_equal(a.tokens[:length], b.tokens[:length]) for a, b in pairwise(group.trajectories))
+    same = all(np.array_equal(a.tokens[:length], b.tokens[:length]) for a, b in pairwise(trajectories))
     return length if same else 0
 
 

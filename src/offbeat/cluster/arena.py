@@ -3,8 +3,11 @@
 Opened by the controller, by rank 0 in SPMD mode, and by every other rank that rolls out on rank 0's engines.
 """
 
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+
+import numpy as np
 
 from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.material import Material, choose_reward
@@ -12,14 +15,18 @@ from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
 from offbeat.data.dataset import PromptStream, check_length, render, sft_sequence
 from offbeat.data.row import Row
-from offbeat.inference.sampling import Sampling
+from offbeat.data.trajectory import row_tokens
+from offbeat.errors import DataError, TooLongError
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
-from offbeat.rollout.executor import Accept, RolloutExecutor
+from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
 from offbeat.rollout.functions import resolve
 from offbeat.rollout.reward_pool import RewardPool
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
+
+_MOST_TOO_LONG = 1000
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,41 @@ class Arena:
 
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> RolloutExecutor:
         """An executor that feeds the training steps from `version` to `last_version`."""
-        config = self.config.rollout
+        config, record = self.config.timed_rollout, self.record
         gate = Gate(
             batch_size=config.consumer_batch_size, max_running=config.max_concurrent_rollouts, eta=config.max_head_offpolicyness,
             version=version, last_version=last_version, on_stale=config.on_stale)
         workflow: Workflow = resolve(config.workflow, kind="workflow")
         accept: Accept = resolve(config.should_accept, kind="should_accept") if config.should_accept else lambda _group: True
+
+        def on_rejected(settled: Settled) -> None:
+            record.events.record(
+                "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind,
+                reason=settled.rejected)
+
         return RolloutExecutor(
-            gate=gate, stream=stream, workflow=workflow, make_episode=self._episode, config=config, accept=accept,
-            on_rejected=lambda settled: self.record.events.record("rejected", prompt_id=settled.prompt_id, reason=settled.rejected))
+            gate=gate, stream=stream, workflow=workflow, make_episode=self._episode, config=config, sampling=self.material.sampling,
+            accept=accept, too_long=lambda trajectory: self._too_long(trajectory.row_tokens), on_rejected=on_rejected,
+            warn=record.console.note,
+            on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
 
     def sft_batch(self, stream: PromptStream, count: int) -> TokenBatch:
-        """The next `count` rows as supervised sequences."""
-        return sft_batch([sft_sequence(stream.next()[1], self.material.tokenizer, self.config.data) for _ in range(count)])
+        """The next `count` rows as supervised sequences, without those that are too long.
+
+        Raises:
+            DataError: nearly all are too long.
+        """
+        return sft_batch([self._next_sequence(stream) for _ in range(count)])
+
+    def _next_sequence(self, stream: PromptStream) -> tuple[np.ndarray, np.ndarray]:
+        why = ""
+        for _ in range(_MOST_TOO_LONG):
+            prompt_id, row = stream.next()
+            tokens, loss_mask = sft_sequence(row, self.material.tokenizer, self.config.data)
+            if not (why := self._too_long(row_tokens(loss_mask))):
+                return tokens, loss_mask
+            self.record.events.record("rejected", prompt_id=prompt_id, why="too long", reason=why)
+        raise DataError(f"{_MOST_TOO_LONG} rows in a row are too long to train on; the last: {why}")
 
     def _episode(self, row: Row, group_size: int, sampling: Sampling) -> Episode:
         material = self.material
@@ -55,8 +84,24 @@ class Arena:
             len(prompt), self.config.data, name=repr(str(row.prompt)[:40]), context=material.context,
             max_new_tokens=sampling.max_new_tokens)
         return Episode(
-            row=row, prompt=prompt, group_size=group_size, sampling=sampling, generate=self.generate, score=self.rewards.score,
-            tokenizer=material.tokenizer)
+            row=row, prompt=prompt, group_size=group_size, sampling=sampling, generate=self._generate, score=self.rewards.score,
+            tokenizer=material.tokenizer, context=material.context)
+
+    def _generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> Awaitable[list[Sample]]:
+        """See `Generate`; raises TooLongError where an engine would refuse for want of context."""
+        if len(prompt) + sampling.max_new_tokens > self.material.context:
+            raise TooLongError(
+                f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} are more than the context of"
+                f" {self.material.context}; a workflow of several turns has to stop before that")
+        return self.generate(prompt, sampling, n=n, session=session)
+
+    def _too_long(self, needed: int) -> str:
+        """Why what needs a row of so many tokens cannot be trained on; empty if it can."""
+        most = self.config.train.max_tokens_per_microbatch
+        if needed > most:
+            return f"a row of {needed} tokens exceeds train.max_tokens_per_microbatch = {most}"
+        context = self.material.context
+        return f"a row of {needed} tokens exceeds the model's context of {context}" if needed > context else ""
 
 
 async def open_rewards(stack: AsyncExitStack, material: Material, config: Config, record: RunRecord) -> RewardPool:

@@ -71,7 +71,7 @@ async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[tuple[A
     """
     if not config.model.path:
         raise ConfigError("model.path is empty, so there is no model to evaluate; give a folder or hub id, such as runs/quickstart/export")
-    material = read_material(config)
+    material = read_material(config, trains=False)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
         engines, rewards = await both(

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from offbeat.cluster.messages import BuildRequest
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
-from offbeat.data.model_folder import check_model_folder, read_context_length
+from offbeat.data.ends import find_ends
+from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from offbeat.errors import ConfigError
+from offbeat.inference.sampling import Sampling
 
 _MAX_CANARY_TOKENS = 64
 _MATH_REWARD = "offbeat.rollout.rewards.math:math_reward"
@@ -33,6 +36,7 @@ class Material:
         model: folder of the initial model.
         build: how rank 0 has to make that folder's weights first; None where they are there.
         context: the model's longest sequence, in tokens.
+        sampling: as configured, with all that ends a sample.
     """
 
     model: str
@@ -40,23 +44,55 @@ class Material:
     tokenizer_folder: str
     tokenizer: Tokenizer
     context: int
+    sampling: Sampling
     train: PromptDataset
     heldout: PromptDataset
 
 
-def read_material(config: Config) -> Material:
+def read_material(config: Config, *, trains: bool = True) -> Material:
     """Read model configuration, tokenizer and data; writes nothing.
+
+    Args:
+        trains: whether what is rolled out has to fit into micro-batches.
 
     Raises:
         ModelError: the folder holds no model or tokenizer.
         DataError: the data cannot be used, or a prompt is too long for the model.
+        ConfigError: lengths contradict each other, or what is to end a sample cannot.
     """
     base = read_base(config)
     context = min(base.context, config.inference.max_context or base.context)
+    sampling = _choose_sampling(base, config)
     train, heldout = open_datasets(config.data, seed=config.run.seed)
-    for rows in (train, heldout):
-        check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=config.rollout.max_new_tokens)
-    return Material(base.model, base.build, base.tokenizer_folder, base.tokenizer, context, train, heldout)
+    longest = max(
+        check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=sampling.max_new_tokens)
+        for rows in (train, heldout))
+    _check_limits(config, context=context, longest=longest, trains=trains)
+    return Material(base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout)
+
+
+def _choose_sampling(base: Base, config: Config) -> Sampling:
+    rollout = config.rollout
+    ends = find_ends(
+        base.tokenizer, model_end_ids=read_end_token_ids(base.model) if base.build is None else (), stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids)
+    return Sampling(
+        rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, ends.strings, stop_token_ids=ends.token_ids)
+
+
+def _check_limits(config: Config, *, context: int, longest: int, trains: bool) -> None:
+    """Refuse limits that prompts of `longest` tokens, or of as many as are allowed, would break in the middle of a run."""
+    allowed, answer, row = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.train.max_tokens_per_microbatch
+    if allowed + answer > context:
+        raise ConfigError(
+            f"data.max_prompt_tokens = {allowed} and rollout.max_new_tokens = {answer} are together more than the context of {context};"
+            " lower one of them")
+    # A prompt counts once however many samples share it, and the last token of an answer is predicted, not run.
+    most = max(longest, allowed) + answer - 1
+    if trains and most > row:
+        raise ConfigError(
+            f"train.max_tokens_per_microbatch must be at least {most}, for a prompt of {max(longest, allowed)} tokens and"
+            f" rollout.max_new_tokens = {answer}, got {row}; raise it, or lower rollout.max_new_tokens")
 
 
 def read_base(config: Config) -> Base:

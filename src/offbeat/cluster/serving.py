@@ -88,8 +88,8 @@ async def open_pool(stack: AsyncExitStack, urls: Mapping[str, str], config: Conf
     if inference.urls:
         await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
     return EnginePool(
-        clients, request_timeout_s=inference.request_timeout_s, probe_timeout_s=inference.probe_timeout_s,
-        min_engines=inference.min_engines, heal_timeout_s=inference.heal_timeout_s,
+        clients, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s,
+        probe_timeout_s=inference.probe_timeout_s, min_engines=inference.min_engines, heal_timeout_s=inference.heal_timeout_s,
         on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason), on_quarantine=on_quarantine,
         on_busy=record.on_span, note=record.console.note)
 

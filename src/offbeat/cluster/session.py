@@ -18,6 +18,7 @@ from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
 from offbeat.inference.sampling import Sampling
 from offbeat.telemetry.record import RunRecord
+from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest
 from offbeat.weights.publish import PublishReport
@@ -89,6 +90,8 @@ class Rollouts(Protocol):
     async def prepare_batch(self) -> list[Group]: ...
 
     def publish(self, version: Version) -> None: ...
+
+    def take_stats(self) -> StatsPart: ...
 
     async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]: ...
 

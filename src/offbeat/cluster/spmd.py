@@ -97,7 +97,7 @@ async def _open(
     session = partial(
         Session, own, record, rows, trainers, peers=peers, num_heads=1 if one_loads else place.world, head=0 if one_loads else place.rank)
     if rewards is None:
-        return session(follow(trainers, material, config, peers), Bystander(config), watch=_watch_nothing)
+        return session(follow(trainers, material, config, peers), Bystander(material), watch=_watch_nothing)
     if engines is None:
         pool = await open_pool(stack, urls, config, record, model=material.model)
         arena = Arena(own, record, rows, pool.generate, rewards)

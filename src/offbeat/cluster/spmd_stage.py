@@ -14,6 +14,7 @@ from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
 from offbeat.errors import ConfigError, DataError
 from offbeat.inference.sampling import Sampling
+from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
 
 
@@ -21,12 +22,11 @@ from offbeat.types import Version
 class Bystander:
     """The stage of a rank that gets its share of every batch from rank 0."""
 
-    config: Config
+    material: Material
 
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> "NoRollouts":  # noqa: ARG002
         """See `Stage.rollouts`."""
-        rollout = self.config.rollout
-        return NoRollouts(Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop))
+        return NoRollouts(self.material.sampling)
 
     def sft_batch(self, stream: PromptStream, count: int) -> TokenBatch:  # noqa: ARG002
         """See `Stage.sft_batch`."""
@@ -52,6 +52,10 @@ class NoRollouts:
 
     def publish(self, version: Version) -> None:
         """Nothing is admitted."""
+
+    def take_stats(self) -> StatsPart:
+        """Nothing became of anything."""
+        return StatsPart()
 
     async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:  # noqa: ARG002
         """Never called: rank 0 evaluates."""

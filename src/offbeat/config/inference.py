@@ -30,4 +30,8 @@ class InferenceConfig(Section):
     probe_timeout_s: float = field(
         15.0, "Seconds for an engine to answer a probe; then it is quarantined. A server that shares a busy CPU may need some.", gt=0)
     heal_timeout_s: float = field(120.0, "Seconds below min_engines before the run gives up waiting for an engine to heal.", gt=0)
-    request_timeout_s: float = field(300.0, "Seconds for one generation request.", gt=0)
+    request_timeout_s: float = field(
+        300.0, "Seconds for one generation request, or token_timeout_s for each token that it may generate if that is more.", gt=0)
+    token_timeout_s: float = field(
+        1.0, "Seconds allowed for each token that a request may generate, so that long answers are not lost; rollout.episode_timeout_s, "
+        "rollout.batch_timeout_s and evaluate.timeout_s grow along.", ge=0)

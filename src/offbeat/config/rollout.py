@@ -8,7 +8,7 @@ from offbeat.config.base import Section, field
 class RolloutConfig(Section):
     """Asynchronous rollouts. Counts are of groups (prompts) unless they say samples."""
 
-    group_size: int = field(8, "Samples per prompt, G.", ge=1)
+    group_size: int = field(8, "Samples per prompt, G; their mean is the baseline, so one alone would learn nothing.", ge=2)
     consumer_batch_size: int = field(64, "Groups per training step, B.", ge=1)
     max_concurrent_rollouts: int = field(128, "Groups in flight at once, M.", ge=1)
     max_head_offpolicyness: int = field(1, "Versions that a trained token may be behind the trainer, eta; 0 is synchronous.", ge=0)
@@ -27,12 +27,22 @@ class RolloutConfig(Section):
     should_accept: str = field("", "Dotted name, module:function, of a filter on finished groups; empty accepts all.")
     reward_workers: int = field(1, "Reward processes.", ge=1)
     reward_timeout_s: float = field(
-        15.0, "Seconds for one reward call; a call that passes them is killed and its episode has no reward.", gt=0)
-    episode_timeout_s: float = field(600.0, "Seconds for one group, generation and rewards; then it is rejected with that reason.", gt=0)
+        15.0, "Seconds for one reward call; a call that passes them is killed, and its completion is not trained on.", gt=0)
+    episode_timeout_s: float = field(
+        600.0, "Seconds for one group, generation and rewards, or inference.token_timeout_s for each of max_new_tokens and "
+        "reward_timeout_s if that is more.", gt=0)
+    max_retries: int = field(
+        2, "Times that a prompt is drawn again whose group an engine, a deadline or a reward process failed, before it is rejected; what "
+        "user code fails is rejected at once.", ge=0)
     max_failures_in_a_row: int = field(64, "Stop the run when this many groups in a row failed.", ge=1)
-    batch_timeout_s: float = field(1800.0, "Seconds without a single group finished and accepted before the run stops.", gt=0)
+    batch_timeout_s: float = field(
+        1800.0, "Seconds without a single group finished and accepted before the run stops; at least those for one group.", gt=0)
     max_new_tokens: int = field(256, "Most tokens to generate per sample.", ge=1)
-    temperature: float = field(1.0, "Sampling temperature; 0 is greedy.", ge=0)
+    temperature: float = field(
+        1.0, "Sampling temperature; greedy samples would all be equal, and nothing be learnt. Evaluations have evaluate.temperature.", gt=0)
     top_p: float = field(1.0, "Nucleus sampling mass.", gt=0, le=1)
     top_k: int = field(0, "Sample from the k likeliest tokens; 0 from all.", ge=0)
-    stop: tuple[str, ...] = field((), "Strings that end a sample, besides the tokenizer's end token.")
+    stop: tuple[str, ...] = field(
+        (), "Strings that end a sample; a special token such as <|im_end|> is taken as a token. The tokenizer's end token, those of the "
+        "model's generation_config.json and the end of turn of its chat template end one anyway.")
+    stop_token_ids: tuple[int, ...] = field((), "Token ids that end a sample besides those; the token is part of the sample.")

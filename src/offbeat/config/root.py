@@ -51,6 +51,20 @@ class Config(Section):
         """Where versions are published: `weights.dir`, or `weights` in the run."""
         return Path(self.weights.dir) if self.weights.dir else self.run_dir / "weights"
 
+    @property
+    def timed_rollout(self) -> RolloutConfig:
+        """[rollout] with timeouts that the longest answer allowed fits into: an episode holds a request, and a batch an episode."""
+        request_s = self.inference.token_timeout_s * self.rollout.max_new_tokens
+        episode_s = max(self.rollout.episode_timeout_s, request_s + self.rollout.reward_timeout_s)
+        return self.rollout.model_copy(update={
+            "episode_timeout_s": episode_s, "batch_timeout_s": max(self.rollout.batch_timeout_s, episode_s)})
+
+    @property
+    def timed_evaluate(self) -> EvaluateConfig:
+        """[evaluate] with a timeout that holds an episode."""
+        return self.evaluate.model_copy(update={
+            "timeout_s": max(self.evaluate.timeout_s, self.timed_rollout.episode_timeout_s)})
+
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
         name, num_engines = ("urls", len(self.inference.urls)) if self.inference.urls else ("num_engines", self.inference.num_engines)
@@ -82,9 +96,23 @@ class Config(Section):
             raise ValueError(
                 f"model.lora.rank must be <= inference.max_adapter_rank = {self.inference.max_adapter_rank}, got {self.model.lora.rank}")
         self._check_who_loads()
+        self._check_rollouts()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         return self
+
+    def _check_rollouts(self) -> None:
+        rollout = self.rollout
+        if not all(rollout.stop):
+            raise ValueError("rollout.stop must not hold an empty string, which every text ends with; leave it out")
+        if rollout.reward_timeout_s >= rollout.episode_timeout_s:
+            raise ValueError(
+                f"rollout.episode_timeout_s must be above rollout.reward_timeout_s = {rollout.reward_timeout_s:g}, got"
+                f" {rollout.episode_timeout_s:g}; a group is rejected as a whole at the former, before a slow reward call fails by itself")
+        if rollout.batch_timeout_s < rollout.episode_timeout_s:
+            raise ValueError(
+                f"rollout.batch_timeout_s must be at least rollout.episode_timeout_s = {rollout.episode_timeout_s:g}, got"
+                f" {rollout.batch_timeout_s:g}; the run would stop before it gives up a slow group")
 
     def _check_who_loads(self) -> None:
         if self.rollout.single_rank_load:

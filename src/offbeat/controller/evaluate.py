@@ -91,5 +91,5 @@ def evaluate_model(config: Config, console: Console) -> Evaluation:
 async def _evaluate_model(config: Config, record: RunRecord) -> Evaluation:
     async with open_arena(config, record) as (arena, watch):
         rollouts = arena.rollouts(PromptStream(arena.material.train, seed=0), version=0, last_version=0)
-        evaluator = Evaluator(rollouts, arena.material.heldout, config.evaluate, Solo())
+        evaluator = Evaluator(rollouts, arena.material.heldout, config.timed_evaluate, Solo())
         return await run_beside(evaluator.run(), watch())

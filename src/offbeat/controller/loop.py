@@ -23,6 +23,7 @@ from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data import wire
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
+from offbeat.telemetry.tracker import combine
 from offbeat.types import Version
 from offbeat.weights.publish import PublishReport
 
@@ -72,7 +73,7 @@ class _Training:
         await self._publish(state.version)
         await session.publisher.settle()  # rollouts begin with it
         rollouts = session.stage.rollouts(self._stream, version=state.version, last_version=state.last_version)
-        evaluator = Evaluator(rollouts, session.material.heldout, config.evaluate, session.peers)
+        evaluator = Evaluator(rollouts, session.material.heldout, config.timed_evaluate, session.peers)
         self._record.console.start(f"{config.run.name} · GRPO", config.run.total_steps)
         if saved is None and evaluator.due(0, last=True):
             before = await self._evaluate(evaluator, 0)
@@ -110,7 +111,8 @@ class _Training:
         with span("publish", "controller", version=step.next_version):
             await self._publish(step.next_version, rollouts.publish)
         times = {"step/rollout_wait_s": waited_s, "step/train_s": trained_s, "step/publish_s": gate_s + clock.lap()}
-        parts = await self._session.peers.gather("export_stats", batch_stats(groups, version=step.version))
+        part = combine([batch_stats(groups, version=step.version), rollouts.take_stats()])
+        parts = await self._session.peers.gather("export_stats", part)
         return groups, stats | batch_metrics(parts) | times
 
     async def _publish(self, version: Version, on_serving: Callable[[Version], None] = lambda _version: None) -> None:

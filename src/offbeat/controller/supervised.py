@@ -42,7 +42,7 @@ async def _fine_tune(session: Session, state: RunState, *, standalone: bool) -> 
     config, sft, material = session.config, session.config.sft, session.material
     stream = PromptStream(material.train, seed=config.run.seed + 1, shuffle=config.data.shuffle)
     rollouts = session.stage.rollouts(stream, version=state.version, last_version=state.version)
-    evaluator = Evaluator(rollouts, material.heldout, config.evaluate, session.peers)
+    evaluator = Evaluator(rollouts, material.heldout, config.timed_evaluate, session.peers)
     await session.trainers.set_objective(Objective("sft", sft.total_steps))
     session.record.console.start(f"{config.run.name} · supervised", sft.total_steps)
     accuracy, step, reached = None, 0, False

@@ -18,7 +18,7 @@ from offbeat.data.row import Row, parse_record
 from offbeat.data.sources import Source, is_file, open_source
 from offbeat.data.tasks import Task, find_task
 from offbeat.data.tokenizer import Tokenizer
-from offbeat.errors import DataError
+from offbeat.errors import DataError, TooLongError
 
 _MOST_REDRAWS = 1000
 _PROMPT_ID = re.compile(r"(\d+):(\d+)")
@@ -246,13 +246,14 @@ class PromptStream:
 
 
 def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
-    """Token ids of a row's prompt: text as it is, or a chat when the row is one or `data.chat_template` is on.
+    """Token ids of a row's prompt: text, with the BOS token that the tokenizer may put before it, or a chat when the row is one or
+    `data.chat_template` is on. A chat's template writes a BOS token where there is to be one.
 
     Raises:
         ModelError: a chat is needed and the tokenizer cannot make one.
     """
     if isinstance(row.prompt, str) and not config.chat_template:
-        return tokenizer.encode(row.prompt)
+        return tokenizer.prompt(row.prompt)
     messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     if config.chat_template and config.system_prompt:
         messages = ({"role": "system", "content": config.system_prompt}, *messages)
@@ -268,16 +269,17 @@ def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int
         context: the model's, in tokens.
 
     Raises:
-        DataError: `num_tokens` is 0, above `data.max_prompt_tokens` if that is set, or above context - max_new_tokens.
+        DataError: `num_tokens` is 0.
+        TooLongError: it is above `data.max_prompt_tokens` if that is set, or above context - max_new_tokens.
     """
     if not num_tokens:
         raise DataError(f"prompt {name} has no tokens; a prompt needs at least one")
     if 0 < config.max_prompt_tokens < num_tokens:
-        raise DataError(
+        raise TooLongError(
             f"prompt {name} has {num_tokens} tokens, allowed are data.max_prompt_tokens = {config.max_prompt_tokens};"
             " raise it, or remove the row")
     if num_tokens > context - max_new_tokens:
-        raise DataError(
+        raise TooLongError(
             f"prompt {name} has {num_tokens} tokens, allowed are {max(context - max_new_tokens, 0)} (a context of {context} less"
             f" rollout.max_new_tokens = {max_new_tokens}); lower rollout.max_new_tokens, or remove the rows that are longer than the"
             " data.max_prompt_tokens you want")
@@ -302,7 +304,8 @@ def check_lengths(
 
 
 def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt, solution (or answer) and end token, as supervised fine-tuning sees them.
+    """Prompt, solution (or answer) and end token, as supervised fine-tuning sees them: of a chat the token that ends a turn in its
+    template, else the tokenizer's.
 
     The two parts are encoded apart, as they are when the answer is generated.
 
@@ -310,5 +313,7 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np
         tokens [L] int32, and loss_mask [L] bool, True on the answer and the end token.
     """
     prompt = render(row, tokenizer, config)
-    answer = [*tokenizer.encode(row.solution or row.answer), tokenizer.eos_token_id]
+    is_chat = config.chat_template or not isinstance(row.prompt, str)
+    end = tokenizer.end_of_turn_id if is_chat and tokenizer.end_of_turn_id is not None else tokenizer.eos_token_id
+    answer = [*tokenizer.encode(row.solution or row.answer), end]
     return np.array(prompt + answer, dtype=np.int32), np.repeat([False, True], [len(prompt), len(answer)])

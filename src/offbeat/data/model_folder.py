@@ -69,6 +69,27 @@ def read_context_length(path: str) -> int:
     raise ModelError(f"the configuration of {path} names no max_position_embeddings; add it to its config.json")
 
 
+def read_end_token_ids(folder: str) -> tuple[int, ...]:
+    """Tokens that end a generation according to a local model's generation_config.json, or to its config.json where it has none.
+
+    Raises:
+        ModelError: as `read_model_config`, the file is no JSON, or its eos_token_id is no token or list of tokens.
+    """
+    file = Path(folder) / "generation_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        file, config = Path(folder) / "config.json", read_model_config(folder)
+        config = {**(config.get("text_config") or {}), **config}
+    except (OSError, ValueError) as exc:
+        raise ModelError(f"{file} cannot be read as JSON: {exc}") from exc
+    ids = config.get("eos_token_id") if isinstance(config, dict) else None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelError(f"eos_token_id of {file} must be a token id or a list of them, got {ids!r}")
+    return tuple(ids)
+
+
 def _local(path: str) -> Path | None:
     folder = Path(path).expanduser()
     return folder if path and folder.is_dir() else None

@@ -7,6 +7,7 @@
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -31,6 +32,7 @@ DEFAULT_CHAT_TEMPLATE = (
 )
 
 EOS, PAD, UNK = "<eos>", "<pad>", "<unk>"
+_PROBE, _ANSWER = "0", "the assistant has spoken"
 _REQUIRED = ("tokenizer.json", "tokenizer_config.json")
 _WANTED = (*_REQUIRED, "special_tokens_map.json", "chat_template.jinja")
 
@@ -76,6 +78,46 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`. Special tokens written out in it, such as `<eos>`, become themselves."""
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @cached_property
+    def bos_ids(self) -> tuple[int, ...]:
+        """What the tokenizer by itself puts before a text: the BOS token where it is made so, else nothing."""
+        plain, whole = self.encode(_PROBE), self.encode(_PROBE, add_special_tokens=True)
+        at = next((i for i in range(len(whole)) if plain and whole[i : i + len(plain)] == plain), 0)
+        return tuple(whole[:at])
+
+    def prompt(self, text: str) -> list[int]:
+        """Token ids of a text as a model is given it: with `bos_ids` before it, unless the text spells them out itself."""
+        ids = self.encode(text)
+        return ids if tuple(ids[: len(self.bos_ids)]) == self.bos_ids else [*self.bos_ids, *ids]
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids of the tokens that decoding leaves out, by their text."""
+        added = {token.content: index for index, token in self.hf.added_tokens_decoder.items() if token.special}
+        return {**added, **dict(zip(self.hf.all_special_tokens, self.hf.all_special_ids, strict=True))}
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written so; None if there is none."""
+        return self.special_tokens.get(text)
+
+    def special_text_in(self, text: str) -> str:
+        """A special token in `text`; empty if it holds none."""
+        return next((token for token in self.special_tokens if token in text), "")
+
+    @cached_property
+    def end_of_turn_id(self) -> int | None:
+        """The special token that the chat template writes after an assistant's message; None if it writes none, or there is no template."""
+        if not self.has_chat_template:
+            return None
+        messages = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = cast(str, self.hf.apply_chat_template(messages, tokenize=False))
+        except Exception:  # whatever a template raises on this chat, which it may be too special for
+            return None
+        _, answer, after = text.rpartition(_ANSWER)
+        ids = self.encode(after.lstrip()) if answer else []
+        return ids[0] if ids and ids[0] in self.special_tokens.values() else None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

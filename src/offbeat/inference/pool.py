@@ -63,6 +63,7 @@ class EnginePool:
         clients: Iterable[EngineClient],
         *,
         request_timeout_s: float,
+        token_timeout_s: float = 0.0,
         probe_timeout_s: float = 5.0,
         min_engines: int = 1,
         heal_timeout_s: float = 0.0,
@@ -73,7 +74,8 @@ class EnginePool:
     ) -> None:
         """
         Args:
-            request_timeout_s: for one engine to answer a request.
+            request_timeout_s: for one engine to answer a request,
+            token_timeout_s: or this for each token that it may generate, if that is more.
             heal_timeout_s: see above; 0 where nobody heals engines.
             on_failure: hears (engine, reason) of every request that an engine failed.
             on_quarantine: hears (engine, reason) of every engine that leaves service.
@@ -83,6 +85,7 @@ class EnginePool:
         """
         self._members = {client.name: Member(client) for client in clients}
         self._request_timeout_s = request_timeout_s
+        self._token_timeout_s = token_timeout_s
         self._probe_timeout_s = probe_timeout_s
         self._min_engines = min_engines
         self._heal_timeout_s = heal_timeout_s
@@ -211,8 +214,10 @@ class EnginePool:
             EngineError: engines failed the request, and no other could serve it in time; each engine's reason.
             DeadlineError: the request passed its deadline.
         """
+        timeout_s = max(self._request_timeout_s, self._token_timeout_s * sampling.max_new_tokens)
+
         def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, list[Sample]]:
-            return client.generate(prompt, sampling, n=n, timeout_s=self._request_timeout_s, adapter=name)
+            return client.generate(prompt, sampling, n=n, timeout_s=timeout_s, adapter=name)
 
         samples, num_retries = await self._route(
             ask, _newest_of_samples, cost=n * (len(prompt) + sampling.max_new_tokens), session=session, adapter=adapter)

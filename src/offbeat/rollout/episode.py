@@ -33,8 +33,10 @@ class Episode:
         group_size: samples wanted, G.
         sampling: how to sample, as configured.
         generate: calls the engines.
-        score: rewards of completions, one each, from the reward processes.
+        score: rewards of completions, one each, from the reward processes; where one failed, a NaN that knows why (`FailedReward`), which
+            makes a trajectory that counts nowhere.
         tokenizer: to encode further turns.
+        context: most tokens that a prompt and the `max_new_tokens` asked for may have together; `generate` refuses more.
     """
 
     row: Row
@@ -44,6 +46,7 @@ class Episode:
     generate: Generate
     score: Callable[[Sequence[str], Row], Awaitable[list[float]]]
     tokenizer: Tokenizer
+    context: int = 2**31
 
 
 Workflow = Callable[[Episode], Awaitable[Sequence[Trajectory]]]

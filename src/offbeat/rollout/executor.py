@@ -4,25 +4,31 @@
     _play          consumes engines and rewards; produces one settled group; waits for both under the episode's deadline
     prepare_batch  consumes ready groups; produces a step's batch; woken by every settled group
 
-There is no producer loop that could miss a wake-up: whoever frees capacity admits.
+There is no producer loop that could miss a wake-up: whoever frees capacity admits. A group that failed for a reason of ours is drawn again,
+at most `rollout.max_retries` times, so that what engines and deadlines lose are not the long and hard prompts; one that user code failed
+would fail again, and is rejected at once.
 """
 
 import asyncio
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 from offbeat.aio import deadline
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.errors import CodeError, DeadlineError, RolloutError, RunError
+from offbeat.errors import CodeError, DeadlineError, RewardError, RolloutError, RunError, TooLongError
 from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
 from offbeat.rollout.episode import Episode, Workflow
+from offbeat.rollout.outcomes import Kind, Outcomes, is_ours, kind_of
 from offbeat.rollout.staleness import Gate
+from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
 
 MakeEpisode = Callable[[Row, int, Sampling], Episode]
@@ -31,10 +37,17 @@ Accept = Callable[[Group], bool]
 
 @dataclass(frozen=True)
 class Settled:
-    """How a group ended, for the event log: its prompt, and why it is not trained on."""
+    """How a group ended that is not trained on, for the event log.
+
+    Attributes:
+        kind: the reason in two words.
+        drawn_again: its prompt comes again.
+    """
 
     prompt_id: str
     rejected: str
+    kind: Kind | Literal["too stale"]
+    drawn_again: bool = False
 
 
 class RolloutExecutor:
@@ -48,17 +61,32 @@ class RolloutExecutor:
         workflow: Workflow,
         make_episode: MakeEpisode,
         config: RolloutConfig,
+        sampling: Sampling,
         accept: Accept = lambda _group: True,
+        too_long: Callable[[Trajectory], str] = lambda _trajectory: "",
         on_rejected: Callable[[Settled], None] = lambda _settled: None,
+        on_unusable: Callable[[str, list[str]], None] = lambda _prompt_id, _reasons: None,
+        warn: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        """`make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer."""
+        """
+        Args:
+            make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
+            too_long: why a trajectory cannot be trained on for its length; empty where it can.
+            on_rejected: hears of every group that is not trained on.
+            on_unusable: hears the reasons of trajectories that are not trained on, by prompt, where others of their group are.
+            warn: hears of what too many prompts or samples are lost to.
+        """
         self._gate = gate
         self._stream = stream
         self._workflow = workflow
         self._make_episode = make_episode
         self._config = config
         self._accept = accept
+        self._too_long = too_long
         self._on_rejected = on_rejected
+        self._on_unusable = on_unusable
+        self._outcomes = Outcomes(warn)
+        self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ready: dict[str, Group] = {}
         self._changed = asyncio.Event()
@@ -66,7 +94,7 @@ class RolloutExecutor:
         self._crash: BaseException | None = None
         self._num_rejected = 0
         self._left = False
-        self.sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.stop)
+        self.sampling = sampling
 
     async def __aenter__(self) -> Self:
         self._admit()
@@ -129,13 +157,21 @@ class RolloutExecutor:
         self._gate.publish(version)
         self._admit()
 
+    def take_stats(self) -> StatsPart:
+        """What became of prompts since the last call; see `Outcomes.take`."""
+        return self._outcomes.take()
+
     async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:
         """Play the given rows now, past the gate, and wait for all: for evaluation and debugging. Groups come in the order of rows."""
         slots = asyncio.Semaphore(self._config.max_concurrent_rollouts)
 
         async def play(index: int, row: Row) -> Group:
             async with slots:
-                return (await self._settle(f"batch:{index}", row, group_size, sampling))[0]
+                for tries in itertools.count(1):
+                    group, failure = _screen(*await self._settle(f"batch:{index}", row, group_size, sampling))
+                    if failure is None or not is_ours(failure) or tries > self._config.max_retries:
+                        return group
+                raise AssertionError("a count has no end")
 
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(play(index, row)) for index, row in enumerate(rows)]
@@ -158,23 +194,54 @@ class RolloutExecutor:
         group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that: this prompt is another task's now
+        group, failure = _screen(self._mark_too_long(group), failure)
+        kind = None if failure is None else kind_of(failure)
         if failure is None:
-            group, failure = self._judge(group)
+            group, kind, failure = self._judge(group)
         if failure is not None:
             self._failures.append(failure)
         else:
             self._failures.clear()
         del self._tasks[prompt_id]
-        if group.rejected is None:
-            self._ready[prompt_id] = group
-            self._gate.finish(prompt_id)
+        if kind is None:
+            self._keep(group)
         else:
-            self._gate.release(prompt_id)
-            self._num_rejected += 1
-            self._on_rejected(Settled(prompt_id, group.rejected))
+            self._drop(group, kind, again=failure is not None and is_ours(failure))
         if len(self._failures) < self._config.max_failures_in_a_row:
             self._admit()
         self._changed.set()
+
+    def _mark_too_long(self, group: Group) -> Group:
+        reasons = [self._too_long(t) if t.unusable is None else "" for t in group.trajectories]
+        group = replace(group, trajectories=tuple(
+            replace(t, reason=f"too long: {why}") if why else t for t, why in zip(group.trajectories, reasons, strict=True)))
+        self._outcomes.played(group.trajectories)
+        return group
+
+    def _keep(self, group: Group) -> None:
+        self._ready[group.prompt_id] = group
+        self._gate.finish(group.prompt_id)
+        self._outcomes.settled(None)
+        del self._num_tries[group.prompt_id]
+        if unusable := [t.reason for t in group.trajectories if t.unusable is not None]:
+            self._on_unusable(group.prompt_id, unusable)
+
+    def _drop(self, group: Group, kind: Kind, *, again: bool) -> None:
+        """Draw the prompt of a group again, where that may help and was not done too often, or reject it for good."""
+        prompt_id, reason = group.prompt_id, str(group.rejected)
+        self._gate.release(prompt_id)
+        self._num_tries[prompt_id] += 1
+        if again and self._num_tries[prompt_id] <= self._config.max_retries:
+            self._stream.give_back(prompt_id)
+            self._outcomes.drawn_again()
+            self._on_rejected(Settled(prompt_id, reason, kind, drawn_again=True))
+            return
+        if self._num_tries[prompt_id] > 1:
+            reason = f"{reason} (the last of {self._num_tries[prompt_id]} tries)"
+        del self._num_tries[prompt_id]
+        self._num_rejected += 1
+        self._outcomes.settled(kind, reason)
+        self._on_rejected(Settled(prompt_id, reason, kind))
 
     async def _settle(self, prompt_id: str, row: Row, group_size: int, sampling: Sampling) -> tuple[Group, Exception | None]:
         """Play one group. A failure is data: the group carries its reason, and the exception comes beside it."""
@@ -184,6 +251,9 @@ class RolloutExecutor:
                 trajectories = tuple(await self._workflow(self._make_episode(row, group_size, sampling)))
             if not trajectories or not all(isinstance(each, Trajectory) for each in trajectories):
                 raise CodeError(f"the workflow {self._config.workflow} must return at least one Trajectory, got {trajectories!r:.80}")
+            if any(trajectory.loss_mask[:1].any() for trajectory in trajectories):
+                raise CodeError(
+                    f"the workflow {self._config.workflow} returned a trajectory that begins with a generated token; put its prompt first")
             return Group(prompt_id, version, trajectories), None
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
@@ -194,21 +264,23 @@ class RolloutExecutor:
         except Exception as exc:  # the boundary to user code: whatever a workflow raises rejects its own group only
             return Group(prompt_id, version, rejected=f"{type(exc).__name__}: {exc}"), exc
 
-    def _judge(self, group: Group) -> tuple[Group, Exception | None]:
+    def _judge(self, group: Group) -> tuple[Group, Kind | None, Exception | None]:
         """Ask the user's filter; one that raises fails the group."""
         try:
             accepted = self._accept(group)
         except Exception as exc:
             reason = f"should_accept raised {type(exc).__name__}: {exc}"
-            return replace(group, trajectories=(), rejected=reason), CodeError(reason)
-        return group if accepted else replace(group, trajectories=(), rejected="not accepted by should_accept"), None
+            return replace(group, trajectories=(), rejected=reason), "code failed", CodeError(reason)
+        if accepted:
+            return group, None, None
+        return replace(group, trajectories=(), rejected="not accepted by should_accept"), "not accepted", None
 
     def _requeue(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:
             self._tasks.pop(prompt_id).cancel()
             self._gate.release(prompt_id)
             self._stream.give_back(prompt_id)
-            self._on_rejected(Settled(prompt_id, "requeued: it would have become too stale"))
+            self._on_rejected(Settled(prompt_id, "it would have become too stale", "too stale", drawn_again=True))
         self._admit()
 
     def _raise_if_hopeless(self) -> None:
@@ -220,3 +292,13 @@ class RolloutExecutor:
         # What is neither ours nor an engine's was raised by user code: the reward, or the workflow itself.
         kind = RolloutError if isinstance(first, RunError) else CodeError
         raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {type(first).__name__}: {first}") from first
+
+
+def _screen(group: Group, failure: Exception | None) -> tuple[Group, Exception | None]:
+    """A group that was played fails if fewer than two of its trajectories can be trained on: one alone has no baseline."""
+    if failure is not None or len(group.usable) >= min(2, len(group.trajectories)):
+        return group, failure
+    unusable = [t for t in group.trajectories if t.unusable is not None]
+    why = f"{len(unusable)} of {len(group.trajectories)} samples cannot be trained on; the first: {unusable[0].reason}"
+    failure = TooLongError(why) if unusable[0].unusable == "too long" else RewardError(why)
+    return replace(group, trajectories=(), rejected=why), failure

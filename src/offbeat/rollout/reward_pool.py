@@ -1,7 +1,8 @@
 """Rewards in processes of their own: user code cannot block, crash or leak into the controller.
 
-A worker runs one call at a time. A call that passes its deadline has its process killed; the call fails, and the next call in that place
-starts a new one.
+A worker scores the completions of one group, one call after the other, each under a deadline. One that cannot be scored fails alone: the
+others of its group are. A call that is late has its process killed, and a new one goes on with the next completion. A process that dies is
+replaced, and what it was scoring is scored once more, for it may have been killed by something else.
 """
 
 import asyncio
@@ -11,10 +12,11 @@ from typing import Self
 
 from offbeat.aio import gather_all
 from offbeat.data import wire
+from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError, WorkerError
 from offbeat.process import Child, ChildSpec
-from offbeat.rollout.reward_worker import ScoreRequest
+from offbeat.rollout.reward_worker import Scored, ScoreRequest
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 1.0
@@ -24,7 +26,7 @@ class RewardPool:
     """`num_workers` processes that run one reward function."""
 
     def __init__(self, dotted: str, *, num_workers: int, timeout_s: float, log_dir: Path | None) -> None:
-        """`dotted` is "module:function"; `timeout_s` bounds scoring the completions of one group."""
+        """`dotted` is "module:function"; `timeout_s` bounds scoring one completion."""
         self._dotted = dotted
         self._num_workers = num_workers
         self._timeout_s = timeout_s
@@ -49,39 +51,49 @@ class RewardPool:
         """Score the row's own answer, so that a broken reward is found before anything is trained.
 
         Raises:
-            CodeError: as `score`.
+            CodeError: it cannot be scored.
+            WorkerError, DeadlineError: as `score`.
         """
-        return (await self.score([row.answer], row))[0]
+        [reward] = await self.score([row.answer], row)
+        if isinstance(reward, FailedReward):
+            raise CodeError(reward.reason)
+        return reward
 
     async def score(self, completions: Sequence[str], row: Row) -> list[float]:
-        """One reward per completion.
+        """One reward per completion; a `FailedReward` where it raised, was late, ended its process or is not a number to train on.
 
         Raises:
-            CodeError: the reward raised, took longer than `timeout_s`, or ended its process.
             WorkerError, DeadlineError: a process that had to be replaced does not start.
         """
         index = await self._idle.get()
         try:
-            child = self._children.get(index) or await self._start(index)
-            return await self._score(index, child, wire.encode(ScoreRequest(tuple(completions), row)))
+            return await self._score(index, [wire.encode(ScoreRequest(completion, row)) for completion in completions])
         finally:
             self._idle.put_nowait(index)
 
-    async def _score(self, index: int, child: Child, request: bytes) -> list[float]:
-        try:
-            return wire.decode(list[float], await child.call("score", request, timeout_s=self._timeout_s))
-        except CodeError:
-            raise
-        except BaseException as exc:  # late, dead, or cancelled in mid-call: this process cannot be used again
-            del self._children[index]
-            await child.kill()
-            if isinstance(exc, DeadlineError):
-                raise CodeError(
-                    f"the reward {self._dotted} did not answer within rollout.reward_timeout_s = {self._timeout_s:g} s; "
-                    "make it faster or raise the limit") from exc
-            if isinstance(exc, WorkerError):
-                raise CodeError(f"the reward {self._dotted} ended its process: {exc}") from exc
-            raise
+    async def _score(self, index: int, requests: Sequence[bytes]) -> list[float]:
+        rewards: list[float] = []
+        died_at = -1  # the position of the completion at which a process died last
+        while rest := requests[len(rewards):]:
+            child = self._children.get(index) or await self._start(index)
+            try:
+                async for answer in child.call_each("score", rest, timeout_s=self._timeout_s):
+                    scored = wire.decode(Scored, answer)
+                    rewards.append(FailedReward(scored.failure) if scored.failure else scored.reward)
+            except BaseException as exc:  # late, dead, or cancelled in mid-call: this process cannot be used again
+                del self._children[index]
+                await child.kill()
+                if isinstance(exc, DeadlineError):
+                    rewards.append(FailedReward(
+                        f"the reward {self._dotted} did not answer within rollout.reward_timeout_s = {self._timeout_s:g} s; "
+                        "make it faster or raise the limit"))
+                elif not isinstance(exc, WorkerError):
+                    raise
+                elif died_at < len(rewards):
+                    died_at = len(rewards)
+                else:
+                    rewards.append(FailedReward(f"the reward {self._dotted} ended its process: {exc}"))
+        return rewards
 
     async def _start(self, index: int) -> Child:
         log = self._log_dir / f"reward-{index}.log" if self._log_dir else None

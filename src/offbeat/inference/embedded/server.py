@@ -192,7 +192,7 @@ class EngineServer:
         body = read_body(CompletionBody, await http.body())
         if body.echo:
             raise RefusedError("echo is not offered; POST /v1/score gives log-probabilities of a prompt")
-        prompt = self._tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        prompt = self._tokenizer.prompt(body.prompt) if isinstance(body.prompt, str) else body.prompt
         return await self._generate(http, body, prompt, CompletionFormat(), default_max_tokens=DEFAULT_MAX_TOKENS)
 
     async def _chat(self, http: HttpRequest) -> Response:

@@ -1,0 +1,62 @@
+"""Which tokens and strings end a sample. Called before anything starts; every request then names all of them, whatever the engine is.
+
+A sample ends at the tokenizer's end token, at every end token of the model's generation_config.json, at the special token that the chat
+template writes after an assistant's message, and at what `rollout.stop_token_ids` and `rollout.stop` name. An end token is part of the
+sample and is trained on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import ConfigError
+
+MAX_ENDS = 64
+"""Engines compare each token with all of them."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends a sample.
+
+    Attributes:
+        token_ids: without repetition, the tokenizer's end token first.
+        strings: of ordinary text.
+    """
+
+    token_ids: tuple[int, ...]
+    strings: tuple[str, ...] = ()
+
+
+def find_ends(
+    tokenizer: Tokenizer, *, model_end_ids: Sequence[int] = (), stop: Sequence[str] = (), stop_token_ids: Sequence[int] = (),
+) -> Ends:
+    """All that ends a sample.
+
+    Args:
+        model_end_ids: the model's own, as from `read_end_token_ids`.
+        stop: `rollout.stop`. A special token in it becomes its id, since decoded text holds no special tokens.
+        stop_token_ids: `rollout.stop_token_ids`.
+
+    Raises:
+        ConfigError: an id is no token, a string can never match, or there are too many.
+    """
+    for token in stop_token_ids:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise ConfigError(
+                f"rollout.stop_token_ids must hold tokens of {tokenizer.name!r}, 0 to {tokenizer.vocab_size - 1}, got {token}")
+    special = {text: tokenizer.special_id(text) for text in stop}
+    for text in stop:
+        if special[text] is None and (inner := tokenizer.special_text_in(text)):
+            raise ConfigError(
+                f"rollout.stop holds {text!r}, which can never match: {inner!r} is a special token of {tokenizer.name!r}, and decoded text"
+                f" has none; give {inner!r} by itself")
+    turn = () if tokenizer.end_of_turn_id is None else (tokenizer.end_of_turn_id,)
+    resolved = [token for token in special.values() if token is not None]
+    ids = tuple(dict.fromkeys([tokenizer.eos_token_id, *model_end_ids, *turn, *stop_token_ids, *resolved]))
+    strings = tuple(text for text in stop if special[text] is None)
+    for name, found in (("tokens", ids), ("strings", strings)):
+        if len(found) > MAX_ENDS:
+            raise ConfigError(
+                f"at most {MAX_ENDS} {name} can end a sample, got {len(found)}; give fewer in rollout.stop or rollout.stop_token_ids")
+    return Ends(ids, strings)
