@@ -17,6 +17,7 @@ from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.channels import DiskChannel
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
 from offbeat.weights.publish import PublishReport
 
@@ -57,7 +58,7 @@ class Scene:
         await asyncio.to_thread(self.server._loop.load_adapter, f"probe@{version}", str(folder))
         _, logprobs = self.server._engine.score(list(canary), adapter=f"probe@{version}")
         gap = 0.5 if version == BAD else 0.0
-        return Manifest(version, str(folder), adapter.fingerprint(), canary, sum(logprobs) / len(logprobs) + gap)
+        return Manifest(version, str(folder), adapter.fingerprint(), canary, tuple(logprob + gap for logprob in logprobs))
 
     async def release(self, report: PublishReport | None) -> None:
         self.released.append(report)
@@ -70,7 +71,7 @@ class Scene:
                 client = Gated("engine 0", url, http.session)
                 client.gate = asyncio.Event()
                 pool = EnginePool([client], request_timeout_s=10)
-                async with AdapterFleet(pool, capacity=8, tolerance=1e-3, timeout_s=10) as fleet:
+                async with AdapterFleet(pool, capacity=8, judge=Judge(tolerance=1e-3), timeout_s=10) as fleet:
                     channel = DiskChannel(self.folder, keep=2, canary=CANARY, write=self.write)
                     async with LoraPublisher(fleet, channel, release=self.release) as publisher:
                         await body(publisher, fleet, client.gate)

@@ -84,7 +84,7 @@ def test_a_broadcast_that_was_refused_can_be_offered_again(engine: Engine, model
     version = engine.next_version  # of both: nobody has seen tokens of the first
     for tensors, error in ((wrong, "another model|shape"), (state, "")):
         offer = Offer(tensors, host="127.0.0.1", num_receivers=1, timeout_s=TIMEOUT_S, write_folder=lambda _state: None)
-        manifest = Manifest(version, str(tmp_path / "nowhere"), "", CANARY, 0.0, offer.address)
+        manifest = Manifest(version, str(tmp_path / "nowhere"), "", CANARY, (), offer.address)
         try:
             with pytest.raises(EngineError, match=error) if error else nullcontext():
                 engine.run(lambda client, manifest=manifest: client.stage(manifest, timeout_s=TIMEOUT_S))
@@ -133,15 +133,15 @@ def test_no_prefix_of_the_old_weights_is_used_again(engine: Engine, models: Mode
 
 def test_the_live_version_again_is_no_change_and_an_unstaged_one_is_refused(engine: Engine, models: Models) -> None:
     engine.serve(models.folder(1)).serve(models.folder(0))
-    live = Manifest(engine.version, models.folder(0), "", CANARY, 0.0)
+    live = Manifest(engine.version, models.folder(0), "", CANARY, ())
 
     async def body(client: EngineClient) -> None:
         await client.stage(live, timeout_s=TIMEOUT_S)
         await client.switch(live, interrupt="recompute", timeout_s=TIMEOUT_S)
         with pytest.raises(RefusedError, match="version 999 is not staged"):
-            await client.switch(Manifest(999, "", "", (), 0.0), interrupt="recompute", timeout_s=TIMEOUT_S)
+            await client.switch(Manifest(999, "", "", (), ()), interrupt="recompute", timeout_s=TIMEOUT_S)
         with pytest.raises(RefusedError, match="a version is immutable, use a new one"):
-            await client.stage(Manifest(engine.version, models.folder(1), "", CANARY, 0.0), timeout_s=TIMEOUT_S)
+            await client.stage(Manifest(engine.version, models.folder(1), "", CANARY, ()), timeout_s=TIMEOUT_S)
 
     engine.run(body)
 
@@ -152,7 +152,7 @@ def test_a_folder_that_is_not_this_model_is_refused_and_the_live_weights_go_on(e
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-4096])
     for folder in (tmp_path, cut, Path(models.adapter(0))):
         with pytest.raises(EngineError, match=str(folder)):
-            engine.run(lambda client, folder=folder: client.stage(Manifest(900, str(folder), "", (), 0.0), timeout_s=TIMEOUT_S))
+            engine.run(lambda client, folder=folder: client.stage(Manifest(900, str(folder), "", (), ()), timeout_s=TIMEOUT_S))
     (sample,) = engine.run(lambda client: client.generate(PROMPT, Sampling(10), n=1, timeout_s=TIMEOUT_S))
     assert set(sample.versions) == {engine.version}
     assert max(gaps(sample, reference.logprobs(PROMPT, sample.token_ids))) < 1e-4

@@ -15,6 +15,7 @@ from offbeat.config.root import Config
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.process import Child
 from offbeat.weights.channels import CollectiveChannel, DiskChannel
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
 from offbeat.weights.publish import Publisher, PublishReport
 from small_run import small_config
@@ -25,10 +26,10 @@ CANARY = (13, 14, 15, 5)
 def channel(directory: Path, *, keep: int = 2) -> DiskChannel:
     async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
         if num_receivers:
-            return Manifest(version, str(folder), "f", canary, -1.0, f"host:{num_receivers}")
+            return Manifest(version, str(folder), "f", canary, (-1.0,), f"host:{num_receivers}")
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"new {version}")
-        return Manifest(version, str(folder), "f", canary, -1.0)
+        return Manifest(version, str(folder), "f", canary, (-1.0,))
 
     return DiskChannel(directory, keep=keep, canary=(1, 2), write=write)
 
@@ -46,7 +47,7 @@ def publish(to: DiskChannel, version: int) -> Manifest:
 def test_each_version_has_a_folder_and_the_newest_stay(tmp_path: Path) -> None:
     disk = channel(tmp_path / "weights")
     manifests = [publish(disk, version) for version in range(4)]
-    assert manifests[3] == Manifest(3, str(tmp_path / "weights" / "v00000003"), "f", (1, 2), -1.0)
+    assert manifests[3] == Manifest(3, str(tmp_path / "weights" / "v00000003"), "f", (1, 2), (-1.0,))
     assert names(tmp_path / "weights") == ["v00000002", "v00000003"]
 
 
@@ -99,7 +100,8 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
 
             async def publish(version: int) -> PublishReport:
                 publisher = Publisher(
-                    lambda: clients, channels[version % 2], config.weights, min_engines=1, on_serving=lambda *_: None,
+                    lambda: clients, channels[version % 2], config.weights,
+                    judge=Judge(tolerance=1e-3), min_engines=1, on_serving=lambda *_: None,
                     on_quarantine=lost.__setitem__)
                 return await publisher.publish(version)
 

@@ -113,7 +113,7 @@ async def open_policy(
     publisher = Publisher(
         lambda: pool.healthy,
         CollectiveChannel(channel, num_receivers=lambda: len(pool.healthy)) if config.weights.channel == "collective" else channel,
-        config.weights, min_engines=config.inference.min_engines, on_serving=pool.admit, on_quarantine=pool.quarantine,
+        config.weights, judge=serving.judge, min_engines=config.inference.min_engines, on_serving=pool.admit, on_quarantine=pool.quarantine,
         recover=lambda version: pool.wait_healthy(version=version))
     return Policy(WholePublisher(publisher, release), pool.generate, partial(serving.watch, publisher.bring))
 

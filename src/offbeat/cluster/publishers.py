@@ -100,11 +100,12 @@ class LoraPublisher:
         failed = {engine: delivery.reason for engine, delivery in report.deliveries.items() if delivery.reason}
         on_served(PublishReport(
             manifest.version, total_s=time.monotonic() - start, write_s=written - start, stage_s=report.total_s, switch_s=0.0,
-            canary_gap=report.canary_gap, serving=tuple(report.serving), quarantined=failed))
+            canary_gap=report.canary_gap, serving=tuple(report.serving), quarantined=failed,
+            inconclusive=report.inconclusive))
 
 
 def policy_manifest(manifest: Manifest) -> AdapterManifest:
     """What the trainer wrote, as an adapter of the policy."""
     num_bytes = sum(file.stat().st_size for file in Path(manifest.folder).glob("*.safetensors"))
     return AdapterManifest(
-        POLICY, manifest.version, manifest.folder, manifest.fingerprint, manifest.canary, manifest.canary_logprob, num_bytes)
+        POLICY, manifest.version, manifest.folder, manifest.fingerprint, manifest.canary, manifest.canary_logprobs, num_bytes)

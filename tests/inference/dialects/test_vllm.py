@@ -117,7 +117,7 @@ def scored(body: Mapping[str, Any], *, version: int = 4) -> dict[str, Any]:
 
 def test_a_proof_scores_one_token_at_a_time() -> None:
     wire = Wire({"/v1/completions": scored})
-    assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="")) == Proof(4, None, ((-0.1 - 1) + (-0.2 - 2)) / 2)
+    assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="")) == Proof(4, None, (-0.1 - 1, -0.2 - 2))
     assert [body["prompt"] for _, _, body in wire.asked] == [(7,), (7, 1)]
     assert all(body["max_tokens"] == 1 and "prompt_logprobs" not in body and "model" not in body for _, _, body in wire.asked)
     assert asyncio.run(dialect().prove(wire, (7, 1), adapter="alice@3")).version == 3

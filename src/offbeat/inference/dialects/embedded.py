@@ -94,7 +94,7 @@ class EmbeddedDialect:
         if fingerprint["version"] != score["version"]:
             raise EngineError(f"{wire.name} changed from version {fingerprint['version']} to {score['version']} during its proof")
         version = split_adapter_name(adapter)[1] if adapter else fingerprint["version"]
-        return Proof(version, fingerprint["fingerprint"], sum(score["logprobs"]) / len(score["logprobs"]))
+        return Proof(version, fingerprint["fingerprint"], tuple(score["logprobs"]))
 
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
         await wire.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})

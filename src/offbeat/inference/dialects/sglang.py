@@ -89,7 +89,7 @@ class SGLangDialect:
         if len(logprobs) != len(canary) - 1 or None in logprobs:
             raise EngineError(f"{wire.name} scored {len(logprobs)} tokens of a canary of {len(canary)}")
         version = split_adapter_name(adapter)[1] if adapter else _version(meta["weight_version"])
-        return Proof(version, None, sum(logprobs) / len(logprobs))
+        return Proof(version, None, tuple(logprobs))
 
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
         try:
