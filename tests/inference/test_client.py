@@ -147,7 +147,7 @@ def test_weights_that_are_right_and_a_forward_that_is_not_are_caught_by_the_cana
         return [replace(event, result=replace(event.result, logprobs=[logprob - 0.01 for logprob in event.result.logprobs]))]
 
     monkeypatch.setattr(faulty._engine._scorer, "compute", off)
-    with pytest.raises(PublishError, match=r"its canary log-probability is off by 0\.01, more than 0\.001"):
+    with pytest.raises(PublishError, match=r"its canary log-probabilities are off by 0\.01, more than 0\.001"):
         publish({"bad": bad}, newer, min_engines=1)
 
 

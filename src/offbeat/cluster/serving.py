@@ -7,12 +7,14 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from offbeat.aio import gather_all, run_beside
 from offbeat.cluster.engine_group import EngineGroup
+from offbeat.cluster.publishers import is_policy
 from offbeat.config.root import Config
-from offbeat.errors import ConfigError, EngineError
+from offbeat.errors import ConfigError, EngineError, OffbeatError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
@@ -55,6 +57,21 @@ class Serving:
             probe_interval_s=self.config.inference.probe_interval_s, probe_timeout_s=self.config.inference.probe_timeout_s,
             on_event=self._on_event)
         await run_beside(healer.run(), self.engines.watch(self.pool.quarantine))
+
+    async def unload_leftovers(self, directory: Path) -> None:
+        """Have engines by URL forget the adapters that earlier starts of this run have published below `directory`."""
+
+        async def unload(client: EngineClient) -> None:
+            try:
+                for name, folder in (await client.adapters(timeout_s=self.config.inference.probe_timeout_s)).items():
+                    if is_policy(name) and Path(folder).is_relative_to(directory):
+                        await client.unload_adapter(name, timeout_s=self.config.weights.stage_timeout_s)
+                        self.record.events.record("leftover", engine=client.name, adapter=name)
+            except OffbeatError as exc:
+                self.pool.quarantine(client.name, f"it cannot forget what the run has left in it: {exc}")
+
+        if not self.engines.workers:
+            await gather_all(unload(self.pool.client(name)) for name in self.pool.states)
 
     async def _restart(self, name: str) -> str:
         self.judge.forget(name)
