@@ -124,7 +124,8 @@ class Publishes:
         urls = {name: pool.client(name).url for name in pool.states}
         job = {"do": order, "round": number, "tenants": self._num_tenants, "urls": urls}
         first, last = (answer.values for answer in self._threads.map(lambda rank: rank.ask(job), self._ranks))
-        manifests = [AdapterManifest(**m | {"canary": tuple(m["canary"])}) for m in first["manifests"]]
+        tuples = [{name: tuple(m[name]) for name in ("canary", "canary_logprobs")} for m in first["manifests"]]
+        manifests = [AdapterManifest(**m | each) for m, each in zip(first["manifests"], tuples, strict=True)]
         if order == "ours":
             self.seconds[order] += self._runner.run(self._fan_out(manifests))
         else:
@@ -202,7 +203,7 @@ def write(adapter: Adapter, index: int, job: dict[str, Any]) -> AdapterManifest:
     tenant = f"{job['do']}-{index}"
     folder = FOLDER / tenant / f"v{job['round']:08d}"
     write_adapter(adapter, folder, base_model="tiny")
-    return AdapterManifest(tenant, job["round"], str(folder), adapter.fingerprint(), CANARY, 0.0, adapter.num_bytes)
+    return AdapterManifest(tenant, job["round"], str(folder), adapter.fingerprint(), CANARY, (0.0,) * (len(CANARY) - 1), adapter.num_bytes)
 
 
 async def fan_out_in_turn(manifests: Sequence[AdapterManifest], urls: dict[str, str]) -> list[float]:

@@ -143,7 +143,7 @@ def largest(gaps: Iterable[Gap], start_s: float, end_s: float) -> float:
 
 async def publish(client: EngineClient, *, version: int, folder: Path, interrupt: Interrupt) -> None:
     """As a publisher does it with one engine."""
-    manifest = Manifest(version, str(folder), "", CANARY, 0.0)
+    manifest = Manifest(version, str(folder), "", CANARY, ())
     await client.stage(manifest, timeout_s=TIMEOUT_S)
     await client.switch(manifest, interrupt=interrupt, timeout_s=TIMEOUT_S)
     proof = await client.prove(CANARY, timeout_s=TIMEOUT_S)

@@ -153,7 +153,7 @@ class Engine:
         self, client: EngineClient, weights: str, *, interrupt: Interrupt = "recompute", folder: str = "", broadcast: str = "",
     ) -> None:
         """Stage and switch to a new version: the weights of that folder, read from it or from another, or received."""
-        manifest = Manifest(self.next_version, folder or weights, "", CANARY, 0.0, broadcast)
+        manifest = Manifest(self.next_version, folder or weights, "", CANARY, (), broadcast)
         self.next_version += 1
         await client.stage(manifest, timeout_s=30)
         await client.switch(manifest, interrupt=interrupt, timeout_s=60)

@@ -47,7 +47,7 @@ class World:
     async def adapter(self, folder: str) -> AdapterManifest:
         self.reads += 1
         await asyncio.sleep(0.01)
-        return AdapterManifest(f"t.{folder}", 3, folder, "fingerprint", (1, 2), -1.0)
+        return AdapterManifest(f"t.{folder}", 3, folder, "fingerprint", (1, 2), (-1.0,))
 
     async def release(self, folder: str) -> None:
         self.released.append(folder)

@@ -31,7 +31,7 @@ def test_a_rank_trains_publishes_and_goes_on_from_what_it_saved(
         assert trained.metrics["train/lr"] == 1e-2 and engine.step == 1
         assert 0 < trained.busy_s <= trained.end_s - trained.start_s + 0.5
         published = engine.publish(PublishRequest(1, str(tmp_path / "v1"), "float32", (3, 4, 5)))
-        assert len(published.fingerprint) == 32 and published.canary_logprob < 0
+        assert len(published.fingerprint) == 32 and len(published.canary_logprobs) == 2 and max(published.canary_logprobs) < 0
         engine.save(tmp_path / "saved")
         engine.export(ExportRequest(str(tmp_path / "export"), model_dir))
         engine.set_objective(Objective("sft", 10))

@@ -72,7 +72,7 @@ def test_a_rank_trains_publishes_saves_and_goes_on_from_a_folder(rank: TenantWor
     assert published.fingerprint == read_adapter(tmp_path / "v0").fingerprint() and published.num_bytes > 0
     call(rank, "add", TenantStart("carol", 4, 8.0, 7, MODULES, str(tmp_path / "v0")), Nothing)
     again = call(rank, "publish", TenantPublish("carol", str(tmp_path / "carol"), CANARY), TenantPublished)
-    assert (again.fingerprint, again.canary_logprob) == (published.fingerprint, published.canary_logprob)
+    assert (again.fingerprint, again.canary_logprobs) == (published.fingerprint, published.canary_logprobs)
     call(rank, "save", TenantFolder("alice", str(tmp_path / "saved")), Nothing)
     assert call(rank, "restore", TenantRestore("eve", str(tmp_path / "saved"), optimizer=False), TenantRestored).step == 0
     assert call(rank, "restore", TenantRestore("dave", str(tmp_path / "saved"), optimizer=True), TenantRestored).step == 1

@@ -7,12 +7,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from contract import CANARY, Engine, Models
 from offbeat.dist.offer import Offer
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.client import EngineClient
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.weights.protocol import Interrupt, Manifest
 
@@ -84,7 +86,7 @@ def test_a_broadcast_that_was_refused_can_be_offered_again(engine: Engine, model
     version = engine.next_version  # of both: nobody has seen tokens of the first
     for tensors, error in ((wrong, "another model|shape"), (state, "")):
         offer = Offer(tensors, host="127.0.0.1", num_receivers=1, timeout_s=TIMEOUT_S, write_folder=lambda _state: None)
-        manifest = Manifest(version, str(tmp_path / "nowhere"), "", CANARY, 0.0, offer.address)
+        manifest = Manifest(version, str(tmp_path / "nowhere"), "", CANARY, (), offer.address)
         try:
             with pytest.raises(EngineError, match=error) if error else nullcontext():
                 engine.run(lambda client, manifest=manifest: client.stage(manifest, timeout_s=TIMEOUT_S))
@@ -133,15 +135,51 @@ def test_no_prefix_of_the_old_weights_is_used_again(engine: Engine, models: Mode
 
 def test_the_live_version_again_is_no_change_and_an_unstaged_one_is_refused(engine: Engine, models: Models) -> None:
     engine.serve(models.folder(1)).serve(models.folder(0))
-    live = Manifest(engine.version, models.folder(0), "", CANARY, 0.0)
+    live = Manifest(engine.version, models.folder(0), "", CANARY, ())
 
     async def body(client: EngineClient) -> None:
         await client.stage(live, timeout_s=TIMEOUT_S)
         await client.switch(live, interrupt="recompute", timeout_s=TIMEOUT_S)
         with pytest.raises(RefusedError, match="version 999 is not staged"):
-            await client.switch(Manifest(999, "", "", (), 0.0), interrupt="recompute", timeout_s=TIMEOUT_S)
-        with pytest.raises(RefusedError, match="a version is immutable, use a new one"):
-            await client.stage(Manifest(engine.version, models.folder(1), "", CANARY, 0.0), timeout_s=TIMEOUT_S)
+            await client.switch(Manifest(999, "", "", (), ()), interrupt="recompute", timeout_s=TIMEOUT_S)
+
+    engine.run(body)
+
+
+def test_a_number_that_a_resumed_run_uses_again_brings_its_own_weights(engine: Engine, models: Models, tmp_path: Path) -> None:
+    # Of the lost timeline: one version live, and a later one staged.
+    engine.serve(models.folder(1)).serve(models.folder(0))
+    old, new = models.reference(models.folder(0)), models.reference(models.folder(1))
+    lost, again = (shutil.copytree(models.folder(seed), tmp_path / f"v-{seed}") for seed in (0, 1))
+
+    async def body(client: EngineClient) -> None:
+        await client.stage(Manifest(engine.version + 1, str(lost), "lost", CANARY, ()), timeout_s=TIMEOUT_S)
+        for version in (engine.version, engine.version + 1):
+            manifest = Manifest(version, str(again), "new", CANARY, ())
+            await client.stage(manifest, timeout_s=TIMEOUT_S)
+            await client.switch(manifest, interrupt="recompute", timeout_s=TIMEOUT_S)
+            (sample,) = await client.generate(PROMPT, Sampling(20), n=1, timeout_s=TIMEOUT_S)
+            assert set(sample.versions) == {version}
+            assert max(gaps(sample, new.logprobs(PROMPT, sample.token_ids))) < 1e-4
+            assert max(gaps(sample, old.logprobs(PROMPT, sample.token_ids))) > 1e-2
+
+    engine.run(body)
+    engine.folder, engine.version, engine.next_version = models.folder(1), engine.version + 1, engine.next_version + 1
+
+
+def test_an_engine_shows_the_fingerprint_of_what_it_was_given_and_proves_it_ahead_of_what_waits(engine: Engine, models: Models) -> None:
+    engine.serve(models.folder(1)).serve(models.folder(0))
+    told = fingerprint(
+        (name, tensor.contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in read_safetensors(models.folder(0)))
+
+    async def body(client: EngineClient) -> None:
+        waiting = [asyncio.create_task(client.generate(PROMPT, Sampling(300, seed=n), n=8, timeout_s=TIMEOUT_S)) for n in range(24)]
+        await asyncio.sleep(0.3)
+        proof = await client.prove(CANARY, timeout_s=TIMEOUT_S)
+        assert sum(call.done() for call in waiting) < len(waiting) // 2, "the proof waited for most of the others"
+        assert (proof.version, proof.fingerprint, proof.live) == (engine.version, told, True)
+        assert proof.canary_logprobs == pytest.approx(models.reference(models.folder(0)).logprobs(CANARY[:1], CANARY[1:]), abs=1e-4)
+        await asyncio.gather(*waiting)
 
     engine.run(body)
 
@@ -152,7 +190,7 @@ def test_a_folder_that_is_not_this_model_is_refused_and_the_live_weights_go_on(e
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-4096])
     for folder in (tmp_path, cut, Path(models.adapter(0))):
         with pytest.raises(EngineError, match=str(folder)):
-            engine.run(lambda client, folder=folder: client.stage(Manifest(900, str(folder), "", (), 0.0), timeout_s=TIMEOUT_S))
+            engine.run(lambda client, folder=folder: client.stage(Manifest(900, str(folder), "", (), ()), timeout_s=TIMEOUT_S))
     (sample,) = engine.run(lambda client: client.generate(PROMPT, Sampling(10), n=1, timeout_s=TIMEOUT_S))
     assert set(sample.versions) == {engine.version}
     assert max(gaps(sample, reference.logprobs(PROMPT, sample.token_ids))) < 1e-4

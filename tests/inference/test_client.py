@@ -24,6 +24,7 @@ from offbeat.inference.sampling import Sampling
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.load import load_causal_lm
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
 from offbeat.weights.publish import Publisher, PublishReport
 from small_run import build_small_model
@@ -52,7 +53,7 @@ def manifest_of(folder: str, version: int) -> Manifest:
     """What a trainer that holds the weights of `folder` publishes."""
     logprobs = reference_logprobs(folder, CANARY)
     name = fingerprint((name, tensor.contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in read_safetensors(folder))
-    return Manifest(version, folder, name, CANARY, sum(logprobs) / len(logprobs))
+    return Manifest(version, folder, name, CANARY, tuple(logprobs))
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +120,8 @@ def publish(urls: dict[str, str], manifest: Manifest, *, min_engines: int) -> tu
         async with EngineSession() as http:
             clients = {name: EngineClient(name, url, http.session) for name, url in urls.items()}
             publisher = Publisher(
-                lambda: clients, Channel(manifest), WeightsConfig(), min_engines=min_engines, on_serving=serving.__setitem__,
-                on_quarantine=quarantined.__setitem__)
+                lambda: clients, Channel(manifest), WeightsConfig(), judge=Judge(tolerance=1e-3), min_engines=min_engines,
+                on_serving=serving.__setitem__, on_quarantine=quarantined.__setitem__)
             return await publisher.publish(manifest.version)
 
     return asyncio.run(main()), serving, quarantined
@@ -146,7 +147,7 @@ def test_weights_that_are_right_and_a_forward_that_is_not_are_caught_by_the_cana
         return [replace(event, result=replace(event.result, logprobs=[logprob - 0.01 for logprob in event.result.logprobs]))]
 
     monkeypatch.setattr(faulty._engine._scorer, "compute", off)
-    with pytest.raises(PublishError, match=r"its canary log-probability is off by 0\.01, more than 0\.001"):
+    with pytest.raises(PublishError, match=r"its canary log-probabilities are off by 0\.01, more than 0\.001"):
         publish({"bad": bad}, newer, min_engines=1)
 
 

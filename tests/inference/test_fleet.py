@@ -26,6 +26,7 @@ from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import PromptScore, Sample, Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.adapters import AdapterManifest, split_adapter_name
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Proof
 from waiting import until
 
@@ -97,16 +98,16 @@ class Engine:
     async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
         await self.health(timeout_s=timeout_s)
         if not adapter:
-            return Proof(0, "base", self.base_logprob)
+            return Proof(0, "base", (self.base_logprob,))
         if adapter not in self.held:
             raise RefusedError("404")
-        return Proof(split_adapter_name(adapter)[1], self.held[adapter], -1.0)
+        return Proof(split_adapter_name(adapter)[1], self.held[adapter], (-1.0,))
 
 
 def manifest(tenant: str, version: int, *, folder: str = "") -> AdapterManifest:
     """An engine in memory shows the folder as the adapter's fingerprint."""
     folder = folder or f"{tenant}-{version}"
-    return AdapterManifest(tenant, version, folder, folder, (1, 2), -1.0)
+    return AdapterManifest(tenant, version, folder, folder, (1, 2), (-1.0,))
 
 
 def using(
@@ -115,7 +116,7 @@ def using(
 ) -> None:
     async def main() -> None:
         pool = EnginePool(engines, request_timeout_s=10, heal_timeout_s=heal_timeout_s)
-        async with AdapterFleet(pool, capacity=capacity, tolerance=1e-3, timeout_s=timeout_s) as fleet:
+        async with AdapterFleet(pool, capacity=capacity, judge=Judge(tolerance=1e-3), timeout_s=timeout_s) as fleet:
             await body(pool, fleet)
 
     asyncio.run(main())
@@ -517,12 +518,12 @@ def test_the_base_model_is_served_beside_adapters_once_engines_have_proven_it_al
         await fleet.publish(manifest("alice", 1))
         with pytest.raises(EngineError, match="no engine can serve: a: has no proven version yet"):
             await ask(fleet, "")
-        await fleet.serve_base((1, 2), -2.0)
+        await fleet.serve_base((1, 2), (-2.0,))
         assert pool.states == {"a": State.SERVING, "b": State.QUARANTINED}
         assert await ask(fleet, "") == "" and await ask(fleet, "alice") == "alice@1"
         assert (await fleet.score("", (1, 2, 3))).version == 0
         pool.mark_healing("b")
-        with pytest.raises(ProofError, match="b serves another base model: its canary log-probability is off by 0.5, more than 0.001"):
+        with pytest.raises(ProofError, match="b serves another base model: its canary log-probabilities are off by 0.5, more than 0.001"):
             await fleet.refill(engines[1])
         engines[1].base_logprob = -2.0
         version = await fleet.refill(engines[1])
@@ -546,7 +547,7 @@ def write(folder: Path, tenant: str, version: int, model_dir: str, *, rank: int 
         torch.randn(rank, width, generator=generator), torch.randn(config["hidden_size"], rank, generator=generator))})
     path = folder / f"{tenant}-{version}"
     write_adapter(adapter, path, base_model=model_dir, dropout=0.0)
-    return AdapterManifest(tenant, version, str(path), adapter.fingerprint(), (13, 14, 15, 5, 6), 0.0, adapter.num_bytes)
+    return AdapterManifest(tenant, version, str(path), adapter.fingerprint(), (13, 14, 15, 5, 6), (0.0,) * 4, adapter.num_bytes)
 
 
 async def score(manifest: AdapterManifest, url: str) -> AdapterManifest:
@@ -554,7 +555,7 @@ async def score(manifest: AdapterManifest, url: str) -> AdapterManifest:
     async with EngineSession() as http:
         client = EngineClient("reference", url, http.session)
         await client.load_adapter(manifest.name, manifest.folder, timeout_s=20)
-        return replace(manifest, canary_logprob=(await client.prove(manifest.canary, timeout_s=20, adapter=manifest.name)).canary_logprob)
+        return replace(manifest, canary_logprobs=(await client.prove(manifest.canary, timeout_s=20, adapter=manifest.name)).canary_logprobs)
 
 
 def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_engine, model_dir, tmp_path) -> None:
@@ -569,7 +570,7 @@ def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_eng
         async with EngineSession() as http:
             clients = [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate([url_0, url_1])]
             pool = EnginePool(clients, request_timeout_s=20, heal_timeout_s=20)
-            async with AdapterFleet(pool, capacity=8, tolerance=1e-3, timeout_s=20) as fleet:
+            async with AdapterFleet(pool, capacity=8, judge=Judge(tolerance=1e-3), timeout_s=20) as fleet:
                 async def reload(client: EngineClient) -> None:
                     await fleet.refill(client)
 
@@ -582,7 +583,7 @@ def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_eng
 
                 corrupt = write(tmp_path, "alice", 2, model_dir)
                 (Path(corrupt.folder) / "adapter_model.safetensors").write_bytes(b"not an adapter")
-                lying = replace(await score(write(tmp_path, "bob", 2, model_dir), reference), canary_logprob=-9.0)
+                lying = replace(await score(write(tmp_path, "bob", 2, model_dir), reference), canary_logprobs=(-9.0,) * 4)
                 missing = write(tmp_path, "carol", 1, model_dir)
                 shutil.rmtree(missing.folder)
                 large = write(tmp_path, "dave", 1, model_dir, rank=65)

@@ -18,6 +18,7 @@ from offbeat.inference.health import Healer
 from offbeat.inference.members import State
 from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sampling
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
 from offbeat.weights.publish import Publisher
 from small_run import build_small_model
@@ -186,7 +187,7 @@ class Channel:
         async with EngineSession() as http:
             proof = await EngineClient("reference", self._reference, http.session).prove(CANARY, timeout_s=20)
         assert proof.fingerprint is not None
-        return Manifest(version, self._folder, proof.fingerprint, CANARY, proof.canary_logprob)
+        return Manifest(version, self._folder, proof.fingerprint, CANARY, proof.canary_logprobs)
 
     def prune(self) -> None:
         pass
@@ -202,7 +203,8 @@ def test_a_publish_waits_no_longer_for_an_engine_that_hangs_than_its_probe(start
         async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as silent:
             pool.client("b").url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
             publisher = Publisher(
-                lambda: pool.healthy, Channel(newer, reference), WeightsConfig(), min_engines=1, on_serving=pool.admit,
+                lambda: pool.healthy, Channel(newer, reference), WeightsConfig(),
+                judge=Judge(tolerance=1e-3), min_engines=1, on_serving=pool.admit,
                 on_quarantine=pool.quarantine)
             report = await asyncio.wait_for(publisher.publish(5), 20)  # the deadline of staging is 60 s
             assert report.serving == ("a",)
@@ -218,7 +220,8 @@ def test_engines_that_a_publish_loses_heal_to_its_version_and_it_goes_on(start_e
 
     def make_reload(pool: EnginePool) -> Callable[[EngineClient], Awaitable[int | None]]:
         publishers.append(Publisher(
-            lambda: pool.healthy, Channel(newer, reference), WeightsConfig(), min_engines=2, on_serving=pool.admit,
+            lambda: pool.healthy, Channel(newer, reference), WeightsConfig(),
+                judge=Judge(tolerance=1e-3), min_engines=2, on_serving=pool.admit,
             on_quarantine=pool.quarantine, recover=lambda version: pool.wait_healthy(version=version)))
         return publishers[0].bring
 

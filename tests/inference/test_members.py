@@ -30,7 +30,7 @@ def test_all_that_publishers_ask_ends_when_the_engine_is_quarantined() -> None:
     async def body(member: Member) -> None:
         async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as silent:  # never answers
             member.client.url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-            engine, manifest = Guarded(member), Manifest(1, "v1", "print", (1, 2), -1.0)
+            engine, manifest = Guarded(member), Manifest(1, "v1", "print", (1, 2), (-1.0,))
             calls = [asyncio.create_task(call) for call in (
                 engine.stage(manifest, timeout_s=60), engine.switch(manifest, interrupt="keep", timeout_s=60),
                 engine.prove((1, 2), timeout_s=60), engine.load_adapter("a@1", "a", timeout_s=60),

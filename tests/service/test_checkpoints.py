@@ -19,7 +19,7 @@ from small_service import ALICE, BOB, LORA
 
 RUN = "00000000-0000-4000-8000-000000000000:train:0"
 PATH = CheckpointPath(RUN, "training", "one")
-ADAPTER = AdapterManifest("tenant", 3, "elsewhere", "fingerprint", (1, 2), -1.25, 10)
+ADAPTER = AdapterManifest("tenant", 3, "elsewhere", "fingerprint", (1, 2), (-1.25,), 10)
 
 
 class World:

@@ -303,7 +303,7 @@ def test_an_engine_finds_the_fingerprint_and_the_canary_of_what_was_published(dt
     tokens = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         logprobs = log_softmax(model(tokens, use_cache=False).logits.float(), dim=-1)[0, :-1].gather(1, tokens[0, 1:, None])
-    assert logprobs.mean().item() == pytest.approx(canary, abs=1e-5 if dtype == "float32" else 0.05)
+    assert logprobs[:, 0].tolist() == pytest.approx(list(canary), abs=1e-5 if dtype == "float32" else 0.05)
 
 
 def test_training_does_not_change_what_was_copied_out(tmp_path):

@@ -8,7 +8,7 @@ from offbeat.algorithms.presets import objective
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.train import TrainConfig
 from offbeat.model.logprobs import token_logprobs
-from offbeat.trainer.policy import load_policy, mean_logprob, row_of, score_row
+from offbeat.trainer.policy import canary_logprobs, load_policy, row_of, score_row
 from train_samples import build_model, make_batch
 
 
@@ -49,11 +49,11 @@ def test_losses_are_those_of_the_objective_at_its_temperature(model, name, tempe
     assert torch.equal(moved.losses, scored.losses) == (name == "sft")
 
 
-def test_the_mean_log_probability_is_that_of_transformers(model):
+def test_the_canarys_log_probabilities_are_those_of_transformers(model):
     tokens = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         logprobs = torch.log_softmax(model(tokens, use_cache=False).logits, -1)[0, :-1].gather(1, tokens[0, 1:, None])
-        assert mean_logprob(model, tokens[0].tolist()) == pytest.approx(logprobs.mean().item(), abs=1e-6)
+        assert canary_logprobs(model, tokens[0].tolist()) == pytest.approx(logprobs[:, 0].tolist(), abs=1e-6)
 
 
 def test_a_policy_trains_without_dropout(tmp_path):

@@ -9,7 +9,7 @@ from offbeat.weights.adapters import AdapterManifest, adapter_name, check_tenant
 def test_a_name_is_the_tenant_and_the_version() -> None:
     assert adapter_name("alice-1.a_b", 12) == "alice-1.a_b@12"
     assert split_adapter_name("alice-1.a_b@12") == ("alice-1.a_b", 12)
-    assert AdapterManifest("bob", 3, "/x", "f", (1, 2), -0.5).name == "bob@3"
+    assert AdapterManifest("bob", 3, "/x", "f", (1, 2), (-0.5,)).name == "bob@3"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "a@b", "a b", "x" * 101, "ü"])

@@ -14,7 +14,8 @@ from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.process import Child
-from offbeat.weights.channels import CollectiveChannel, DiskChannel
+from offbeat.weights.channels import CollectiveChannel, DiskChannel, draw_incarnation
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
 from offbeat.weights.publish import Publisher, PublishReport
 from small_run import small_config
@@ -22,15 +23,15 @@ from small_run import small_config
 CANARY = (13, 14, 15, 5)
 
 
-def channel(directory: Path, *, keep: int = 2) -> DiskChannel:
+def channel(directory: Path, *, keep: int = 2, incarnation: str = "a") -> DiskChannel:
     async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
         if num_receivers:
-            return Manifest(version, str(folder), "f", canary, -1.0, f"host:{num_receivers}")
+            return Manifest(version, str(folder), "f", canary, (-1.0,), f"host:{num_receivers}")
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"new {version}")
-        return Manifest(version, str(folder), "f", canary, -1.0)
+        return Manifest(version, str(folder), "f", canary, (-1.0,))
 
-    return DiskChannel(directory, keep=keep, canary=(1, 2), write=write)
+    return DiskChannel(directory, keep=keep, canary=(1, 2), write=write, incarnation=incarnation)
 
 
 def names(directory: Path) -> list[str]:
@@ -46,16 +47,22 @@ def publish(to: DiskChannel, version: int) -> Manifest:
 def test_each_version_has_a_folder_and_the_newest_stay(tmp_path: Path) -> None:
     disk = channel(tmp_path / "weights")
     manifests = [publish(disk, version) for version in range(4)]
-    assert manifests[3] == Manifest(3, str(tmp_path / "weights" / "v00000003"), "f", (1, 2), -1.0)
-    assert names(tmp_path / "weights") == ["v00000002", "v00000003"]
+    assert manifests[3] == Manifest(3, str(tmp_path / "weights" / "v00000003-a"), "f", (1, 2), (-1.0,))
+    assert names(tmp_path / "weights") == ["v00000002-a", "v00000003-a"]
 
 
-def test_versions_beyond_a_resumed_one_make_way_for_it(tmp_path: Path) -> None:
+def test_a_resumed_run_publishes_under_names_that_were_never_used_and_removes_what_it_has_left(tmp_path: Path) -> None:
+    (tmp_path / "v00000006").mkdir()  # of a release whose names had no incarnation
     for version in (7, 8, 9):
         asyncio.run(channel(tmp_path).write(version))
-    publish(channel(tmp_path, keep=1), 8)
-    assert names(tmp_path) == ["v00000008"]
-    assert (tmp_path / "v00000008" / "weights").read_text() == "new 8"
+    folder = Path(publish(channel(tmp_path, incarnation="b"), 8).folder)
+    assert names(tmp_path) == [folder.name] == ["v00000008-b"]
+    assert (folder / "weights").read_text() == "new 8"
+
+
+def test_every_start_of_a_run_has_a_name_of_its_own() -> None:
+    drawn = {draw_incarnation() for _ in range(50)}
+    assert len(drawn) == 50 and all(len(name) == 6 and int(name, 16) >= 0 for name in drawn)
 
 
 def test_other_files_beside_the_versions_are_left_alone(tmp_path: Path) -> None:
@@ -63,7 +70,7 @@ def test_other_files_beside_the_versions_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     for version in range(3):
         publish(channel(tmp_path, keep=1), version)
-    assert names(tmp_path) == ["notes", "v00000002", "vocabulary.txt"]
+    assert names(tmp_path) == ["notes", "v00000002-a", "vocabulary.txt"]
 
 
 def test_a_broadcast_is_for_as_many_engines_as_are_healthy_and_a_folder_where_none_is(tmp_path: Path) -> None:
@@ -74,7 +81,7 @@ def test_a_broadcast_is_for_as_many_engines_as_are_healthy_and_a_folder_where_no
     assert asyncio.run(collective.write(1)).broadcast == ""
     asyncio.run(collective.write(2))
     collective.prune()
-    assert names(tmp_path) == ["v00000002"]
+    assert names(tmp_path) == ["v00000002-a"]
 
 
 @asynccontextmanager
@@ -94,12 +101,13 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
 
     async def main() -> None:
         async with cast(tmp_path, config, model_dir) as (trainers, clients, engines):
-            disk = DiskChannel(config.weights_dir, keep=2, canary=CANARY, write=trainers.publish)
+            disk = DiskChannel(config.weights_dir, keep=2, canary=CANARY, write=trainers.publish, incarnation="a")
             channels = [disk, CollectiveChannel(disk, num_receivers=lambda: len(clients))]
 
             async def publish(version: int) -> PublishReport:
                 publisher = Publisher(
-                    lambda: clients, channels[version % 2], config.weights, min_engines=1, on_serving=lambda *_: None,
+                    lambda: clients, channels[version % 2], config.weights,
+                    judge=Judge(tolerance=1e-3), min_engines=1, on_serving=lambda *_: None,
                     on_quarantine=lost.__setitem__)
                 return await publisher.publish(version)
 
@@ -108,7 +116,7 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
                 assert (await publish(version)).serving == ("engine 0", "engine 1")
                 proofs.append(await clients["engine 1"].prove(CANARY, timeout_s=10))
             assert proofs[0].fingerprint == proofs[1].fingerprint and [proof.version for proof in proofs] == [0, 1]
-            assert names(config.weights_dir) == ["v00000000"]  # what is broadcast is not written
+            assert names(config.weights_dir) == ["v00000000-a"]  # what is broadcast is not written
 
             victim = engines.workers[1]
             assert isinstance(victim, Child)

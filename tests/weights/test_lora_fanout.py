@@ -14,9 +14,10 @@ from offbeat.data import wire
 from offbeat.errors import BusyError, EngineError, PublishError, RefusedError
 from offbeat.weights.adapters import AdapterManifest
 from offbeat.weights.lora_fanout import Fanout, FanoutReport, fan_out, install
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Proof
 
-MANIFEST = AdapterManifest("alice", 3, "folder", "right", canary=(1, 2, 3), canary_logprob=-1.0, num_bytes=100)
+MANIFEST = AdapterManifest("alice", 3, "folder", "right", canary=(1, 2, 3), canary_logprobs=(-1.0, -1.0), num_bytes=100)
 
 
 @given(seed=st.integers(0, 2**32), num_engines=st.integers(1, 6))
@@ -60,7 +61,7 @@ class Engine:
         assert canary == MANIFEST.canary and adapter in self.folders
         if self.fault == "forget":
             raise RefusedError(f"{self.name} answered with 404: no adapter {adapter}")
-        return Proof(3, "wrong" if self.fault == "lazy" else "right", -1.0005 if self.fault == "slow" else -1.0)
+        return Proof(3, "wrong" if self.fault == "lazy" else "right", (-1.0005,) * 2 if self.fault == "slow" else (-1.0,) * 2)
 
 
 def publish(*engines: Engine, timeout_s: float = 1.0, patience_s: float = 1.0) -> tuple[FanoutReport, list[str], dict[str, str]]:
@@ -72,7 +73,7 @@ def publish(*engines: Engine, timeout_s: float = 1.0, patience_s: float = 1.0) -
         serving.append(engine)
 
     report = asyncio.run(fan_out(
-        "alice@3", engines, partial(install, manifest=MANIFEST, tolerance=1e-3, timeout_s=timeout_s, patience_s=patience_s),
+        "alice@3", engines, partial(install, manifest=MANIFEST, judge=Judge(tolerance=1e-3), timeout_s=timeout_s, patience_s=patience_s),
         timeout_s=timeout_s, num_bytes=100, on_serving=on_serving, on_failed=failed.__setitem__))
     return report, serving, failed
 
@@ -143,5 +144,6 @@ def test_room_is_made_before_each_attempt() -> None:
         if len(calls) == 1:
             raise BusyError("all in use")
 
-    assert asyncio.run(install(engine, MANIFEST, tolerance=1e-3, timeout_s=1, patience_s=5, make_room=make_room)).num_retries == 2
+    assert asyncio.run(install(
+        engine, MANIFEST, judge=Judge(tolerance=1e-3), timeout_s=1, patience_s=5, make_room=make_room)).num_retries == 2
     assert len(calls) == 3

@@ -17,7 +17,7 @@ from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.group import Launcher, library_environment
 from offbeat.cluster.material import Material, choose_canary, read_material
 from offbeat.cluster.place import Place
-from offbeat.cluster.publishers import POLICY, LoraPublisher, Release, WholePublisher, release_nobody
+from offbeat.cluster.publishers import LoraPublisher, Release, WholePublisher, policy_tenant, release_nobody
 from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
 from offbeat.cluster.session import Publishing, Session, Solo
 from offbeat.cluster.train_group import TrainGroup
@@ -27,7 +27,7 @@ from offbeat.inference.client import EngineClient
 from offbeat.rollout.episode import Generate
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
-from offbeat.weights.channels import CollectiveChannel, DiskChannel, WriteVersion
+from offbeat.weights.channels import CollectiveChannel, DiskChannel, WriteVersion, draw_incarnation
 from offbeat.weights.publish import Publisher
 
 # By name: importing Ray costs a second and is an optional extra; SPMD mode imports torch.
@@ -100,20 +100,25 @@ class Policy:
 async def open_policy(
     stack: AsyncExitStack, serving: Serving, material: Material, config: Config, *, write: WriteVersion, release: Release = release_nobody,
 ) -> Policy:
-    """Publishes what `write` writes: whole weights, or the adapter that `model.lora` asks for.
+    """Publishes what `write` writes: whole weights, or the adapter that `model.lora` asks for; under names that are new with this start.
 
     Args:
         release: lets other ranks go on that wait for this process to publish.
     """
     pool, fleet = serving.pool, serving.fleet
-    channel = DiskChannel(config.weights_dir.resolve(), keep=config.weights.keep, canary=choose_canary(material, config), write=write)
+    directory, incarnation = config.weights_dir.resolve(), draw_incarnation()
+    serving.record.events.record("incarnation", name=incarnation)
+    channel = DiskChannel(
+        directory, keep=config.weights.keep, canary=choose_canary(material, config), write=write, incarnation=incarnation)
     if config.model.lora.rank:
-        adapters = await stack.enter_async_context(LoraPublisher(fleet, channel, release=release))
-        return Policy(adapters, partial(fleet.generate, POLICY), serving.watch)
+        tenant = policy_tenant(incarnation)
+        await serving.unload_leftovers(directory)
+        adapters = await stack.enter_async_context(LoraPublisher(fleet, channel, tenant=tenant, release=release))
+        return Policy(adapters, partial(fleet.generate, tenant), serving.watch)
     publisher = Publisher(
         lambda: pool.healthy,
         CollectiveChannel(channel, num_receivers=lambda: len(pool.healthy)) if config.weights.channel == "collective" else channel,
-        config.weights, min_engines=config.inference.min_engines, on_serving=pool.admit, on_quarantine=pool.quarantine,
+        config.weights, judge=serving.judge, min_engines=config.inference.min_engines, on_serving=pool.admit, on_quarantine=pool.quarantine,
         recover=lambda version: pool.wait_healthy(version=version))
     return Policy(WholePublisher(publisher, release), pool.generate, partial(serving.watch, publisher.bring))
 

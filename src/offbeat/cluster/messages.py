@@ -114,7 +114,7 @@ class Published:
     """What rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks."""
 
     fingerprint: str
-    canary_logprob: float
+    canary_logprobs: tuple[float, ...]
     broadcast: str = ""
 
 

@@ -23,7 +23,7 @@ from offbeat.weights.protocol import Manifest
 from offbeat.weights.publish import Publisher, PublishReport
 
 POLICY = "policy"
-"""The name of the tenant that a run trains."""
+"""The tenant that a run trains, before a dot and the run's incarnation."""
 
 Release = Callable[[PublishReport | None], Awaitable[None]]
 """Lets the ranks that wait for this process go on, and tells them how the publish went, if it is over."""
@@ -57,8 +57,9 @@ class WholePublisher:
 class LoraPublisher:
     """The run's adapter: the ranks go on when it is written. Use as `async with`; leaving gives up a version on its way."""
 
-    def __init__(self, fleet: AdapterFleet, channel: DiskChannel, *, release: Release = release_nobody) -> None:
+    def __init__(self, fleet: AdapterFleet, channel: DiskChannel, *, tenant: str, release: Release = release_nobody) -> None:
         self._fleet = fleet
+        self._tenant = tenant
         self._channel = channel
         self._release = release
         self._fanout: asyncio.Task[None] | None = None
@@ -96,15 +97,27 @@ class LoraPublisher:
                 await self._fanout
 
     async def _fan_out(self, manifest: Manifest, on_served: OnServed, *, start: float, written: float) -> None:
-        report = await self._fleet.publish(policy_manifest(manifest))
+        report = await self._fleet.publish(policy_manifest(manifest, self._tenant))
         failed = {engine: delivery.reason for engine, delivery in report.deliveries.items() if delivery.reason}
         on_served(PublishReport(
             manifest.version, total_s=time.monotonic() - start, write_s=written - start, stage_s=report.total_s, switch_s=0.0,
-            canary_gap=report.canary_gap, serving=tuple(report.serving), quarantined=failed))
+            canary_gap=report.canary_gap, serving=tuple(report.serving), quarantined=failed,
+            inconclusive=report.inconclusive))
 
 
-def policy_manifest(manifest: Manifest) -> AdapterManifest:
+def policy_tenant(incarnation: str) -> str:
+    """What the run trains is called in engines: names such as policy.3fa9c1@12, which no other start of a run has used."""
+    return f"{POLICY}.{incarnation}"
+
+
+def is_policy(adapter: str) -> bool:
+    """Whether an adapter's name is one of a run's policy, of any run and any start of it."""
+    tenant, at, _ = adapter.rpartition("@")
+    return bool(at) and (tenant == POLICY or tenant.startswith(f"{POLICY}."))
+
+
+def policy_manifest(manifest: Manifest, tenant: str) -> AdapterManifest:
     """What the trainer wrote, as an adapter of the policy."""
     num_bytes = sum(file.stat().st_size for file in Path(manifest.folder).glob("*.safetensors"))
     return AdapterManifest(
-        POLICY, manifest.version, manifest.folder, manifest.fingerprint, manifest.canary, manifest.canary_logprob, num_bytes)
+        tenant, manifest.version, manifest.folder, manifest.fingerprint, manifest.canary, manifest.canary_logprobs, num_bytes)

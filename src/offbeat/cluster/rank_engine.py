@@ -72,13 +72,13 @@ class RankEngine:
         """
         if self._offer is not None:
             self._offer.close()
-        canary_logprob = self._engine.canary(request.canary)
+        canary_logprobs = self._engine.canary(request.canary)
         if request.broadcast is None:
-            return Published(self._engine.publish(Path(request.folder), dtype=request.dtype), canary_logprob)
+            return Published(self._engine.publish(Path(request.folder), dtype=request.dtype), canary_logprobs)
         fingerprint, self._offer = self._engine.offer(
             Path(request.folder), dtype=request.dtype, host=request.broadcast.host, num_receivers=request.broadcast.num_receivers,
             timeout_s=request.broadcast.timeout_s)
-        return Published(fingerprint, canary_logprob, self._offer.address if self._offer else "")
+        return Published(fingerprint, canary_logprobs, self._offer.address if self._offer else "")
 
     def save(self, folder: Path) -> None:
         """Write a resumable checkpoint."""

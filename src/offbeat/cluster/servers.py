@@ -71,6 +71,7 @@ def _vllm(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[s
         "--max-num-seqs", str(inference.max_running),
         "--generation-config", "vllm",  # else the model's own sampling defaults get into every request
         "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled
+        "--scheduling-policy", "priority",  # proofs go ahead of what waits
         "--middleware", "vllm_inside.Inside", "--worker-extension-cls", "vllm_inside.WorkerExtension"]
     env = {"PYTHONPATH": str(Path(inside.__file__ or "").parent), "VLLM_NO_USAGE_STATS": "1"}
     if inference.max_context:

@@ -7,12 +7,14 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from offbeat.aio import gather_all, run_beside
 from offbeat.cluster.engine_group import EngineGroup
+from offbeat.cluster.publishers import is_policy
 from offbeat.config.root import Config
-from offbeat.errors import ConfigError, EngineError
+from offbeat.errors import ConfigError, EngineError, OffbeatError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
@@ -23,6 +25,7 @@ from offbeat.inference.health import Healer
 from offbeat.inference.pool import EnginePool
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
+from offbeat.weights.proof import Judge
 
 UNPUBLISHED: Version = -1
 """What a new engine serves until its first publication: the initial weights, unproven, routed to by nobody."""
@@ -37,21 +40,42 @@ class Serving:
 
     Attributes:
         engines: the processes that this run has started; none where only others' engines are used.
+        judge: of what they prove.
     """
 
     engines: EngineGroup
     pool: EnginePool
     fleet: AdapterFleet
+    judge: Judge
     config: Config
     record: RunRecord
 
     async def watch(self, reload: Reload | None = None) -> None:
         """Until cancelled, notice engines that die or hang, and heal them; `reload` brings one to what is current, adapters by default."""
         healer = Healer(
-            self.pool, reload=reload or self.fleet.refill, restart=self.engines.restart if self.engines.workers else None,
+            self.pool, reload=reload or self.fleet.refill, restart=self._restart if self.engines.workers else None,
             probe_interval_s=self.config.inference.probe_interval_s, probe_timeout_s=self.config.inference.probe_timeout_s,
             on_event=self._on_event)
         await run_beside(healer.run(), self.engines.watch(self.pool.quarantine))
+
+    async def unload_leftovers(self, directory: Path) -> None:
+        """Have engines by URL forget the adapters that earlier starts of this run have published below `directory`."""
+
+        async def unload(client: EngineClient) -> None:
+            try:
+                for name, folder in (await client.adapters(timeout_s=self.config.inference.probe_timeout_s)).items():
+                    if is_policy(name) and Path(folder).is_relative_to(directory):
+                        await client.unload_adapter(name, timeout_s=self.config.weights.stage_timeout_s)
+                        self.record.events.record("leftover", engine=client.name, adapter=name)
+            except OffbeatError as exc:
+                self.pool.quarantine(client.name, f"it cannot forget what the run has left in it: {exc}")
+
+        if not self.engines.workers:
+            await gather_all(unload(self.pool.client(name)) for name in self.pool.states)
+
+    async def _restart(self, name: str) -> str:
+        self.judge.forget(name)
+        return await self.engines.restart(name)
 
     def _on_event(self, kind: str, **fields: Any) -> None:
         self.record.events.record(kind, **fields)
@@ -68,10 +92,11 @@ async def open_serving(
         ConfigError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
     """
     pool = await open_pool(stack, urls, config, record, model=model)
+    judge = Judge.of(config.weights.proof_tolerance, config.model.dtype)
     fleet = await stack.enter_async_context(AdapterFleet(
-        pool, capacity=config.inference.max_adapters, tolerance=config.weights.proof_tolerance, timeout_s=config.weights.stage_timeout_s,
+        pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
         keep=config.weights.keep, on_event=record.events.record))
-    return Serving(engines, pool, fleet, config, record)
+    return Serving(engines, pool, fleet, judge, config, record)
 
 
 async def open_pool(stack: AsyncExitStack, urls: Mapping[str, str], config: Config, record: RunRecord, *, model: str) -> EnginePool:

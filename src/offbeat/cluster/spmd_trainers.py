@@ -128,7 +128,7 @@ class RankTrainers:
         broadcast = BroadcastRequest(self._host, num_receivers, self._config.weights.stage_timeout_s) if num_receivers else None
         request = PublishRequest(version, str(folder), self._config.model.dtype, canary, broadcast)
         published = await self._thread.run("publish", partial(self._engine.publish, request))
-        return Manifest(version, str(folder), published.fingerprint, canary, published.canary_logprob, published.broadcast)
+        return Manifest(version, str(folder), published.fingerprint, canary, published.canary_logprobs, published.broadcast)
 
     async def save(self, folder: Path) -> None:
         """See `Trainers.save`."""

@@ -183,15 +183,15 @@ class TenantGroup:
         self.steps.update(updated.steps)
         return updated.grad_norms
 
-    async def score_base(self, canary: tuple[int, ...]) -> float:
-        """Mean log-probability of canary[1:] under the base model."""
+    async def score_base(self, canary: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probability of each of canary[1:] under the base model."""
         scored, *_ = await self._all("score_base", BaseCanary(canary), BaseCanaryScored)
-        return scored.logprob
+        return scored.logprobs
 
     async def publish(self, tenant: str, version: Version, folder: Path, *, canary: tuple[int, ...]) -> AdapterManifest:
         """Write a tenant's adapter into a new PEFT folder."""
         written, *_ = await self._all("publish", TenantPublish(tenant, str(folder), canary), TenantPublished)
-        return AdapterManifest(tenant, version, str(folder), written.fingerprint, canary, written.canary_logprob, written.num_bytes)
+        return AdapterManifest(tenant, version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.num_bytes)
 
     async def save(self, tenant: str, folder: Path) -> None:
         """Write all that a tenant's training needs to go on exactly."""

@@ -133,9 +133,9 @@ class BaseCanary:
 
 @dataclass(frozen=True)
 class BaseCanaryScored:
-    """Mean log-probability of a canary's tokens but the first."""
+    """Log-probability of each of a canary's tokens but the first."""
 
-    logprob: float
+    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -152,5 +152,5 @@ class TenantPublished:
     """What rank 0 wrote."""
 
     fingerprint: str
-    canary_logprob: float
+    canary_logprobs: tuple[float, ...]
     num_bytes: int

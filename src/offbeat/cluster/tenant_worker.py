@@ -80,9 +80,9 @@ class TenantWorker(RankWorker):
 
     def publish(self, request: TenantPublish) -> TenantPublished:
         """Score the canary, and write the adapter on rank 0."""
-        canary_logprob = self._engine.canary(request.tenant, request.canary)
+        canary_logprobs = self._engine.canary(request.tenant, request.canary)
         written = self._engine.write(request.tenant, Path(request.folder))
-        return TenantPublished(written.fingerprint, canary_logprob, written.num_bytes)
+        return TenantPublished(written.fingerprint, canary_logprobs, written.num_bytes)
 
     def save(self, request: TenantFolder) -> Nothing:
         """Write all that a tenant's training needs to go on exactly."""

@@ -67,7 +67,7 @@ class TrainGroup:
             version, str(folder), self._config.model.dtype, canary,
             BroadcastRequest(self._workers[0].host, num_receivers, self._config.weights.stage_timeout_s) if num_receivers else None)
         written, *_ = await self._all("publish", request, Published, timeout_s=self._config.weights.stage_timeout_s)
-        return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprob, written.broadcast)
+        return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast)
 
     async def save(self, folder: Path) -> None:
         """Write a resumable checkpoint."""

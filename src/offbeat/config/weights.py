@@ -19,4 +19,5 @@ class WeightsConfig(Section):
     stage_timeout_s: float = field(60.0, "Seconds for the trainer to write a version, and for an engine to load it.", gt=0)
     switch_timeout_s: float = field(60.0, "Seconds for an engine to switch; with drain, the longest generation.", gt=0)
     proof_tolerance: float = field(
-        1e-3, "Largest difference of the canary's mean log-probability between trainer and engine; 0.05 suits bfloat16.", gt=0)
+        0.0, "Largest root mean square of what the canary's log-probabilities differ by between trainer and engine, in nats; 0 takes "
+        "what was measured to suit model.dtype, 1e-3 for float32 and 0.1 for bfloat16.", ge=0)

@@ -119,11 +119,14 @@ class _Training:
         """Publish. When engines serve the version, which may be later, record how it went and tell `on_serving`."""
 
         def served(report: PublishReport) -> None:
-            self._proof = {"publish/switch_s": report.switch_s, "policy/canary_gap": report.canary_gap}
+            self._proof = {
+                "publish/switch_s": report.switch_s, "publish/inconclusive_engines": len(report.inconclusive),
+                "policy/canary_gap": report.canary_gap}
             self._highlights = replace(self._highlights, max_logprob_gap=max(self._highlights.max_logprob_gap, report.canary_gap))
             self._record.events.record(
                 "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s,
-                switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined))
+                switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined),
+                inconclusive=dict(report.inconclusive))
             on_serving(version)
 
         await self._session.publisher.publish(version, on_served=served)

@@ -5,7 +5,6 @@ unpinned, whatever else its tenant publishes, and it may also be published.
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from offbeat.errors import PublishError, RefusedError
 from offbeat.types import Version
@@ -52,8 +51,8 @@ class Catalog:
         """Each tenant's newest version."""
         return [manifest for name in self._newest.values() if (manifest := self.get(name))]
 
-    def publish(self, manifest: AdapterManifest, *, pinned: bool = False) -> AdapterManifest:
-        """Know a new version, and make it its tenant's newest; gives the manifest with what the version before says of the canary.
+    def publish(self, manifest: AdapterManifest, *, pinned: bool = False) -> None:
+        """Know a new version, and make it its tenant's newest.
 
         A pinned version may be an older one; its tenant's newest it becomes, if it is that, when an engine serves it.
 
@@ -61,16 +60,13 @@ class Catalog:
             PublishError: it is not newer than the tenant's newest; as `pin`.
         """
         newest = self._newest.get(manifest.tenant)
-        before = self.get(newest or "")
-        manifest = replace(manifest, canary_before=before and before.canary_logprob)
         if pinned or manifest.name in self._pinned:
             self.pin(manifest)
-            return manifest
+            return
         if newest is not None and manifest.version <= version_of(newest):
             raise PublishError(
                 f"{manifest.name} is not newer than {newest}; a version is published once, and a tenant's versions count up")
         self._published[manifest.name], self._newest[manifest.tenant] = manifest, manifest.name
-        return manifest
 
     def serves(self, name: str) -> None:
         """An engine serves a version: it is current if it is the newest that one does; not if it has been forgotten meanwhile."""

@@ -75,6 +75,11 @@ class EngineClient:
         async with self._asking("unload_adapter", timeout_s):
             await self._dialect.unload_adapter(self, name)
 
+    async def adapters(self, *, timeout_s: float) -> dict[str, str]:
+        """Folders of the adapters that the engine holds, by name."""
+        async with self._asking("adapters", timeout_s):
+            return await self._dialect.adapters(self)
+
     async def health(self, *, timeout_s: float) -> dict[str, Any]:
         """What the engine says of itself; raises unless it serves."""
         async with self._asking("health", timeout_s):

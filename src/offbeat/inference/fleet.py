@@ -24,8 +24,8 @@ from offbeat.inference.shelf import Book, Shelf, counted
 from offbeat.types import Version
 from offbeat.weights.adapters import AdapterManifest
 from offbeat.weights.lora_fanout import FanoutReport, Installed, fan_out, install
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import EngineControl
-from offbeat.weights.publish import objection
 
 _LOADS_AT_ONCE = 4
 _PUBLISH_ROUNDS = 2
@@ -64,7 +64,7 @@ class AdapterFleet:
         pool: EnginePool,
         *,
         capacity: int,
-        tolerance: float,
+        judge: Judge,
         timeout_s: float,
         keep: int = 2,
         on_event: Callable[..., None] = lambda _kind, **_fields: None,
@@ -72,7 +72,7 @@ class AdapterFleet:
         """
         Args:
             capacity: adapters that an engine holds at once.
-            tolerance: largest difference of the canary's mean log-probability between trainer and engine.
+            judge: says what engines' proofs are worth.
             timeout_s: for one engine to load and prove one adapter.
             keep: folders of each tenant's newest versions that stay, besides those in use.
             on_event: hears "fanout" (adapter, total_s, num_bytes, and by engine seconds, retries and the reason of a failure) of each
@@ -80,12 +80,12 @@ class AdapterFleet:
         """
         self._pool = pool
         self._capacity = capacity
-        self._tolerance = tolerance
+        self._judge = judge
         self._timeout_s = timeout_s
         self._on_event = on_event
         self._books = {name: Book(Shelf(capacity), asyncio.Semaphore(min(_LOADS_AT_ONCE, capacity))) for name in pool.states}
         self._catalog = Catalog(keep=keep)
-        self._base: tuple[tuple[int, ...], float] | None = None
+        self._base: tuple[tuple[int, ...], tuple[float, ...]] | None = None
         self._requests: Counter[str] = Counter()
         self._chores: set[asyncio.Task[None]] = set()
 
@@ -111,7 +111,7 @@ class AdapterFleet:
         """
         name, was_known = manifest.name, self._catalog.get(manifest.name) is not None
         self._check_unused(name)
-        manifest = self._catalog.publish(manifest, pinned=pinned)
+        self._catalog.publish(manifest, pinned=pinned)
         try:
             for _ in range(_PUBLISH_ROUNDS):
                 report = await self._fan_out(manifest)
@@ -143,6 +143,7 @@ class AdapterFleet:
     def unpin(self, name: str) -> None:
         """Serve a version no more, also if it is its tenant's current one; requests in flight finish, and its folder stays."""
         self._catalog.unpin(name)
+        self._judge.forget_tenant(tenant_of(name))
         self._retire(tenant_of(name))
 
     def _check_unused(self, name: str) -> None:
@@ -158,6 +159,7 @@ class AdapterFleet:
     def remove(self, tenant: str) -> None:
         """Serve what a tenant has published no more; requests in flight finish, its folders stay, and so do versions that are pinned."""
         self._catalog.remove(tenant)
+        self._judge.forget_tenant(tenant)
         self._retire(tenant)
 
     def prune(self) -> None:
@@ -268,7 +270,7 @@ class AdapterFleet:
         async with book.lock(manifest.name):
             try:
                 proof = await engine.prove(manifest.canary, timeout_s=self._timeout_s, adapter=manifest.name)
-                holds = not objection(manifest, proof, self._tolerance)
+                holds = not self._judge.judge(engine.name, manifest, proof, tenant=manifest.tenant).refused
             except OffbeatError:
                 holds = False
             if not holds:
@@ -276,34 +278,32 @@ class AdapterFleet:
 
     # -- the base model ----------------------------------------------------------------------------------------------------------------
 
-    async def serve_base(self, canary: tuple[int, ...], canary_logprob: float) -> None:
+    async def serve_base(self, canary: tuple[int, ...], canary_logprobs: tuple[float, ...]) -> None:
         """Have the engines prove the model without adapters, now and after each healing, so that requests for it are served, too.
 
         An engine that fails its proof is quarantined.
 
         Args:
-            canary_logprob: mean log-probability of canary[1:] under the trainers' base model.
+            canary_logprobs: log-probability of each of canary[1:] under the trainers' base model.
 
         Raises:
             EngineError: too few engines are healthy.
         """
-        self._base = (canary, canary_logprob)
+        self._base = (canary, canary_logprobs)
 
         async def admit(engine: EngineControl) -> None:
             try:
-                self._pool.admit(engine.name, await self._prove_base(engine, canary, canary_logprob))
+                self._pool.admit(engine.name, await self._prove_base(engine, canary, canary_logprobs))
             except OffbeatError as exc:
                 self._pool.quarantine(engine.name, str(exc))
 
         await gather_all(admit(engine) for engine in (await self._pool.wait_healthy()).values())
 
-    async def _prove_base(self, engine: EngineControl, canary: tuple[int, ...], expected: float) -> Version:
+    async def _prove_base(self, engine: EngineControl, canary: tuple[int, ...], expected: tuple[float, ...]) -> Version:
         """The version of the base model that an engine serves, which is the trainers'; raises EngineError or DeadlineError."""
         proof = await engine.prove(canary, timeout_s=self._timeout_s)
-        gap = abs(proof.canary_logprob - expected)
-        if not gap <= self._tolerance:  # NaN is no proof either
-            raise ProofError(
-                f"{engine.name} serves another base model: its canary log-probability is off by {gap:.3g}, more than {self._tolerance:g}")
+        if reason := self._judge.objection(expected, proof.canary_logprobs):
+            raise ProofError(f"{engine.name} serves another base model: {reason}")
         return proof.version
 
     # -- healing -----------------------------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ class AdapterFleet:
                     async with book.slots:
                         with shelf.loading():
                             installed = await install(
-                                engine, manifest, tolerance=self._tolerance, timeout_s=self._timeout_s, patience_s=patience_s,
+                                engine, manifest, judge=self._judge, timeout_s=self._timeout_s, patience_s=patience_s,
                                 make_room=make_room)
                         shelf.put(name)
                         return installed

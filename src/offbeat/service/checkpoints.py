@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -268,10 +269,18 @@ def _seal(folder: Path, adapter: AdapterManifest | None) -> int:
 
 def _read(folder: Path) -> _Manifest:
     try:
-        manifest = msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=_Manifest)
+        manifest = msgspec.convert(_with_canary(msgspec.json.decode((folder / _MANIFEST).read_bytes())), _Manifest)
     except (OSError, msgspec.DecodeError) as exc:
         raise CheckpointError(
             f"the checkpoint folder {folder.name} is gone or damaged: its manifest cannot be read; use another one") from exc
+    return manifest
+
+
+def _with_canary(manifest: Any) -> Any:
+    """A manifest in which an earlier Offbeat has written the mean of the canary's log-probabilities alone."""
+    adapter = manifest.get("adapter") if isinstance(manifest, dict) else None
+    if isinstance(adapter, dict) and "canary_logprob" in adapter:
+        adapter.setdefault("canary_logprobs", [adapter["canary_logprob"]])
     return manifest
 
 

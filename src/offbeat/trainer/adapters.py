@@ -36,7 +36,7 @@ from offbeat.telemetry.tracker import StatsPart
 from offbeat.trainer.adapter_types import AdapterPass, DatumPass, WrittenAdapter
 from offbeat.trainer.datum_pass import DatumResults, layout
 from offbeat.trainer.optim import RowAdam
-from offbeat.trainer.policy import ScoredRow, autocast, load_policy, mean_logprob, row_of, score_row
+from offbeat.trainer.policy import ScoredRow, autocast, canary_logprobs, load_policy, row_of, score_row
 from offbeat.weights.adapters import check_tenant
 
 T = TypeVar("T")
@@ -266,14 +266,14 @@ class AdapterEngine:
             write_adapter(adapter, folder, base_model=self._base)
         return WrittenAdapter(str(folder), adapter.fingerprint(), adapter.num_bytes)
 
-    def canary(self, name: str, tokens: Sequence[int]) -> float:
-        """Mean log-probability at temperature 1, without autocast, of all given tokens but the first; equal on all ranks.
+    def canary(self, name: str, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Log-probability at temperature 1, without autocast, of each given token but the first; equal on all ranks.
 
         Args:
             name: of an adapter; "" is the base model alone.
         """
         with torch.no_grad(), self._bank.using(self._bank.route_all(self._slot(name))) if name else nullcontext():
-            return mean_logprob(self._model, tokens)
+            return canary_logprobs(self._model, tokens)
 
     @property
     def _leads(self) -> bool:

@@ -27,7 +27,7 @@ from offbeat.dist.offer import Offer
 from offbeat.model.logprobs import dummy_row, token_logprobs
 from offbeat.telemetry.tracker import StatsTracker, reduce
 from offbeat.trainer.optim import build_optimizer, learning_rate, set_learning_rate
-from offbeat.trainer.policy import autocast, load_policy, mean_logprob, row_of, score_row
+from offbeat.trainer.policy import autocast, canary_logprobs, load_policy, row_of, score_row
 from offbeat.trainer.products import AdapterOfModel, Copy, Product, WholeModel
 from offbeat.trainer.state import Dtype
 from offbeat.trainer.stats import StepStats, Update, merge
@@ -126,10 +126,10 @@ class TrainEngine:
             result[row.batch_index] = self._score(row).cpu().numpy()
         return result
 
-    def canary(self, tokens: Sequence[int]) -> float:
-        """Mean log-probability at temperature 1, without autocast, of all given tokens but the first; collective, equal on all ranks."""
+    def canary(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Log-probability at temperature 1, without autocast, of each given token but the first; collective, equal on all ranks."""
         with self.groups.sync.region("canary"), self._strategy.scoring():
-            return mean_logprob(self._strategy.forward, tokens)
+            return canary_logprobs(self._strategy.forward, tokens)
 
     def copy(self, dtype: Dtype = "float32") -> Copy:
         """What is trained, as it is now, on rank 0; collective."""

@@ -77,14 +77,14 @@ def score_row(
     return ScoredRow(logprobs, entropy, found.losses * pick(batch.loss_weights), found)
 
 
-def mean_logprob(model: nn.Module, tokens: Sequence[int]) -> float:
-    """Mean log-probability at temperature 1, in the model's own number format, of all given tokens but the first."""
+def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Log-probability at temperature 1, in the model's own number format, of each given token but the first."""
     length = len(tokens)
     zeros = np.zeros(length, np.float32)
     batch = TokenBatch(
         tokens=np.asarray(tokens, np.int32), loss_mask=np.arange(length) > 0, rollout_logprobs=zeros, advantages=zeros,
         loss_weights=zeros, offsets=np.array([0, length]), group_ids=np.zeros(1), prefix_lens=np.zeros(1))
-    return token_logprobs(model, pack_row(batch, share_prefix=False)).mean().item()
+    return tuple(token_logprobs(model, pack_row(batch, share_prefix=False)).tolist())
 
 
 def autocast(config: TrainConfig) -> torch.autocast:

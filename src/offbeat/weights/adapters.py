@@ -46,9 +46,9 @@ class AdapterManifest:
         folder: in PEFT's format; never written again.
         fingerprint: `model.fingerprint` of its tensors as float32, under the names in the folder.
         canary: token ids whose log-probability proves the policy.
-        canary_logprob: mean log-probability of canary[1:] under the trainer's base model with this adapter.
+        canary_logprobs: log-probability of each of canary[1:] under the trainer's base model with this adapter; or their mean alone, of an
+            adapter that an earlier Offbeat has written.
         num_bytes: size of the tensors.
-        canary_before: the canary's mean log-probability under the version before; None for the first.
     """
 
     tenant: str
@@ -56,11 +56,15 @@ class AdapterManifest:
     folder: str
     fingerprint: str
     canary: tuple[int, ...]
-    canary_logprob: float
+    canary_logprobs: tuple[float, ...]
     num_bytes: int = 0
-    canary_before: float | None = None
 
     @property
     def name(self) -> str:
         """`tenant@version`."""
         return adapter_name(self.tenant, self.version)
+
+    @property
+    def canary_logprob(self) -> float:
+        """The mean of them."""
+        return sum(self.canary_logprobs) / len(self.canary_logprobs)

@@ -3,6 +3,8 @@
 Chosen in `cluster.assemble` and called by the publisher. Torch-free: the broadcast itself is `offbeat.dist.offer`.
 """
 
+import re
+import secrets
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,6 +12,13 @@ from typing import Protocol
 
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest
+
+_FOLDER = re.compile(r"v(\d{8})(?:-([0-9a-f]+))?")
+
+
+def draw_incarnation() -> str:
+    """A name for this start of a run: it tells what this one publishes from what the run has published before it was resumed."""
+    return secrets.token_hex(3)
 
 
 class WriteVersion(Protocol):
@@ -24,30 +33,40 @@ class WriteVersion(Protocol):
 
 
 class DiskChannel:
-    """Versions as folders `v00000012` below one directory; on /dev/shm they never touch a disk."""
+    """Versions as folders `v00000012-3fa9c1` below one directory; on /dev/shm they never touch a disk.
 
-    def __init__(self, directory: Path, *, keep: int, canary: tuple[int, ...], write: WriteVersion) -> None:
-        """`keep` versions stay; engines hold their own copy, so older ones serve nobody."""
+    A name is never used twice: a run that is resumed publishes numbers again, with other weights, but under a name of its own.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, canary: tuple[int, ...], write: WriteVersion, incarnation: str) -> None:
+        """
+        Args:
+            keep: versions that stay; engines hold their own copy, so older ones serve nobody.
+            incarnation: the last part of the names.
+        """
         self._directory = directory
+        self._incarnation = incarnation
         self._keep = keep
         self._canary = canary
         self._write = write
 
     async def write(self, version: Version, *, num_receivers: int = 0) -> Manifest:
         """See `Channel.write` and `WriteVersion`."""
-        folder = self._directory / f"v{version:08d}"
-        for later in self._folders():
-            if later.name >= folder.name:  # left by a run that ended after writing it and before its checkpoint
-                shutil.rmtree(later)
+        folder = self._directory / f"v{version:08d}-{self._incarnation}"
+        for number, incarnation, left in self._folders():
+            if incarnation != self._incarnation or number >= version:
+                shutil.rmtree(left)
         return await self._write(version, folder, canary=self._canary, num_receivers=num_receivers)
 
     def prune(self) -> None:
         """Remove all but the newest versions."""
-        for folder in self._folders()[: -self._keep]:
+        for _, _, folder in self._folders()[: -self._keep]:
             shutil.rmtree(folder)
 
-    def _folders(self) -> list[Path]:
-        return sorted(self._directory.glob("v????????"))
+    def _folders(self) -> list[tuple[Version, str, Path]]:
+        """Number, incarnation and path of every version that is there."""
+        found = [(_FOLDER.fullmatch(path.name), path) for path in self._directory.glob("v*")]
+        return sorted((int(match[1]), match[2] or "", path) for match, path in found if match)
 
 
 class CollectiveChannel:

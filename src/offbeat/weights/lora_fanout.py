@@ -14,8 +14,8 @@ from typing import Self
 from offbeat.aio import deadline
 from offbeat.errors import BusyError, OffbeatError, ProofError, PublishError, RefusedError
 from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import EngineControl
-from offbeat.weights.publish import canary_gap, objection
 
 _BUSY_RETRY_S = 0.1
 _UNLOAD_TIMEOUT_S = 5.0
@@ -61,10 +61,12 @@ class Installed:
     Attributes:
         num_retries: times that the engine was busy.
         canary_gap: difference of the canary's mean log-probability between the trainer and the engine; 0 if it was there already.
+        inconclusive: why its proof shows nothing, where it does not.
     """
 
     num_retries: int = 0
     canary_gap: float = 0.0
+    inconclusive: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Delivery:
     Attributes:
         seconds: until it served or failed.
         reason: why it failed; empty if it serves.
-        num_retries, canary_gap: see `Installed`; 0 if it failed.
+        num_retries, canary_gap, inconclusive: see `Installed`; 0 or empty if it failed.
         num_bytes: of the adapter; 0 if it failed.
     """
 
@@ -83,6 +85,7 @@ class Delivery:
     num_retries: int = 0
     canary_gap: float = 0.0
     num_bytes: int = 0
+    inconclusive: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,11 @@ class FanoutReport:
     def canary_gap(self) -> float:
         """The largest of the engines that serve it."""
         return max((delivery.canary_gap for delivery in self.deliveries.values()), default=0.0)
+
+    @property
+    def inconclusive(self) -> dict[str, str]:
+        """Engines that serve it although their proof shows nothing, and why it does not."""
+        return {engine: delivery.inconclusive for engine, delivery in self.deliveries.items() if delivery.inconclusive}
 
     def check(self) -> Self:
         """Itself, if an engine serves the adapter.
@@ -166,7 +174,8 @@ async def fan_out(
             on_serving(engine.name, name)
             blamed = fanout.served(engine.name)
         deliveries[engine.name] = Delivery(
-            time.monotonic() - start, reason, installed.num_retries, installed.canary_gap, 0 if reason else num_bytes)
+            time.monotonic() - start, reason, installed.num_retries, installed.canary_gap, 0 if reason else num_bytes,
+            installed.inconclusive)
         for lost, why in blamed.items():
             on_failed(lost, why)
 
@@ -190,7 +199,7 @@ async def install(
     engine: EngineControl,
     manifest: AdapterManifest,
     *,
-    tolerance: float,
+    judge: Judge,
     timeout_s: float,
     patience_s: float,
     make_room: Callable[[], Awaitable[None]] = _do_nothing,
@@ -198,7 +207,7 @@ async def install(
     """Load an adapter on one engine and prove it.
 
     Args:
-        tolerance: largest difference of the canary's mean log-probability.
+        judge: says what its proof is worth.
         timeout_s: of each call.
         patience_s: how long a full engine is asked again.
         make_room: called before each attempt; may raise BusyError, too.
@@ -220,9 +229,10 @@ async def install(
             await asyncio.sleep(_BUSY_RETRY_S)
     try:
         proof = await engine.prove(manifest.canary, adapter=manifest.name, timeout_s=timeout_s)
-        reason = objection(manifest, proof, tolerance)
-        if not reason:
-            return Installed(num_retries, canary_gap(manifest, proof))
+        verdict = judge.judge(engine.name, manifest, proof, tenant=manifest.tenant)
+        if not verdict.refused:
+            return Installed(num_retries, verdict.gap, verdict.reason)
+        reason = verdict.reason
     except RefusedError as exc:  # although it says that it has loaded it
         reason = str(exc)
     with suppress(OffbeatError):  # nobody routes to it; it only takes room

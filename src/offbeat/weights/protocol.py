@@ -17,8 +17,7 @@ class Manifest:
         folder: Hugging Face folder that holds the weights; never written again.
         fingerprint: `model.fingerprint` of the tensors as written.
         canary: token ids whose log-probability proves the policy.
-        canary_logprob: mean log-probability of canary[1:] under the trainer's weights.
-        canary_before: the same under the weights of the version before; None for the first.
+        canary_logprobs: log-probability of each of canary[1:] under the trainer's weights.
         broadcast: `host:port` where rank 0 offers the weights (`offbeat.dist.offer`), and the folder is written only for engines that it
             cannot reach otherwise; empty where the folder holds them.
     """
@@ -27,9 +26,13 @@ class Manifest:
     folder: str
     fingerprint: str
     canary: tuple[int, ...]
-    canary_logprob: float
+    canary_logprobs: tuple[float, ...]
     broadcast: str = ""
-    canary_before: float | None = None
+
+    @property
+    def canary_logprob(self) -> float:
+        """The mean of them."""
+        return sum(self.canary_logprobs) / len(self.canary_logprobs)
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,20 @@ class Proof:
     """What an engine says of the weights that it samples from now.
 
     Attributes:
-        fingerprint: None where the engine cannot read its weights back; the canary alone proves them then.
+        fingerprint: None where the engine can read its weights neither back nor as they were loaded; the canary alone proves them then.
+        canary_logprobs: log-probability of each of its tokens but the first, through the forward that serves.
+        live: whether the fingerprint is of what it computes with; otherwise of what it has read.
     """
 
     version: Version
     fingerprint: str | None
-    canary_logprob: float
+    canary_logprobs: tuple[float, ...]
+    live: bool = True
+
+    @property
+    def canary_logprob(self) -> float:
+        """The mean of them."""
+        return sum(self.canary_logprobs) / len(self.canary_logprobs)
 
 
 class EngineControl(Protocol):

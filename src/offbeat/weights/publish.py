@@ -1,20 +1,20 @@
 """Publishing a version: stage on every engine, switch, prove, admit.
 
-`Publication` decides (events in, actions out, no I/O); `Publisher` does. An engine that fails or is late at any stage, or whose proof does
-not match, is quarantined with the reason: it never serves an unknown version. The publish succeeds while `min_engines` serve, or do once
-healed: `bring` is how an engine comes back, outside of any publish.
+`Publication` decides (events in, actions out, no I/O), and `offbeat.weights.proof` what a proof is worth; `Publisher` does. An engine that
+fails or is late at any stage, or whose proof is refused, is quarantined with the reason. The publish succeeds while `min_engines` serve,
+or do once healed: `bring` is how an engine comes back, outside of any publish.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 from offbeat.config.weights import WeightsConfig
 from offbeat.errors import EngineError, OffbeatError, ProofError, PublishError
 from offbeat.types import Version
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.proof import Judge, Outcome
 from offbeat.weights.protocol import Channel, EngineControl, Manifest, Proof
 
 
@@ -39,18 +39,24 @@ class Action:
 
 @dataclass
 class Publication:
-    """The state of one version's way to its engines."""
+    """The state of one version's way to its engines.
+
+    Attributes:
+        reasons: why engines are lost.
+        unsure: engines that serve although their proof shows nothing, and why it does not.
+    """
 
     manifest: Manifest
-    tolerance: float
+    judge: Judge
     stages: dict[str, Stage]
     reasons: dict[str, str] = field(default_factory=dict)
+    unsure: dict[str, str] = field(default_factory=dict)
     largest_gap: float = 0.0
 
     @classmethod
-    def start(cls, manifest: Manifest, engines: Iterable[str], *, tolerance: float) -> tuple["Publication", list[Action]]:
+    def start(cls, manifest: Manifest, engines: Iterable[str], *, judge: Judge) -> tuple["Publication", list[Action]]:
         """A new publication and its first actions."""
-        publication = cls(manifest, tolerance, dict.fromkeys(engines, Stage.STAGING))
+        publication = cls(manifest, judge, dict.fromkeys(engines, Stage.STAGING))
         return publication, [Action(name, Stage.STAGING) for name in publication.stages]
 
     @property
@@ -67,12 +73,15 @@ class Publication:
         return [Action(engine, Stage.PROVING)]
 
     def proved(self, engine: str, proof: Proof) -> list[Action]:
-        """The engine answered its proof; it serves only if the proof is right."""
+        """The engine answered its proof; it serves unless that is refused."""
         assert self.stages[engine] is Stage.PROVING, f"{engine} proved while {self.stages[engine].value}"
-        if reason := objection(self.manifest, proof, self.tolerance):
-            return self.failed(engine, reason)
+        verdict = self.judge.judge(engine, self.manifest, proof)
+        if verdict.refused:
+            return self.failed(engine, verdict.reason)
+        if verdict.outcome is Outcome.UNSURE:
+            self.unsure[engine] = verdict.reason
         self.stages[engine] = Stage.SERVING
-        self.largest_gap = max(self.largest_gap, canary_gap(self.manifest, proof))
+        self.largest_gap = max(self.largest_gap, verdict.gap)
         return []
 
     def failed(self, engine: str, reason: str) -> list[Action]:
@@ -90,29 +99,6 @@ class Publication:
         return [Action(name, Stage.SWITCHING) for name in staged]
 
 
-def objection(wanted: Manifest | AdapterManifest, proof: Proof, tolerance: float) -> str:
-    """What is wrong with an engine's proof of a version; empty if nothing is.
-
-    Args:
-        tolerance: largest difference of the canary's mean log-probability.
-    """
-    if proof.version != wanted.version:
-        return f"serves version {proof.version} instead of {wanted.version}"
-    if proof.fingerprint is not None and proof.fingerprint != wanted.fingerprint:
-        return f"its weights have fingerprint {proof.fingerprint[:12]} instead of {wanted.fingerprint[:12]}"
-    gap = canary_gap(wanted, proof)
-    if not gap <= tolerance:  # NaN is no proof either
-        return f"its canary log-probability is off by {gap:.3g}, more than {tolerance:g}"
-    if proof.fingerprint is None and wanted.canary_before is not None and abs(proof.canary_logprob - wanted.canary_before) < gap:
-        return f"its canary log-probability {proof.canary_logprob:.6g} is that of the version before, {wanted.canary_before:.6g}"
-    return ""
-
-
-def canary_gap(wanted: Manifest | AdapterManifest, proof: Proof) -> float:
-    """Difference of the canary's mean log-probability between the trainer and an engine."""
-    return abs(proof.canary_logprob - wanted.canary_logprob)
-
-
 @dataclass(frozen=True)
 class PublishReport:
     """What a publish took and showed.
@@ -122,6 +108,7 @@ class PublishReport:
         canary_gap: largest difference of the canary's mean log-probability between the trainer and an engine that serves.
         serving: engines that serve the version.
         quarantined: engines that were lost, with reasons.
+        inconclusive: of those that serve, the ones whose proof shows nothing, and why.
     """
 
     version: Version
@@ -132,6 +119,7 @@ class PublishReport:
     canary_gap: float
     serving: tuple[str, ...]
     quarantined: Mapping[str, str]
+    inconclusive: Mapping[str, str] = field(default_factory=dict)
 
 
 class Publisher:
@@ -149,6 +137,7 @@ class Publisher:
         channel: Channel,
         config: WeightsConfig,
         *,
+        judge: Judge,
         min_engines: int,
         on_serving: Callable[[str, int], None],
         on_quarantine: Callable[[str, str], None],
@@ -157,6 +146,7 @@ class Publisher:
         """
         Args:
             engines: gives the healthy engines by name at each publish.
+            judge: says what their proofs are worth.
             on_serving: admits an engine to routing at a version.
             on_quarantine: excludes an engine, with the reason.
             recover: waits until `min_engines` serve a version, as engines heal, and gives their names; raises EngineError in the end. None
@@ -165,6 +155,7 @@ class Publisher:
         self._engines = engines
         self._channel = channel
         self._config = config
+        self._judge = judge
         self._min_engines = min_engines
         self._on_serving = on_serving
         self._on_quarantine = on_quarantine
@@ -180,10 +171,10 @@ class Publisher:
         start = switch_start = time.monotonic()
         async with self._writing:
             manifest = await self._channel.write(version)
-            self.current = manifest = replace(manifest, canary_before=self.current and self.current.canary_logprob)
+            self.current = manifest
         engines = self._engines()  # now: an engine that heals from here on heals to this version
         written = time.monotonic()
-        publication, actions = Publication.start(manifest, engines, tolerance=self._config.proof_tolerance)
+        publication, actions = Publication.start(manifest, engines, judge=self._judge)
         tasks: set[asyncio.Task[list[Action]]] = set()
         try:
             while actions or tasks:
@@ -200,7 +191,8 @@ class Publisher:
         self._channel.prune()
         return PublishReport(
             version, total_s=time.monotonic() - start, write_s=written - start, stage_s=switch_start - written, switch_s=end - switch_start,
-            canary_gap=publication.largest_gap, serving=tuple(serving), quarantined=dict(publication.reasons))
+            canary_gap=publication.largest_gap, serving=tuple(serving), quarantined=dict(publication.reasons),
+            inconclusive=dict(publication.unsure))
 
     async def bring(self, engine: EngineControl) -> Version | None:
         """Bring an engine that is out of service to the current version, and prove it. Admits nobody.
@@ -223,8 +215,9 @@ class Publisher:
                         raise
                 continue
             if manifest is self.current:
-                if reason := objection(manifest, proof, config.proof_tolerance):
-                    raise ProofError(f"{engine.name} failed its proof: {reason}")
+                verdict = self._judge.judge(engine.name, manifest, proof)
+                if verdict.refused:
+                    raise ProofError(f"{engine.name} failed its proof: {verdict.reason}")
                 return manifest.version
         return None
 

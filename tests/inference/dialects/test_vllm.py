@@ -9,7 +9,7 @@ import pytest
 from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
-from offbeat.weights.protocol import Proof
+from offbeat.weights.protocol import Manifest, Proof
 
 MODELS = {"data": [{"id": "/models/small", "root": "/models/small"}, {"id": "alice@3", "root": "/a/3"}]}
 FINE: dict[str, Any] = {
@@ -115,25 +115,46 @@ def scored(body: Mapping[str, Any], *, version: int = 4) -> dict[str, Any]:
     return {"choices": [{"logprobs": logprobs, "versions": [version]}]}
 
 
-def test_a_proof_scores_one_token_at_a_time() -> None:
+def test_whole_weights_are_proven_by_the_endpoint_inside_and_the_canary_goes_with_the_switch() -> None:
+    shown = {"version": 4, "fingerprint": "f", "logprobs": [-1.0, -2.0], "num_unread": 0}
+    wire = Wire({"/v1/weights/switch": {}, "/v1/weights/prove": shown})
+    asyncio.run(dialect().switch(wire, Manifest(4, "v4", "f", (7, 1, 2), ()), "drain"))
+    assert wire.asked == [("POST", "/v1/weights/switch", {"version": 4, "interrupt": "drain", "canary": (7, 1, 2)})]
+    assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="")) == Proof(4, "f", (-1.0, -2.0))
+    wire.answers["/v1/weights/prove"]["num_unread"] = 3
+    assert not asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="")).live
+    wire.answers["/v1/weights/prove"] |= {"fingerprint": None, "num_unread": None}
+    assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="")) == Proof(4, None, (-1.0, -2.0), live=False)
+
+
+def test_an_adapter_is_proven_one_token_at_a_time_and_ahead_of_others_where_the_server_hears_of_priorities() -> None:
+    wire = Wire({"/v1/completions": scored, "/v1/weights/adapter": {"fingerprint": "f", "priority": -1}})
+    assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="alice@3")) == Proof(3, "f", (-0.1 - 1, -0.2 - 2), live=False)
+    bodies = [body for _, path, body in wire.asked if path == "/v1/completions"]
+    assert [body["prompt"] for body in bodies] == [(7,), (7, 1)]
+    assert all(body["max_tokens"] == 1 and "prompt_logprobs" not in body for body in bodies)
+    assert all((body["model"], body["priority"]) == ("alice@3", -1) for body in bodies)
+    bare = Wire({"/v1/completions": scored, "/v1/weights/adapter": RefusedError("Not Found")})
+    assert asyncio.run(dialect().prove(bare, (7, 1, 2), adapter="alice@3")).fingerprint is None
+    assert all("priority" not in body for _, path, body in bare.asked if path == "/v1/completions")
+
+
+def test_the_base_of_adapters_is_proven_without_the_endpoint_inside() -> None:
     wire = Wire({"/v1/completions": scored})
-    assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="")) == Proof(4, None, ((-0.1 - 1) + (-0.2 - 2)) / 2)
-    assert [body["prompt"] for _, _, body in wire.asked] == [(7,), (7, 1)]
-    assert all(body["max_tokens"] == 1 and "prompt_logprobs" not in body and "model" not in body for _, _, body in wire.asked)
-    assert asyncio.run(dialect().prove(wire, (7, 1), adapter="alice@3")).version == 3
-    assert wire.asked[-1][2]["model"] == "alice@3"
+    assert asyncio.run(dialect(whole_weights=False).prove(wire, (7, 1, 2), adapter="")) == Proof(4, None, (-0.1 - 1, -0.2 - 2))
+    assert all("model" not in body for _, _, body in wire.asked)
 
 
 def test_a_proof_in_which_the_version_changes_is_none() -> None:
     wire = Wire({"/v1/completions": lambda body: scored(body, version=len(body["prompt"]))})
     with pytest.raises(EngineError, match=r"engine 0 changed between versions \[1, 2\] during its proof"):
-        asyncio.run(dialect().prove(wire, (7, 1, 2), adapter=""))
+        asyncio.run(dialect(whole_weights=False).prove(wire, (7, 1, 2), adapter=""))
 
 
 def test_a_server_that_gives_no_log_probability_is_told_to_be_newer() -> None:
     wire = Wire({"/v1/completions": {"choices": [{"logprobs": {"top_logprobs": [{"a": -1.0}]}}]}})
     with pytest.raises(EngineError, match="use vLLM 0.32 or later"):
-        asyncio.run(dialect().prove(wire, (7, 1), adapter=""))
+        asyncio.run(dialect(whole_weights=False).prove(wire, (7, 1), adapter=""))
 
 
 def test_an_adapter_is_loaded_under_a_new_name_and_never_in_place() -> None:

@@ -12,6 +12,7 @@ from offbeat.inference.embedded.engine import Engine
 from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.request import Output, Request, SamplingParams
+from offbeat.inference.embedded.versions import Source
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 25, [7, 8]]
@@ -96,7 +97,7 @@ def test_base_weights_switch_under_running_adapters(interrupt, make_engine, adap
         submit(engine, f"{adapter}/{i}", adapter, PROMPTS[i], tokens=16, seed=i)
     for _ in range(6):
         engine.step()
-    engine.stage(1, model_folder("qwen3", 1), engine.prepare(model_folder("qwen3", 1)))
+    engine.stage(1, Source(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
     engine.switch(1, interrupt)
     outputs = drain(engine)
     for adapter, i in wanted:

@@ -12,7 +12,7 @@ from offbeat.inference.embedded.engine import Engine
 from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.request import Output, Request, SamplingParams, Scored, ScoreJob
-from offbeat.inference.embedded.versions import fingerprint_tensors
+from offbeat.inference.embedded.versions import Source, fingerprint_tensors
 from offbeat.model.peft_io import read_adapter
 
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 25]
@@ -38,7 +38,7 @@ def play(
     for folder in adapters:
         engine.adapters.add(folder, folder, engine.adapters.read(folder))
     names = ("", *adapters)
-    engine.stage(1, other, engine.prepare(other))
+    engine.stage(1, Source(other), engine.prepare(other))
     for i, (prompt, how) in enumerate(zip(PROMPTS * 2, HOW * 2, strict=True)):
         params = SamplingParams(max_new_tokens=6 + i, seed=i, **how)
         engine.submit(Request(id=str(i), prompt=prompt, params=params, n=2, adapter=names[i % len(names)]))

@@ -9,7 +9,7 @@ from offbeat.inference.embedded.engine import Engine
 from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.request import Output, Request, SamplingParams
-from offbeat.inference.embedded.versions import fingerprint_tensors
+from offbeat.inference.embedded.versions import Source, fingerprint_tensors
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.tensors import named_bytes
 
@@ -138,7 +138,7 @@ def test_a_switch_in_flight_changes_the_policy_from_the_next_token_on(interrupt,
     submit(engine, PROMPTS[:6], params(20, temperature=0), n=1)
     for _ in range(8):
         engine.step()
-    engine.stage(1, folder, engine.prepare(folder))
+    engine.stage(1, Source(folder), engine.prepare(folder))
     done = engine.switch(1, interrupt)
     outputs = drain(engine)
     assert done.result(timeout=0) >= 0 and engine.version == 1
@@ -174,7 +174,7 @@ def test_the_two_test_models_differ(reference):
 def test_while_draining_nothing_starts_and_no_second_switch(make_engine, model_folder):
     engine = make_engine(max_running=2)
     for version in (1, 2):
-        engine.stage(version, model_folder("qwen3", 1), engine.prepare(model_folder("qwen3", 1)))
+        engine.stage(version, Source(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
     submit(engine, PROMPTS[:1], params(5))
     engine.step()
     done = engine.switch(1, "drain")
@@ -189,7 +189,7 @@ def test_while_draining_nothing_starts_and_no_second_switch(make_engine, model_f
 
 def test_a_drain_ends_when_the_last_sample_is_aborted(make_engine, model_folder):
     engine = make_engine()
-    engine.stage(1, model_folder("qwen3", 1), engine.prepare(model_folder("qwen3", 1)))
+    engine.stage(1, Source(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
     submit(engine, PROMPTS[:1], params(50))
     engine.step()
     done = engine.switch(1, "drain")
@@ -197,27 +197,29 @@ def test_a_drain_ends_when_the_last_sample_is_aborted(make_engine, model_folder)
     assert done.done() and engine.version == 1
 
 
-def test_a_version_is_immutable_and_staging_it_again_is_nothing(make_engine, model_folder):
+def test_staging_a_version_again_is_nothing_and_other_weights_of_its_number_take_its_place(make_engine, model_folder):
     engine = make_engine(version=3)
     folder, other = model_folder("qwen3", 1), model_folder("qwen3", 2)
     prepared = engine.prepare(folder)
-    engine.stage(4, folder, prepared)
-    engine.stage(4, folder, prepared)
-    assert engine.is_staged(4, folder) and engine.is_staged(3, model_folder("qwen3"))
-    with pytest.raises(RefusedError, match="version 4 is .* immutable"):
-        engine.stage(4, other, prepared)
+    engine.stage(4, Source(folder), prepared)
+    engine.stage(4, Source(folder), prepared)
+    assert engine.is_staged(4, Source(folder)) and engine.is_staged(3, Source(model_folder("qwen3")))
     with pytest.raises(RefusedError, match=r"version 5 is not staged; staged are \[4\] and 3 is live"):
         engine.switch(5, "keep")
     assert engine.switch(3, "recompute").result(0) == 0.0
     engine.switch(4, "recompute").result(0)
-    assert engine.is_staged(4, folder) and engine.version == 4
+    assert engine.is_staged(4, Source(folder)) and engine.version == 4
+    engine.stage(4, Source(other), engine.prepare(other))
+    before = engine.score(PROMPTS[0])
+    assert engine.switch(4, "recompute").result(0) > 0.0
+    assert engine.is_staged(4, Source(other)) and engine.score(PROMPTS[0]) != before
 
 
 def test_an_engine_goes_back_to_an_earlier_version(make_engine, model_folder, reference):
     engine = make_engine()
     for version, seed in ((1, 1), (0, 0)):
         folder = model_folder("qwen3", seed)
-        engine.stage(version, folder, engine.prepare(folder))
+        engine.stage(version, Source(folder), engine.prepare(folder))
         engine.switch(version, "recompute").result(0)
         (output,) = engine.generate([PROMPTS[0]], params(5))[0]
         assert output.versions == [version] * 5
@@ -237,7 +239,7 @@ def test_fingerprint_and_score_prove_the_live_weights(make_engine, model_folder,
     engine = make_engine()
     for version in (0, 1):
         if version:
-            engine.stage(1, model_folder("qwen3", 1), engine.prepare(model_folder("qwen3", 1)))
+            engine.stage(1, Source(model_folder("qwen3", 1)), engine.prepare(model_folder("qwen3", 1)))
             engine.switch(1, "recompute")
         model = reference("qwen3", version)
         live, tensors = engine.weights()

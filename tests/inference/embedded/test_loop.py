@@ -10,6 +10,7 @@ from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.loop import EngineLoop
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.request import Event, Output, Request, SamplingParams
+from offbeat.inference.embedded.versions import Source
 
 
 class Inbox:
@@ -79,7 +80,7 @@ def test_calls_run_between_steps_and_return_results_or_errors(loop):
 
 def test_a_waiter_that_gives_up_does_not_hurt_the_engine(loop, inbox, model_folder):
     loop.submit(request("a", tokens=150))
-    loop.stage(1, model_folder("qwen3", 1))
+    loop.stage(1, Source(model_folder("qwen3", 1)))
     draining = loop.call(lambda: loop.engine.switch(1, "drain"))
     assert not draining.cancel() and not draining.result(10).cancel()
     inbox.wait(1)
@@ -88,10 +89,10 @@ def test_a_waiter_that_gives_up_does_not_hurt_the_engine(loop, inbox, model_fold
 
 def test_stage_and_switch_while_a_request_runs(loop, inbox, model_folder):
     loop.submit(request("a", tokens=150))
-    loop.stage(1, model_folder("qwen3", 1))
-    loop.stage(1, model_folder("qwen3", 1))
+    loop.stage(1, Source(model_folder("qwen3", 1)))
+    loop.stage(1, Source(model_folder("qwen3", 1)))
     with pytest.raises(ModelError):
-        loop.stage(2, model_folder("llama"))
+        loop.stage(2, Source(model_folder("llama")))
     switched = loop.call(lambda: loop.engine.switch(1, "recompute")).result(10)
     assert switched.result(10) < 5
     (event,) = inbox.wait(1)
@@ -107,7 +108,7 @@ def test_pause_abort_delivers_what_there_is(loop, inbox):
 
 def test_when_the_engine_fails_everything_pending_fails_and_says_why(loop, inbox, model_folder):
     loop.submit(request("running", tokens=150))
-    loop.stage(1, model_folder("qwen3", 1))
+    loop.stage(1, Source(model_folder("qwen3", 1)))
     draining = loop.call(lambda: loop.engine.switch(1, "drain")).result(10)
     loop.submit(request("waiting"))
 

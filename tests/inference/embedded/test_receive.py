@@ -10,7 +10,7 @@ from offbeat.dist.offer import Offer
 from offbeat.errors import EngineError
 from offbeat.inference.embedded.receive import receive_weights
 from offbeat.inference.embedded.server import EngineServer
-from offbeat.inference.embedded.versions import fingerprint_tensors
+from offbeat.inference.embedded.versions import Source, fingerprint_tensors
 from offbeat.model.hf_io import read_safetensors
 from small_run import build_small_model
 
@@ -27,11 +27,11 @@ def test_a_version_that_was_offered_is_served(start_engine, tmp_path: Path, monk
     offer = Offer(
         newer, host="127.0.0.1", num_receivers=1, timeout_s=20, write_folder=lambda _: (tmp_path / "newer").rename(folder) and None)
     try:
-        server._loop.stage(1, str(folder), offer.address)
+        server._loop.stage(1, Source(str(folder)), offer.address)
         assert folder.exists() != is_reached
         server._loop.call(lambda: server._engine.switch(1, "recompute")).result(10).result(10)
         assert fingerprint_tensors(server._engine.weights()[1]) == wanted
-        server._loop.stage(1, str(folder), "127.0.0.1:1")  # once it is there, it is not received again
+        server._loop.stage(1, Source(str(folder)), "127.0.0.1:1")  # once it is there, it is not received again
     finally:
         offer.close()
 

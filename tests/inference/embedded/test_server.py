@@ -297,9 +297,13 @@ def test_weights_are_staged_switched_and_proved_while_requests_run(interrupt, fr
         score = (await call(url, "/v1/score", {"tokens": [5, 9, 20, 3]}))[2]
         assert score["version"] == 7
         assert torch.allclose(torch.tensor(score["logprobs"]), reference("qwen3", 1).logprobs([5, 9, 20, 3]), atol=1e-4)
-        conflict = await call(url, "/v1/weights/stage", {"version": 7, "folder": model_folder("qwen3", 2)})
-        assert conflict[0] == 400 and "immutable" in conflict[2]["error"]["message"]
-        return (await running)[2]["choices"]
+        choices = (await running)[2]["choices"]
+        for body in ({"folder": model_folder("qwen3", 2)}, {"folder": model_folder("qwen3"), "fingerprint": "of a resumed run"}):
+            assert (await call(url, "/v1/weights/stage", {"version": 7, **body}))[0] == 200
+        assert (await call(url, "/v1/weights/switch", {"version": 7, "interrupt": interrupt}))[0] == 200
+        live = (await call(url, "/v1/weights/fingerprint"))[2]
+        assert live == {"version": 7, "fingerprint": fingerprint(named_bytes(reference("qwen3").model))}
+        return choices
 
     for choice in run(scenario()):
         versions, tokens = choice["versions"], [5, 9, *choice["token_ids"]]

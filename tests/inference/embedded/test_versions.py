@@ -3,27 +3,30 @@
 import pytest
 
 from offbeat.errors import RefusedError
-from offbeat.inference.embedded.versions import VersionStore
+from offbeat.inference.embedded.versions import Source, VersionStore
 
 
-def test_a_version_is_staged_then_live_and_older_staged_ones_are_dropped() -> None:
+def test_a_version_is_staged_then_live_and_others_that_are_staged_are_dropped() -> None:
     store = VersionStore(live=0, folder="v0")
-    assert store.has(0, "v0") and not store.has(1, "v1")
+    assert store.has(0, Source("v0")) and not store.has(1, Source("v1"))
     for version in (1, 2, 3):
-        store.add(version, f"v{version}", f"weights {version}")
+        store.add(version, Source(f"v{version}"), f"weights {version}")
     store.check_staged(2)
     assert store.make_live(2) == "weights 2"
-    assert store.has(2, "v2") and store.has(3, "v3") and not store.has(1, "v1")
-    with pytest.raises(RefusedError, match=r"version 1 is not staged; staged are \[3\] and 2 is live"):
+    assert store.has(2, Source("v2")) and not store.has(1, Source("v1")) and not store.has(3, Source("v3"))
+    with pytest.raises(RefusedError, match=r"version 1 is not staged; staged are \[\] and 2 is live"):
         store.check_staged(1)
 
 
-def test_a_version_is_bound_to_its_folder_while_it_is_staged_or_live() -> None:
+def test_a_number_that_comes_again_with_other_weights_is_another_version() -> None:
     store = VersionStore(live=0, folder="v0")
-    store.add(1, "v1", "weights")
-    store.add(2, "v2", "weights")
-    store.make_live(1)
-    assert not store.has(0, "of another run")
-    for version in (1, 2):
-        with pytest.raises(RefusedError, match=f"version {version} is v{version} and cannot become other; a version is immutable"):
-            store.has(version, "other")
+    store.add(1, Source("v1", "lost"), "lost weights")
+    for other in (Source("v1", "new"), Source("v1-b", "lost")):
+        assert not store.has(1, other)
+        store.add(1, other, f"weights of {other}")
+        assert store.has(1, other) and not store.has(1, Source("v1", "lost"))
+    assert store.make_live(1) == f"weights of {other}"
+    assert store.has(1, other) and not store.is_staged(1)
+    store.add(1, Source("v1-c"), "again")
+    assert not store.has(1, other)  # what is live is about to be replaced
+    assert store.make_live(1) == "again"

@@ -73,6 +73,10 @@ class Dialect(Protocol):
         """Forget an adapter; requests in flight finish with it. An unknown name is no error."""
         ...
 
+    async def adapters(self, wire: Wire) -> dict[str, str]:
+        """Folders of the adapters that the engine holds, by name; empty where it does not say."""
+        ...
+
     async def health(self, wire: Wire) -> dict[str, Any]:
         """Raises unless the engine serves; what it says of itself, with "version" where it knows one."""
         ...

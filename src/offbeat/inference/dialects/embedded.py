@@ -80,7 +80,8 @@ class EmbeddedDialect:
         return PromptScore((math.nan, *answer["logprobs"]), version, top, target_logprobs).check(request)
 
     async def stage(self, wire: Wire, manifest: Manifest) -> None:
-        body = {"version": manifest.version, "folder": manifest.folder, "broadcast": manifest.broadcast}
+        body = {
+            "version": manifest.version, "folder": manifest.folder, "broadcast": manifest.broadcast, "fingerprint": manifest.fingerprint}
         await wire.call("POST", "/v1/weights/stage", body)
 
     async def switch(self, wire: Wire, manifest: Manifest, interrupt: Interrupt) -> None:
@@ -94,13 +95,16 @@ class EmbeddedDialect:
         if fingerprint["version"] != score["version"]:
             raise EngineError(f"{wire.name} changed from version {fingerprint['version']} to {score['version']} during its proof")
         version = split_adapter_name(adapter)[1] if adapter else fingerprint["version"]
-        return Proof(version, fingerprint["fingerprint"], sum(score["logprobs"]) / len(score["logprobs"]))
+        return Proof(version, fingerprint["fingerprint"], tuple(score["logprobs"]))
 
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
         await wire.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
     async def unload_adapter(self, wire: Wire, name: str) -> None:
         await wire.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def adapters(self, wire: Wire) -> dict[str, str]:
+        return {model["id"]: model.get("root") or "" for model in await self._models(wire) if model.get("parent")}
 
     async def health(self, wire: Wire) -> dict[str, Any]:
         return await wire.call("GET", "/health")

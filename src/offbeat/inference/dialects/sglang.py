@@ -89,20 +89,20 @@ class SGLangDialect:
         if len(logprobs) != len(canary) - 1 or None in logprobs:
             raise EngineError(f"{wire.name} scored {len(logprobs)} tokens of a canary of {len(canary)}")
         version = split_adapter_name(adapter)[1] if adapter else _version(meta["weight_version"])
-        return Proof(version, None, sum(logprobs) / len(logprobs))
+        return Proof(version, None, tuple(logprobs))
 
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
         try:
             await wire.call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         except RefusedError:
-            if (await self._adapters(wire)).get(name) != folder:
+            if (await self.adapters(wire)).get(name) != folder:
                 raise
 
     async def unload_adapter(self, wire: Wire, name: str) -> None:
         try:
             await wire.call("POST", "/unload_lora_adapter", {"lora_name": name})
         except RefusedError:
-            if name in await self._adapters(wire):
+            if name in await self.adapters(wire):
                 raise
 
     async def health(self, wire: Wire) -> dict[str, Any]:
@@ -110,8 +110,7 @@ class SGLangDialect:
         info = await wire.call("GET", "/model_info")
         return info | {"version": _version(info["weight_version"])}
 
-    async def _adapters(self, wire: Wire) -> dict[str, str]:
-        """Folders of loaded adapters by name."""
+    async def adapters(self, wire: Wire) -> dict[str, str]:
         models = await wire.call("GET", "/v1/models")
         return {model["id"]: model.get("root", "") for model in models["data"]}
 

@@ -14,7 +14,7 @@ from offbeat.inference.dialects.embedded import EmbeddedDialect, top_tokens
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.types import Version
 from offbeat.weights.adapters import split_adapter_name
-from offbeat.weights.protocol import Proof
+from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
 _GUIDE = "docs/engines.md says how to start it"
 _NARROW_TOP_P = 1e-6
@@ -79,17 +79,35 @@ class VllmDialect(EmbeddedDialect):
         logprobs = (math.nan, *(row[token] for token, row in zip(request.tokens[1:], rows, strict=True)))
         return PromptScore(logprobs, version, top, _target_logprobs(request, rows)).check(request)
 
+    async def switch(self, wire: Wire, manifest: Manifest, interrupt: Interrupt) -> None:
+        # With the canary, which is queued while nothing else runs, for the proof to come.
+        body = {"version": manifest.version, "interrupt": interrupt, "canary": manifest.canary}
+        await wire.call("POST", "/v1/weights/switch", body)
+
     async def prove(self, wire: Wire, canary: tuple[int, ...], *, adapter: str) -> Proof:
-        # One new token per request: with LoRA on CPUs, log-probabilities of a prompt end the engine.
-        scored = await asyncio.gather(*(self._score(wire, canary[:end], canary[end], adapter) for end in range(1, len(canary))))
         if adapter:
-            version = split_adapter_name(adapter)[1]
-        else:
-            versions = sorted({version for _, version in scored})
-            if len(versions) > 1:
-                raise EngineError(f"{wire.name} changed between versions {versions} during its proof")
-            (version,) = versions
-        return Proof(version, None, sum(logprob for logprob, _ in scored) / len(scored))
+            return await self._prove_adapter(wire, canary, adapter)
+        if not self._whole_weights:
+            scored = await self._score_each(wire, canary, "")
+            return Proof(scored[0][1], None, tuple(logprob for logprob, _ in scored))
+        told = await wire.call("POST", "/v1/weights/prove", {"tokens": canary})
+        return Proof(told["version"], told["fingerprint"], tuple(told["logprobs"]), live=told["num_unread"] == 0)
+
+    async def _prove_adapter(self, wire: Wire, canary: tuple[int, ...], adapter: str) -> Proof:
+        try:
+            told = await wire.call("POST", "/v1/weights/adapter", {"name": adapter})
+        except RefusedError:  # a server by URL that runs without our file
+            told = {"fingerprint": None, "priority": 0}
+        scored = await self._score_each(wire, canary, adapter, **({"priority": told["priority"]} if told["priority"] else {}))
+        version = split_adapter_name(adapter)[1]
+        return Proof(version, told["fingerprint"], tuple(logprob for logprob, _ in scored), live=False)
+
+    async def _score_each(self, wire: Wire, canary: tuple[int, ...], adapter: str, **fields: Any) -> list[tuple[float, Version]]:
+        """One new token per request: with LoRA on CPUs, log-probabilities of a prompt end the engine."""
+        scored = await asyncio.gather(*(self._score(wire, canary[:end], canary[end], adapter, **fields) for end in range(1, len(canary))))
+        if len(versions := sorted({version for _, version in scored})) > 1:
+            raise EngineError(f"{wire.name} changed between versions {versions} during its proof")
+        return scored
 
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
         # Never with load_inplace: requests in flight would change adapters in mid-stream, or never.
@@ -136,11 +154,11 @@ class VllmDialect(EmbeddedDialect):
         except RefusedError:
             return None
 
-    async def _score(self, wire: Wire, context: tuple[int, ...], token: int, adapter: str) -> tuple[float, Version]:
+    async def _score(self, wire: Wire, context: tuple[int, ...], token: int, adapter: str, **fields: Any) -> tuple[float, Version]:
         """The log-probability of a token after a context, and the version that gives it."""
         answer = await wire.call("POST", "/v1/completions", {
             "prompt": context, "max_tokens": 1, "temperature": 1.0, "logprobs": 1, "logprob_token_ids": [token],
-            "return_tokens_as_token_ids": True} | ({"model": adapter} if adapter else {}))
+            "return_tokens_as_token_ids": True, **fields} | ({"model": adapter} if adapter else {}))
         choice = answer["choices"][0]
         try:
             return choice["logprobs"]["top_logprobs"][0][f"token_id:{token}"], choice.get("versions", (_INITIAL,))[0]

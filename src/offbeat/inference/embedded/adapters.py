@@ -40,13 +40,13 @@ class Adapters:
     """Names, folders and weights.
 
     Attributes:
-        names: that requests may use now; replaced, never changed, so that any thread may read it.
+        folders: of those that requests may use now, by name; replaced, never changed, so that any thread may read it.
         num_evicted: adapters that made room for another, since the start.
     """
 
     def __init__(self, forward: Forward, options: EngineOptions, *, in_use: Callable[[], set[str]]) -> None:
         """`in_use` gives the names that waiting and running requests hold."""
-        self.names: tuple[str, ...] = ()
+        self.folders: dict[str, str] = {}
         self.num_evicted = 0
         self._linears = {linear.name: linear for group in forward.lora_groups.values() for linear in group}
         self._max_adapters = options.max_adapters
@@ -56,6 +56,11 @@ class Adapters:
         self._stack = AdapterStack(forward.lora_groups, device=forward.device)
         self._last_key: tuple[int, tuple[str, ...], int] | None = None
         self._last_rows: AdapterRows | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of adapters that requests may use now."""
+        return tuple(self.folders)
 
     # -- loading and unloading ---------------------------------------------------------------------------------------------------------
 
@@ -137,7 +142,7 @@ class Adapters:
                 del self._held[name]
 
     def _publish_names(self) -> None:
-        self.names = tuple(name for name, held in self._held.items() if not held.leaving)
+        self.folders = {name: held.folder for name, held in self._held.items() if not held.leaving}
 
     # -- use ---------------------------------------------------------------------------------------------------------------------------
 

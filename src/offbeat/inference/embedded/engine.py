@@ -26,7 +26,7 @@ from offbeat.inference.embedded.rows import Rows
 from offbeat.inference.embedded.sampler import row_keys, sample
 from offbeat.inference.embedded.scheduler import Scheduler, plan_prefill
 from offbeat.inference.embedded.scoring import Scorer
-from offbeat.inference.embedded.versions import PendingSwitch, VersionStore, read_weights
+from offbeat.inference.embedded.versions import PendingSwitch, Source, VersionStore, read_weights
 from offbeat.model.peft_io import Adapter
 from offbeat.types import Version
 from offbeat.weights.protocol import Interrupt
@@ -303,28 +303,24 @@ class Engine:
             self._pending.done.set_exception(error)
         return [Event(request_id, error) for request_id in known]
 
-    def is_staged(self, version: Version, folder: str) -> bool:
+    def is_staged(self, version: Version, source: Source) -> bool:
         """See `VersionStore.has`."""
-        return self._versions.has(version, folder)
+        return self._versions.has(version, source)
 
     def prepare(self, folder: str, broadcast: str = "") -> object:
         """Bring a version's weights into what `stage` takes. May run on any thread; arguments and errors as `read_weights`."""
         return read_weights(self._forward, folder, broadcast)
 
-    def stage(self, version: Version, folder: str, prepared: object) -> None:
-        """Hold prepared weights beside the live ones, as `version`.
-
-        Raises:
-            RefusedError: the version is bound to another folder.
-        """
-        if not self.is_staged(version, folder):
-            self._versions.add(version, folder, prepared)
+    def stage(self, version: Version, source: Source, prepared: object) -> None:
+        """Hold prepared weights beside the live ones, as `version`, in place of others of that number."""
+        if not self.is_staged(version, source):
+            self._versions.add(version, source, prepared)
 
     def switch(self, version: Version, interrupt: Interrupt) -> "Future[float]":
         """Serve a staged version.
 
         Args:
-            version: staged before; the live one again is no change.
+            version: staged before; the live one again is no change, unless other weights were staged under its number.
             interrupt: samples in flight go on under the new weights with their cache computed anew ("recompute") or as it is ("keep"), or
                 finish first under the old ones while nothing new starts ("drain").
 
@@ -339,7 +335,7 @@ class Engine:
             raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before switching to {version}")
         done: Future[float] = Future()
         done.set_running_or_notify_cancel()
-        if version == self.version:
+        if version == self.version and not self._versions.is_staged(version):
             done.set_result(0.0)
             return done
         self._versions.check_staged(version)

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 from offbeat.errors import EngineError
 from offbeat.inference.embedded.engine import Engine
 from offbeat.inference.embedded.request import Event, Request, ScoreJob
+from offbeat.inference.embedded.versions import Source
 from offbeat.types import Version
 
 T = TypeVar("T")
@@ -88,15 +89,15 @@ class EngineLoop:
         """See `Engine.pause`."""
         return self.call(lambda: self._events.extend(self.engine.pause(mode)))
 
-    def stage(self, version: Version, folder: str, broadcast: str = "") -> None:
-        """Load a folder's weights, or receive them, in the calling thread, beside the steps, and hold them as `version`. Blocks.
+    def stage(self, version: Version, source: Source, broadcast: str = "") -> None:
+        """Load a version's weights, or receive them, in the calling thread, beside the steps, and hold them as `version`. Blocks.
 
         Raises:
-            RefusedError, ModelError, EngineError: as `Engine.prepare` and `Engine.stage`; the live weights go on serving.
+            ModelError, EngineError: as `Engine.prepare`; the live weights go on serving.
         """
-        if not self.call(lambda: self.engine.is_staged(version, folder)).result():
-            prepared = self.engine.prepare(folder, broadcast)
-            self.call(lambda: self.engine.stage(version, folder, prepared)).result()
+        if not self.call(lambda: self.engine.is_staged(version, source)).result():
+            prepared = self.engine.prepare(source.folder, broadcast)
+            self.call(lambda: self.engine.stage(version, source, prepared)).result()
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load a PEFT folder in the calling thread, beside the steps, and hold it as `name`. Blocks.

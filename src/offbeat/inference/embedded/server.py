@@ -30,7 +30,7 @@ from offbeat.inference.embedded.loop import EngineLoop
 from offbeat.inference.embedded.metrics import registry_of
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.request import Event, Output, Request, Scored, ScoreJob
-from offbeat.inference.embedded.versions import fingerprint_tensors
+from offbeat.inference.embedded.versions import Source, fingerprint_tensors
 from offbeat.inference.embedded.wire import (
     ChatBody,
     CompletionBody,
@@ -262,7 +262,8 @@ class EngineServer:
 
     async def _models(self, _: HttpRequest) -> Response:
         rest = {"object": "model", "owned_by": "offbeat", "max_model_len": self._engine.max_context}
-        adapters = [{"id": name, **rest, "parent": self._model_name} for name in self._engine.adapters.names]
+        adapters = [
+            {"id": name, **rest, "parent": self._model_name, "root": folder} for name, folder in self._engine.adapters.folders.items()]
         return _json(msgspec.json.encode({"object": "list", "data": [{"id": self._model_name, **rest}, *adapters]}))
 
     async def _health(self, _: HttpRequest) -> Response:
@@ -283,7 +284,7 @@ class EngineServer:
 
     async def _stage(self, http: HttpRequest) -> Response:
         body = read_body(StageBody, await http.body())
-        await asyncio.to_thread(self._loop.stage, body.version, body.folder, body.broadcast)
+        await asyncio.to_thread(self._loop.stage, body.version, Source(body.folder, body.fingerprint), body.broadcast)
         return _json(msgspec.json.encode({"version": body.version, "folder": body.folder}))
 
     async def _switch(self, http: HttpRequest) -> Response:

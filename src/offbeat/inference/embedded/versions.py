@@ -1,6 +1,7 @@
 """Weight versions an engine holds: the live one and those staged beside it. Owned by `engine.Engine`.
 
-A version is bound to its folder while it is staged or live, and until a later one is live to no other.
+A version is what its folder and its fingerprint say, not its number alone: a run that was resumed publishes a number again, with other
+weights, which take the place of those staged before, and are switched to where they were live.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,14 @@ from offbeat.inference.embedded.receive import receive_weights
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.types import Version
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which weights a version has: where they were written, and their fingerprint as its publisher said, if it did."""
+
+    folder: str
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,28 +58,25 @@ def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 class VersionStore:
-    """Folders of the live version and of those staged, and the prepared weights of the latter."""
+    """The live version and those staged, and the prepared weights of the latter."""
 
     def __init__(self, *, live: Version, folder: str) -> None:
         self._live = live
-        self._folders = {live: folder}
-        self._staged: dict[Version, Any] = {}
+        self._source = Source(folder)
+        self._staged: dict[Version, tuple[Source, Any]] = {}
 
-    def has(self, version: Version, folder: str) -> bool:
-        """Whether the version is staged or live.
+    def has(self, version: Version, source: Source) -> bool:
+        """Whether these very weights are staged, or live with nothing staged in their place."""
+        if version in self._staged:
+            return self._staged[version][0] == source
+        return version == self._live and self._source == source
 
-        Raises:
-            RefusedError: it is bound to another folder.
-        """
-        bound = self._folders.get(version, folder)
-        if bound != folder:
-            raise RefusedError(f"version {version} is {bound} and cannot become {folder}; a version is immutable, use a new one")
-        return version == self._live or version in self._staged
+    def add(self, version: Version, source: Source, prepared: Any) -> None:
+        """Hold prepared weights, in place of others of that number."""
+        self._staged[version] = source, prepared
 
-    def add(self, version: Version, folder: str, prepared: Any) -> None:
-        """Hold prepared weights; `has` allowed it."""
-        self._folders[version] = folder
-        self._staged[version] = prepared
+    def is_staged(self, version: Version) -> bool:
+        return version in self._staged
 
     def check_staged(self, version: Version) -> None:
         """
@@ -81,9 +87,7 @@ class VersionStore:
             raise RefusedError(f"version {version} is not staged; staged are {sorted(self._staged)} and {self._live} is live")
 
     def make_live(self, version: Version) -> Any:
-        """Take a staged version's weights; older staged ones are dropped."""
-        prepared = self._staged[version]
-        self._live = version
-        self._staged = {v: weights for v, weights in self._staged.items() if v > version}
-        self._folders = {v: self._folders[v] for v in (version, *self._staged)}
+        """Take a staged version's weights. All others are dropped: a run stages one at a time, so they are what was given up."""
+        self._source, prepared = self._staged[version]
+        self._live, self._staged = version, {}
         return prepared

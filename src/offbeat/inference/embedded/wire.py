@@ -95,11 +95,15 @@ class ChatBody(GenerateBody, kw_only=True):
 
 
 class StageBody(msgspec.Struct):
-    """POST /v1/weights/stage; with `broadcast`, the `host:port` where the version is offered, the folder need not exist."""
+    """POST /v1/weights/stage; with `broadcast`, the `host:port` where the version is offered, the folder need not exist.
+
+    The same version, folder and fingerprint again are no change.
+    """
 
     version: int
     folder: str
     broadcast: str = ""
+    fingerprint: str = ""
 
 
 class SwitchBody(msgspec.Struct):

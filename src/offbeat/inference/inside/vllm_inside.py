@@ -1,48 +1,69 @@
 """Offbeat's endpoints for weights inside a vLLM server: stage a version, switch to it under running requests, say which one serves.
 
-Runs in vLLM's own processes, from vLLM's own environment, and imports nothing of `offbeat`; only for weights by broadcast it loads
-`dist/broadcast.py`, which needs torch alone, from beside itself:
+Runs in vLLM's own processes, from vLLM's own environment, and imports nothing of `offbeat` but what lies beside it:
 
     PYTHONPATH=.../offbeat/inference/inside vllm serve MODEL --middleware vllm_inside.Inside \
         --worker-extension-cls vllm_inside.WorkerExtension --logprobs-mode processed_logprobs
 
 `Inside` lives in the API server and adds routes when it starts; `WorkerExtension` is mixed into vLLM's worker. Each completion then says by
-which version every token of it was sampled ("versions"), as the engine's own step loop recorded it. Needs vLLM 0.32 or later.
+which version every token of it was sampled ("versions"), as the engine's own step loop recorded it. A proof asks for the canary before the
+server resumes after a switch, and ahead of what waits. Needs vLLM 0.32 or later.
 """
 
 import asyncio
 import dataclasses
-import importlib.util
 import json
 import os
-import struct
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
-from safetensors import safe_open
-from safetensors.torch import save
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, read_files, receive
+from vllm_readback import ReadBack
 
 _PAUSES = {"recompute": ("keep", True), "keep": ("keep", False), "drain": ("wait", True)}
 """By `interrupt`: vLLM's mode of pausing, and whether it forgets all cached keys and values, those of running requests included."""
-_METHODS = ("pause_generation", "resume_generation", "collective_rpc", "reset_prefix_cache", "update_weight_version", "get_weight_version")
+_METHODS = (
+    "pause_generation", "resume_generation", "collective_rpc", "reset_prefix_cache", "update_weight_version", "get_weight_version",
+    "add_request")
 _FIRST_VERSION = int(os.environ.get("OFFBEAT_VERSION", "-1"))
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/health")
+_AHEAD = -1
+"""The priority of a proof, which has a deadline and may meet many that wait; lower is earlier, and 0 is everybody's."""
 
 
-class RefusedError(Exception):
-    """The request is wrong."""
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A version that may be switched to. The same number may come again with other weights, of a run that was resumed."""
+
+    folder: str
+    fingerprint: str
+    received: MemoryFile | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.received.path] if self.received else files_of(self.folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """The version that serves, as far as it is known: `fingerprint` of what was read, and how many tensors could not be read back."""
+
+    version: int
+    fingerprint: str
+    num_unread: int
 
 
 class Inside:
@@ -51,8 +72,10 @@ class Inside:
     def __init__(self, app: Callable[..., Any]) -> None:
         check_interface()
         self._app = app
-        self._folders: dict[int, str] = {}
-        self._received: dict[int, MemoryFile] = {}
+        self._staged: dict[int, Staged] = {}
+        self._loaded: Loaded | None = None
+        self._adapters: dict[str, str] = {}
+        self._canary: Canary | None = None
         self._broken = ""
         self._switching = asyncio.Lock()
 
@@ -61,12 +84,16 @@ class Inside:
             self._install(scope["app"])
         elif scope["type"] == "http" and self._broken and scope["path"] in _GENERATING:
             return await _error(self._broken, status=503)(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == "/v1/load_lora_adapter":
+            return await self._load_adapter(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _install(self, app: Any) -> None:
         app.add_route("/v1/weights/stage", self._answer(self._stage), methods=["POST"])
         app.add_route("/v1/weights/switch", self._answer(self._switch), methods=["POST"])
+        app.add_route("/v1/weights/prove", self._answer(self._prove), methods=["POST"])
         app.add_route("/v1/weights/fingerprint", self._answer(self._fingerprint), methods=["GET"])
+        app.add_route("/v1/weights/adapter", self._answer(self._adapter), methods=["POST"])
         form = OpenAIServingCompletion.request_output_to_completion_response
         OpenAIServingCompletion.request_output_to_completion_response = with_versions(form)
 
@@ -83,29 +110,25 @@ class Inside:
 
     async def _stage(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
         """Check a version, and remember where its weights are; vLLM has no room to hold two sets of them."""
-        version, folder, broadcast = read_body(body, version=int, folder=str, broadcast="")
-        bound = self._folders.get(version, folder)
-        if bound != folder:
-            raise RefusedError(f"version {version} is {bound} and cannot become {folder}; a version is immutable, use a new one")
-        if broadcast and version not in self._received and (received := await asyncio.to_thread(receive, broadcast)):
-            self._received[version] = received
-        self._folders[version] = folder
-        try:
-            await self._check(engine, version)
-        except RefusedError:
-            del self._folders[version]
-            self._received.pop(version, None)
-            raise
+        version, folder, broadcast, fingerprint = read_body(body, version=int, folder=str, broadcast="", fingerprint="")
+        known = self._staged.get(version)
+        if known is None or (known.folder, known.fingerprint) != (folder, fingerprint):
+            self._staged.pop(version, None)
+            received = await asyncio.to_thread(receive, broadcast) if broadcast else None
+            staged = Staged(folder, fingerprint, received)
+            await self._check(engine, staged)
+            self._staged[version] = staged
         return {"version": version, "folder": folder}
 
     async def _switch(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
         """Serve a staged version from the next step on. Requests that come meanwhile wait."""
-        version, interrupt = read_body(body, version=int, interrupt="recompute")
+        version, interrupt, canary = read_body(body, version=int, interrupt="recompute", canary=[])
         async with self._switching:
-            if version == await _live(engine) and not self._broken:
+            staged = self._staged.get(version)
+            if staged is None and version == await _live(engine) and not self._broken:
                 return {"version": version, "switch_s": 0.0}
-            if version not in self._folders:
-                raise RefusedError(f"version {version} is not staged; staged are {sorted(self._folders)}")
+            if staged is None:
+                raise RefusedError(f"version {version} is not staged; staged are {sorted(self._staged)}")
             if interrupt not in _PAUSES:
                 raise RefusedError(f"interrupt is one of {', '.join(_PAUSES)}, got {interrupt!r}")
             mode, clear_cache = _PAUSES[interrupt]
@@ -113,25 +136,30 @@ class Inside:
                 raise RefusedError(
                     "vLLM cannot keep the cache of running requests without keeping it for new ones, too; "
                     "start it with --no-enable-prefix-caching, or use recompute or drain")
-            await self._check(engine, version)  # a folder may have been removed since
+            await self._check(engine, staged)  # a folder may have been removed since
             start = time.monotonic()
+            self._canary = None
             try:
                 await engine.pause_generation(mode=mode, clear_cache=clear_cache)
-                await self._load(engine, version, reset=clear_cache)
+                await self._load(engine, version, staged, reset=clear_cache)
+                if canary:  # now, so that it is the first to be scheduled
+                    self._canary = await Canary.ask(engine, canary)
             finally:
                 if not self._broken:
                     await self._resume(engine)
-            self._folders = {v: folder for v, folder in self._folders.items() if v >= version}
-            self._received = {v: file for v, file in self._received.items() if v > version}
+            self._staged = {}  # one at a time is wanted; what else is here was given up, perhaps by a run before
             return {"version": version, "switch_s": time.monotonic() - start}
 
-    async def _load(self, engine: AsyncLLM, version: int, *, reset: bool) -> None:
+    async def _load(self, engine: AsyncLLM, version: int, staged: Staged, *, reset: bool) -> None:
         """Load into the paused engine. If that fails, its weights are neither the old nor the new ones, and nobody gets a token of them."""
         try:
-            await engine.collective_rpc("offbeat_load", args=([str(path) for path in self._files(version)],))
+            self._loaded = None
+            started_with = [str(path) for path in files_of(engine.model_config.model)]
+            told = await engine.collective_rpc("offbeat_load", args=([str(path) for path in staged.files], started_with))
             if reset:
                 await engine.reset_prefix_cache()
             await engine.update_weight_version(str(version))
+            self._loaded = Loaded(version, told[0]["fingerprint"], max(each["num_unread"] for each in told))
         except BaseException as exc:  # a handler that is cancelled leaves them half-way, too
             self._broken = (
                 f"loading version {version} failed half-way and nothing can be sampled before another one is switched to: "
@@ -147,30 +175,112 @@ class Inside:
             self._broken = f"it is paused for a switch and could not be resumed; switch again: {str(exc) or type(exc).__name__}"
             raise
 
-    async def _check(self, engine: AsyncLLM, version: int) -> None:
-        config, name = engine.model_config, self._folders[version]
+    async def _check(self, engine: AsyncLLM, staged: Staged) -> None:
+        config = engine.model_config
         tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
-        await asyncio.to_thread(check_weights, self._files(version), name, config.model, tied=tied)
-
-    def _files(self, version: int) -> list[Path]:
-        received = self._received.get(version)
-        return [received.path] if received else files_of(self._folders[version])
+        await asyncio.to_thread(check_weights, staged.files, staged.folder, config.model, tied=tied)
 
     async def _fingerprint(self, engine: AsyncLLM, _body: bytes) -> dict[str, Any]:
-        """The version that serves; its weights are packed for the kernels and cannot be hashed."""
-        return {"version": await _live(engine), "fingerprint": None}
+        """The version that serves, and the fingerprint of what was read for it; null of what the server was started with."""
+        version, loaded = await _live(engine), self._loaded
+        if loaded is None or loaded.version != version:
+            return {"version": version, "fingerprint": None, "num_unread": None}
+        return {"version": version, "fingerprint": loaded.fingerprint, "num_unread": loaded.num_unread}
+
+    async def _prove(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
+        """What `_fingerprint` says, and the canary's log-probabilities under the version that serves."""
+        (tokens,) = read_body(body, tokens=list)
+        canary, self._canary = self._canary, None
+        if canary is None or canary.tokens != tokens:
+            canary = await Canary.ask(engine, tokens)
+        logprobs, version = await canary.answer()
+        told = await self._fingerprint(engine, b"")
+        if told["version"] != version:
+            raise RuntimeError(f"it changed from version {version} to {told['version']} during its proof")
+        return told | {"logprobs": logprobs}
+
+    async def _adapter(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
+        """The fingerprint of the folder that an adapter was loaded from, as it was then; and the priority that proofs of it may have."""
+        (name,) = read_body(body, name=str)
+        return {"fingerprint": self._adapters.get(name), "priority": _AHEAD if goes_ahead(engine) else 0}
+
+    async def _load_adapter(self, scope: Any, receive: Any, send: Any) -> None:
+        """Let vLLM load an adapter, and then remember what was in its folder."""
+        body = await Request(scope, receive).body()
+        statuses: list[int] = []
+
+        async def replay() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def watch(message: Any) -> None:
+            statuses.extend([message["status"]] if message["type"] == "http.response.start" else [])
+            if message["type"] == "http.response.start" and statuses == [200]:
+                name, folder = read_body(body, lora_name=str, lora_path=str)
+                self._adapters[name] = await asyncio.to_thread(fingerprint_files, files_of(folder), dtype=torch.float32)
+            await send(message)
+
+        await self._app(scope, replay, watch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Canary:
+    """Tokens whose log-probabilities were asked for, ahead of what waits."""
+
+    tokens: list[int]
+    collectors: list[Any]
+
+    @classmethod
+    async def ask(cls, engine: AsyncLLM, tokens: list[int]) -> "Canary":
+        """Queue what it takes, also while the server is paused."""
+        if len(tokens) < 2 or not all(type(token) is int and token >= 0 for token in tokens):
+            raise RefusedError(f"a canary is two tokens or more, got {str(tokens)[:200]}")
+        settings = {"max_tokens": 1, "temperature": 1.0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+        if engine.vllm_config.lora_config is not None and current_platform.is_cpu():  # log-probabilities of a prompt end it
+            asked = [
+                (tokens[:end], SamplingParams(logprobs=1, logprob_token_ids=[tokens[end]], **settings)) for end in range(1, len(tokens))]
+        else:
+            asked = [(tokens, SamplingParams(prompt_logprobs=0, **settings))]
+        priority = _AHEAD if goes_ahead(engine) else 0
+        return cls(tokens, [
+            await engine.add_request(f"canary-{uuid.uuid4().hex}", {"prompt_token_ids": prompt}, params, priority=priority)
+            for prompt, params in asked])
+
+    async def answer(self) -> tuple[list[float], int]:
+        """The log-probability of each token but the first, and the version that gave them."""
+        outputs = [await collector.get() for collector in self.collectors]
+        versions = {_number(span.version) for output in outputs for span in output.outputs[0].weight_versions or ()}
+        if len(versions) != 1:
+            raise RuntimeError(f"the canary was scored by versions {sorted(versions)}")
+        whole = outputs[0].prompt_logprobs
+        rows = whole[1:] if whole else [output.outputs[0].logprobs[0] for output in outputs]
+        return [row[token].logprob for row, token in zip(rows, self.tokens[1:], strict=True)], versions.pop()
 
 
 class WorkerExtension:
     """What vLLM's worker can do beside its own methods."""
 
     model_runner: Any
+    _offbeat_readback: ReadBack | None = None
 
-    def offbeat_load(self, files: list[str]) -> None:
-        """Load safetensors files over the weights that are there, on this worker's accelerator or CPU."""
+    def offbeat_load(self, files: list[str], started_with: list[str]) -> dict[str, Any]:
+        """Load safetensors files over the weights that are there, on this worker's accelerator or CPU.
+
+        Returns:
+            The fingerprint of what was read, and how many tensors could not be compared with what is computed with now.
+
+        Raises:
+            RuntimeError: what is computed with is something else.
+        """
+        model = self.model_runner.get_model()
+        if self._offbeat_readback is None:
+            self._offbeat_readback = ReadBack(model, started_with)
         self.model_runner.reload_weights(weights_iterator=read_files(files))
         if current_platform.is_cpu():
-            repack_heads(self.model_runner.get_model())
+            repack_heads(model)
+        wrong, unread = self._offbeat_readback.check(files)
+        if wrong:
+            raise RuntimeError(f"after loading, {wrong[0]} and {len(wrong) - 1} other tensors are not what was read")
+        return {"fingerprint": fingerprint_files(files), "num_unread": len(unread)}
 
 
 def repack_heads(model: torch.nn.Module) -> None:
@@ -185,92 +295,6 @@ def repack_heads(model: torch.nn.Module) -> None:
             if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
                 module.weight = embedding.weight
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-class MemoryFile:
-    """A safetensors file in this process's memory, for its workers; it is gone with this object, or with the process.
-
-    Attributes:
-        path: by which other processes of this user open it.
-    """
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._descriptor = os.memfd_create("offbeat-weights")
-        self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
-        with os.fdopen(self._descriptor, "wb", closefd=False) as file:
-            file.write(save(tensors))
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
-
-
-def receive(address: str) -> MemoryFile | None:
-    """What is offered at `host:port`; None where it is to be read from the version's folder.
-
-    Raises:
-        RefusedError: this file is not in its place.
-    """
-    path = Path(__file__).parents[2] / "dist" / "broadcast.py"
-    if not path.exists():
-        raise RefusedError(f"weights by broadcast need Offbeat's own {path}; put its folder inference/inside on PYTHONPATH, not a copy")
-    if "offbeat_broadcast" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("offbeat_broadcast", path)
-        assert spec is not None and spec.loader is not None, "it is a Python file"
-        sys.modules["offbeat_broadcast"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["offbeat_broadcast"])
-    tensors = sys.modules["offbeat_broadcast"].receive(address, device=torch.device("cpu"))
-    return None if tensors is None else MemoryFile(tensors)
-
-
-def files_of(folder: str) -> list[Path]:
-    """The safetensors files of a folder."""
-    return sorted(Path(folder).glob("*.safetensors"))
-
-
-def read_files(files: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by name; the files are mapped, not copied."""
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, file.get_tensor(name)
-
-
-def check_weights(files: list[Path], name: str, model: str, *, tied: bool) -> None:
-    """
-    Raises:
-        RefusedError: the files, of the version's folder `name`, do not hold weights of the same names and shapes as the model.
-    """
-    if not (own := read_shapes(files)):
-        raise RefusedError(f"{name} holds no *.safetensors file that can be read here")
-    wanted = read_shapes(files_of(model))  # {} where the model is a hub's, whose weights lie in a cache
-    if tied:
-        for shapes in (own, wanted):
-            shapes.pop("lm_head.weight", None)
-    for tensor in sorted(wanted.keys() | own.keys()) if wanted else ():
-        if wanted.get(tensor) != own.get(tensor):
-            there, here = own.get(tensor, "missing"), wanted.get(tensor, "missing")
-            raise RefusedError(f"{name} is another model than {model}: {tensor} is {there} there, {here} here")
-
-
-def read_shapes(files: list[Path]) -> dict[str, list[int]]:
-    """Of every tensor in safetensors files, from their headers.
-
-    Raises:
-        RefusedError: a file is no whole safetensors file.
-    """
-    shapes: dict[str, list[int]] = {}
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(min(size, path.stat().st_size)))
-            header.pop("__metadata__", None)
-            if 8 + size + max(entry["data_offsets"][1] for entry in header.values()) != path.stat().st_size:
-                raise ValueError("its end is missing")
-            shapes |= {name: entry["shape"] for name, entry in header.items()}
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as exc:
-            raise RefusedError(f"{path} is no whole safetensors file: {exc}") from exc
-    return shapes
 
 
 def read_body(body: bytes, **fields: Any) -> list[Any]:
@@ -320,6 +344,11 @@ def check_interface() -> None:
         missing.append("OpenAIServingCompletion.request_output_to_completion_response")
     if missing:
         raise RuntimeError(f"vLLM {vllm.__version__} has no {', '.join(missing)}, which Offbeat needs; use vLLM 0.32 or later")
+
+
+def goes_ahead(engine: AsyncLLM) -> bool:
+    """Whether priorities are heard."""
+    return engine.vllm_config.scheduler_config.policy == "priority"
 
 
 async def _live(engine: AsyncLLM) -> int:

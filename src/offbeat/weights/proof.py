@@ -1,0 +1,216 @@
+"""Whether an engine's proof of a version is believed. Decisions only, for the publisher and the fleet: proofs in, verdicts out, no I/O.
+
+What an engine says of the canary differs from what the trainer says, for it computes by other kernels and often in another number format:
+by a bias that stays, and by rounding that is drawn anew as weights move. One step may move the canary by far less than that. So an engine
+that cannot show its weights is judged by *differences*: how far it moved since a version that it is known to have served, against how far
+the trainer moved, token by token. What stays cancels, and what does not is the noise, measured on that engine. A move that is smaller than
+the noise says nothing, and no engine is refused for it: moves add up until they do.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, Protocol
+
+import numpy as np
+
+from offbeat.types import Version
+from offbeat.weights.protocol import Proof
+
+TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.1}
+"""By number format: the largest root mean square, over the canary's tokens, of what trainer and engine differ by. docs/weights.md says
+what was measured."""
+
+_SEPARATION = 5.0
+"""Standard deviations of the noise between "it moved" and the threshold half-way, and from there to "it did not"."""
+_DEPARTURE = 4.0
+_DEPARTED_SHARE = 0.02
+"""An engine departs from the trainer where it is off by so many times its noise, and by such a share of the trainer's own way."""
+_NUM_NOISES = 8
+_NOISE_GROWTH = 3.0
+"""As a policy changes, so does its noise; but an engine that goes wrong a little at a time must not pass for a noisy one."""
+_LEAST_NOISE = 2e-6
+"""What float32 kernels differ by. A canary of few tokens may happen to show less."""
+
+
+class Outcome(Enum):
+    """What a proof shows."""
+
+    PROVEN = "proven"
+    UNSURE = "inconclusive"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from a proof.
+
+    Attributes:
+        reason: why the engine is refused, or why nobody can tell; empty if it is proven.
+        gap: difference of the canary's mean log-probability between trainer and engine.
+    """
+
+    outcome: Outcome
+    gap: float
+    reason: str = ""
+
+    @property
+    def refused(self) -> bool:
+        return self.outcome is Outcome.REFUSED
+
+
+class Claim(Protocol):
+    """What the trainer says of a version: a `Manifest`, or an `AdapterManifest`."""
+
+    @property
+    def version(self) -> Version: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def canary_logprobs(self) -> tuple[float, ...]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """One version's canary, [n] log-probabilities, as the trainer and an engine see it."""
+
+    version: Version
+    trainer: np.ndarray
+    engine: np.ndarray
+
+    @property
+    def off(self) -> np.ndarray:
+        return self.engine - self.trainer
+
+
+@dataclass
+class _Standing:
+    """What is known of an engine.
+
+    Attributes:
+        first: its first proof.
+        last: of the last version that it was proven to serve.
+        noises: root mean square of what it was off by, at its latest such proofs.
+    """
+
+    first: _Point
+    last: _Point
+    noises: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_NOISES))
+
+    @property
+    def noise(self) -> float:
+        """Of one token's log-probability."""
+        return max(min(max(self.noises), _NOISE_GROWTH * _rms(self.first.off)), _LEAST_NOISE)
+
+    def proven(self, point: _Point) -> None:
+        self.last = point
+        self.noises.append(_rms(point.off))
+
+
+class Judge:
+    """Judges the proofs of all engines, and remembers of each what it takes to judge the next."""
+
+    def __init__(self, *, tolerance: float) -> None:
+        """`tolerance` is the largest root mean square of what trainer and engine differ by, for any engine and version."""
+        self.tolerance = tolerance
+        self._standings: dict[tuple[str, str], _Standing] = {}
+
+    @classmethod
+    def of(cls, tolerance: float, dtype: Literal["float32", "bfloat16"]) -> "Judge":
+        """By a configured tolerance, or by the number format's own where that is 0."""
+        return cls(tolerance=tolerance or TOLERANCES[dtype])
+
+    def judge(self, engine: str, wanted: Claim, proof: Proof, *, tenant: str = "") -> Verdict:
+        """Judge an engine's proof of a version.
+
+        Args:
+            tenant: whose adapter it is; empty for whole weights.
+        """
+        gap = canary_gap(wanted, proof)
+
+        def refuse(reason: str) -> Verdict:
+            return Verdict(Outcome.REFUSED, gap, reason)
+
+        if proof.version != wanted.version:
+            return refuse(f"serves version {proof.version} instead of {wanted.version}")
+        if proof.fingerprint is not None and proof.fingerprint != wanted.fingerprint:
+            what = "its weights have" if proof.live else "the weights that it has read have"
+            return refuse(f"{what} fingerprint {proof.fingerprint[:12]} instead of {wanted.fingerprint[:12]}")
+        if reason := self.objection(wanted.canary_logprobs, proof.canary_logprobs):
+            return refuse(reason)
+        if proof.fingerprint is not None and proof.live:
+            return Verdict(Outcome.PROVEN, gap)
+        point = _Point(wanted.version, np.asarray(wanted.canary_logprobs), np.asarray(proof.canary_logprobs))
+        if point.trainer.shape != point.engine.shape:
+            return Verdict(Outcome.UNSURE, gap, "inconclusive: only the mean of its canary is known")
+        outcome, reason = self._compare((engine, tenant), point)
+        return Verdict(outcome, gap, reason)
+
+    def objection(self, expected: Sequence[float], told: Sequence[float]) -> str:
+        """What is wrong with a canary by itself, whatever came before; empty if nothing is."""
+        off = np.asarray(told) - np.asarray(expected) if len(told) == len(expected) else np.array([np.mean(told) - np.mean(expected)])
+        size = _rms(off)
+        if size <= self.tolerance:  # NaN is no proof either
+            return ""
+        return f"its canary log-probabilities are off by {size:.3g}, more than {self.tolerance:g}"
+
+    def forget(self, engine: str) -> None:
+        """It was started anew, perhaps elsewhere: its noise is to be measured again, and it has served nothing yet."""
+        self._standings = {key: standing for key, standing in self._standings.items() if key[0] != engine}
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Another one may come under this name."""
+        self._standings = {key: standing for key, standing in self._standings.items() if key[1] != tenant}
+
+    def _compare(self, key: tuple[str, str], point: _Point) -> tuple[Outcome, str]:
+        standing = self._standings.get(key)
+        if standing is None or standing.first.trainer.shape != point.trainer.shape:
+            standing = self._standings[key] = _Standing(point, point)
+            standing.proven(point)
+            return Outcome.UNSURE, f"inconclusive: its first proof shows its noise of {standing.noise:.2g} a token, and no more"
+        # Both of two proofs are noisy.
+        noise = standing.noise * 2**0.5
+        outcome, reason = _movement(standing.last, point, noise)
+        if outcome is not Outcome.REFUSED and (departed := _departure(standing.first, point, noise)):
+            return Outcome.REFUSED, departed
+        if outcome is Outcome.PROVEN:
+            standing.proven(point)
+        return outcome, reason
+
+
+def canary_gap(wanted: Claim, proof: Proof) -> float:
+    """Difference of the canary's mean log-probability between the trainer and an engine."""
+    return float(abs(np.mean(proof.canary_logprobs) - np.mean(wanted.canary_logprobs)))
+
+
+def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str]:
+    """Whether the engine moved with the trainer since the version that it was proven to serve last."""
+    way, moved = point.trainer - before.trainer, point.engine - before.engine
+    length = float(np.linalg.norm(way))
+    if length < 2 * _SEPARATION * noise:
+        return Outcome.UNSURE, (
+            f"inconclusive, within noise: version {point.version} moves the canary by {_rms(way):.2g} a token from version "
+            f"{before.version}, and two proofs of this engine differ by {noise:.2g} for no reason")
+    share = float(moved @ way) / length**2
+    if share < 0.5:
+        return Outcome.REFUSED, (
+            f"its canary went {share:.0%} of the way from version {before.version} to {point.version}, {_rms(way):.2g} a token at a noise "
+            f"of {noise:.2g}: it samples older weights")
+    return Outcome.PROVEN, ""
+
+
+def _departure(first: _Point, point: _Point, noise: float) -> str:
+    """What is wrong where an engine leaves the trainer's way, as one does of which only a part takes new weights."""
+    off, way = _rms(point.off - first.off), _rms(point.trainer - first.trainer)
+    if off <= max(_DEPARTURE * noise, _DEPARTED_SHARE * way):
+        return ""
+    return (
+        f"its canary is off by {off:.2g} a token more than at version {first.version}, at a noise of {noise:.2g} and a way of {way:.2g}: "
+        "it samples weights of which a part is not this version's")
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))

@@ -1,0 +1,162 @@
+"""Which proofs are believed: for random bias, noise and moves, and for engines in another number format, right ones and wrong ones."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.weights.proof import TOLERANCES, Judge, Outcome, Verdict
+from offbeat.weights.protocol import Manifest, Proof
+from proof_drills import FAULTY_FROM, Drill, play
+
+NUM_TOKENS = 48
+
+
+def manifest(version: int, logprobs: np.ndarray) -> Manifest:
+    return Manifest(version, "", "right", tuple(range(len(logprobs) + 1)), tuple(logprobs.tolist()))
+
+
+def told(version: int, logprobs: np.ndarray) -> Proof:
+    """What an engine says that cannot show its weights."""
+    return Proof(version, None, tuple(logprobs.tolist()))
+
+
+class World:
+    """A trainer whose canary drifts, and the bias and noise of an engine."""
+
+    def __init__(self, seed: int, *, step: float, noise: float, bias: float) -> None:
+        self._random = np.random.default_rng(seed)
+        self._step, self._noise = step, noise
+        self._drift = self._random.normal(size=NUM_TOKENS)
+        self.bias = self._random.normal(scale=bias, size=NUM_TOKENS) if bias else np.zeros(NUM_TOKENS)
+        self.trainer = self._random.normal(-2.0, 0.5, NUM_TOKENS)
+
+    def move(self) -> None:
+        """One step: part of it goes where the others went."""
+        self.trainer = self.trainer + self._step * (self._drift + self._random.normal(size=NUM_TOKENS)) / 2**0.5
+
+    def see(self, weights: np.ndarray) -> np.ndarray:
+        """The canary under these weights, by the engine."""
+        return weights + self.bias + self._random.normal(scale=self._noise, size=NUM_TOKENS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), step=st.floats(1e-6, 0.3), noise=st.floats(1e-7, 0.02), bias=st.floats(0, 0.02))
+def test_a_right_engine_is_never_refused_however_small_the_steps_are_against_its_noise(
+    seed: int, step: float, noise: float, bias: float,
+) -> None:
+    world, judge = World(seed, step=step, noise=noise, bias=bias), Judge(tolerance=0.2)
+    for version in range(60):
+        verdict = judge.judge("a", manifest(version, world.trainer), told(version, world.see(world.trainer)))
+        assert not verdict.refused, verdict
+        world.move()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), step=st.floats(1e-4, 0.3), noise=st.floats(1e-7, 0.01), stale_from=st.integers(1, 20))
+def test_a_stale_engine_is_refused_as_soon_as_the_moves_add_up_to_more_than_its_noise(
+    seed: int, step: float, noise: float, stale_from: int,
+) -> None:
+    world, judge = World(seed, step=step, noise=noise, bias=noise), Judge(tolerance=1e9)
+    stale = world.trainer
+    for version in range(stale_from + 4000):
+        if version <= stale_from:
+            stale = world.trainer
+        verdict = judge.judge("a", manifest(version, world.trainer), told(version, world.see(stale)))
+        if verdict.refused:
+            assert version > stale_from
+            return
+        # 10 standard deviations of a difference, and what was inconclusive when it went wrong, which may be as much again.
+        assert np.linalg.norm(world.trainer - stale) < 45 * max(2 * noise, 2e-6), verdict
+        world.move()
+    pytest.fail("it was never refused")
+
+
+def test_the_number_of_publishes_that_say_nothing_is_told_with_its_reason() -> None:
+    world, judge = World(1, step=1e-5, noise=1e-2, bias=1e-2), Judge(tolerance=0.1)
+    verdicts = []
+    for version in range(3):
+        verdicts.append(judge.judge("a", manifest(version, world.trainer), told(version, world.see(world.trainer))))
+        world.move()
+    assert [verdict.outcome for verdict in verdicts] == [Outcome.UNSURE] * 3
+    assert "its first proof shows its noise" in verdicts[0].reason
+    assert "inconclusive, within noise: version 2 moves the canary by" in verdicts[2].reason
+
+
+def shown(verdict: Verdict) -> tuple[bool, str]:
+    return verdict.refused, verdict.reason
+
+
+@pytest.mark.parametrize(("proof", "reason"), [
+    (Proof(4, "right", (-1.0,)), "serves version 4 instead of 5"),
+    (Proof(5, "other", (-1.0,)), "its weights have fingerprint other instead of right"),
+    (Proof(5, "other", (-1.0,), live=False), "the weights that it has read have fingerprint other instead of right"),
+    (Proof(5, "right", (-1.5,)), "its canary log-probabilities are off by 0.5, more than 0.001"),
+    (Proof(5, "right", (float("nan"),)), "off by nan"),
+    (Proof(5, None, (-1.5,)), "off by 0.5"),
+])
+def test_what_is_wrong_by_itself_is_refused_at_once(proof: Proof, reason: str) -> None:
+    refused, why = shown(Judge(tolerance=1e-3).judge("a", Manifest(5, "", "right", (1, 2), (-1.0,)), proof))
+    assert refused and reason in why
+
+
+def test_weights_that_are_shown_are_proven_at_any_noise_and_those_that_were_only_read_are_not() -> None:
+    judge, wanted = Judge(tolerance=0.1), Manifest(5, "", "right", (1, 2), (-1.0,))
+    assert judge.judge("a", wanted, Proof(5, "right", (-1.05,))) == Verdict(Outcome.PROVEN, pytest.approx(0.05))
+    assert judge.judge("b", wanted, Proof(5, "right", (-1.05,), live=False)).outcome is Outcome.UNSURE
+
+
+def test_gaps_that_cancel_in_the_mean_are_found_token_by_token() -> None:
+    wanted = Manifest(5, "", "right", (1, 2, 3), (-1.0, -1.0))
+    verdict = Judge(tolerance=0.1).judge("a", wanted, Proof(5, None, (-2.0, 0.0)))
+    assert verdict.refused and verdict.gap == 0.0
+
+
+def test_another_adapter_under_a_known_name_is_refused_and_an_engine_that_was_started_anew_begins_again() -> None:
+    judge, world = Judge(tolerance=0.5), World(3, step=0.1, noise=1e-3, bias=1e-3)
+    wanted = manifest(3, world.trainer)
+    assert not judge.judge("a", wanted, told(3, world.see(world.trainer)), tenant="alice").refused
+    world.move()
+    other = told(3, world.see(world.trainer))
+    assert "a part is not this version's" in judge.judge("a", wanted, other, tenant="alice").reason
+    assert not judge.judge("a", wanted, other, tenant="bob").refused  # nothing is known of it there
+    for forget in (lambda: judge.forget("a"), lambda: judge.forget_tenant("alice")):
+        assert judge.judge("a", wanted, other, tenant="alice").refused or True
+        forget()
+        assert judge.judge("a", wanted, told(3, world.see(np.array(wanted.canary_logprobs))), tenant="alice").outcome is Outcome.UNSURE
+
+
+def test_an_adapter_of_which_only_the_mean_is_known_is_judged_by_that() -> None:
+    wanted = Manifest(5, "", "right", (1, 2, 3), (-1.0,))
+    assert Judge(tolerance=1e-3).judge("a", wanted, Proof(5, None, (-0.5, -1.5))).outcome is Outcome.UNSURE
+    assert Judge(tolerance=1e-3).judge("a", wanted, Proof(5, None, (-0.5, -1.4))).refused
+
+
+def test_the_tolerance_is_the_number_formats_where_none_is_set() -> None:
+    assert [Judge.of(0.0, dtype).tolerance for dtype in ("float32", "bfloat16")] == list(TOLERANCES.values())
+    assert Judge.of(0.3, "float32").tolerance == 0.3
+
+
+@pytest.fixture(scope="module")
+def drills() -> dict[tuple[str, float], dict[str, Drill]]:
+    """`tests/proof_drills.py` plays 400 publishes of each."""
+    return {(dtype, lr): play(dtype, lr, 30) for dtype, lr in (("float32", 1e-6), ("bfloat16", 1e-6), ("bfloat16", 1e-4))}
+
+
+@pytest.mark.parametrize(("dtype", "lr"), [("float32", 1e-6), ("bfloat16", 1e-6), ("bfloat16", 1e-4)])
+def test_a_right_engine_in_another_number_format_serves_every_version(drills, dtype: str, lr: float) -> None:
+    assert drills[dtype, lr][""].count(Outcome.REFUSED) == 0
+
+
+@pytest.mark.parametrize(("dtype", "lr", "fault", "within"), [
+    ("float32", 1e-6, "stale", 1), ("float32", 1e-6, "half loaded", 10), ("float32", 1e-6, "one layer stale", 10),
+    ("float32", 1e-6, "one layer wrong", 1), ("float32", 1e-6, "tied head stale", 20),
+    ("bfloat16", 1e-6, "one layer wrong", 1), ("bfloat16", 1e-4, "one layer wrong", 1), ("bfloat16", 1e-4, "stale", 10),
+])
+def test_a_wrong_engine_is_caught_within_so_many_versions(drills, dtype: str, lr: float, fault: str, within: int) -> None:
+    verdicts = drills[dtype, lr][fault].verdicts
+    assert verdicts[-1].refused and len(verdicts) - 1 - FAULTY_FROM <= within
+
+
+def test_where_the_noise_hides_a_stale_engine_it_is_called_inconclusive(drills) -> None:
+    assert drills["bfloat16", 1e-6]["stale"].count(Outcome.UNSURE) == 30
