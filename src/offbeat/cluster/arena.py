@@ -10,7 +10,7 @@ from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.material import Material, choose_reward
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
-from offbeat.data.dataset import PromptStream, check_length, render, sft_sequence
+from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.row import Row
 from offbeat.inference.sampling import Sampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
@@ -45,8 +45,8 @@ class Arena:
             on_rejected=lambda settled: self.record.events.record("rejected", prompt_id=settled.prompt_id, reason=settled.rejected))
 
     def sft_batch(self, stream: PromptStream, count: int) -> TokenBatch:
-        """The next `count` rows as supervised sequences."""
-        return sft_batch([sft_sequence(stream.next()[1], self.material.tokenizer, self.config.data) for _ in range(count)])
+        """See `Stage.sft_batch`."""
+        return sft_batch(self.material.supervision.draw(stream, count))
 
     def _episode(self, row: Row, group_size: int, sampling: Sampling) -> Episode:
         material = self.material

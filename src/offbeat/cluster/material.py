@@ -6,6 +6,7 @@ from offbeat.cluster.messages import BuildRequest
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
 from offbeat.data.model_folder import check_model_folder, read_context_length
+from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 
@@ -32,7 +33,9 @@ class Material:
     Attributes:
         model: folder of the initial model.
         build: how rank 0 has to make that folder's weights first; None where they are there.
-        context: the model's longest sequence, in tokens.
+        context: the engines' longest sequence, in tokens.
+        supervision: how rows are imitated.
+        num_dropped: rows to train on that are too long to be imitated, and dropped; of an endless dataset those among the first.
     """
 
     model: str
@@ -42,21 +45,29 @@ class Material:
     context: int
     train: PromptDataset
     heldout: PromptDataset
+    supervision: Supervision
+    num_dropped: int
 
 
-def read_material(config: Config) -> Material:
+def read_material(config: Config, *, supervised: bool = False) -> Material:
     """Read model configuration, tokenizer and data; writes nothing.
 
+    Args:
+        supervised: rows are only imitated, and held-out ones answered; otherwise all are answered.
+
     Raises:
-        ModelError: the folder holds no model or tokenizer.
-        DataError: the data cannot be used, or a prompt is too long for the model.
+        ModelError: the folder holds no model or tokenizer, or the tokenizer has no template for a chat.
+        DataError: the data cannot be used, or a row is too long for the model.
     """
     base = read_base(config)
     context = min(base.context, config.inference.max_context or base.context)
     train, heldout = open_datasets(config.data, seed=config.run.seed)
-    for rows in (train, heldout):
+    for rows in (heldout,) if supervised else (train, heldout):
         check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=config.rollout.max_new_tokens)
-    return Material(base.model, base.build, base.tokenizer_folder, base.tokenizer, context, train, heldout)
+    supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
+    num_dropped = supervision.check(train) if supervised or config.run.warm_up else 0
+    return Material(
+        base.model, base.build, base.tokenizer_folder, base.tokenizer, context, train, heldout, supervision, num_dropped)
 
 
 def read_base(config: Config) -> Base:
