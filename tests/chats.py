@@ -12,7 +12,8 @@ CHATML = (
 OPENING = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
 MARKED = OPENING + (
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
-    "{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    "{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 MARKED_WITHOUT_END = MARKED.replace("{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}", (
     "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}"))
 FORGETS_THOUGHTS = OPENING + (
