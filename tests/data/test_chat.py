@@ -91,9 +91,27 @@ def test_a_template_without_an_end_of_turn_gets_the_end_token_once() -> None:
     assert trained(CHAT, tokenizer)[0][1] == ["3+4=7\n", "7+5=12\n<|im_end|>"]
 
 
-def test_only_the_first_of_several_end_tokens_is_trained_on_because_generation_stops_there() -> None:
+def test_only_the_first_of_several_tokens_at_the_end_is_trained_on_because_generation_stops_there() -> None:
     [(_, runs)] = trained(CHAT[1:3], words(CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>\n<|im_start|>'")))
     assert runs == ["3+4=7<|im_end|>"]
+
+
+def test_a_message_that_itself_ends_with_a_special_token_still_gets_the_end_of_its_turn() -> None:
+    for content in ("call<|im_start|>", "end"):
+        [(_, runs)] = trained([CHAT[1], {"role": "assistant", "content": content}], words(CHATML))
+        assert runs == [f"{content}<|im_end|>"]
+
+
+def test_an_end_of_turn_is_found_behind_a_message_that_the_template_changes() -> None:
+    tokenizer = words(CHATML.replace("message['content']", "message['content'].upper()"))
+    assert trained([CHAT[1], {"role": "assistant", "content": "seven"}], tokenizer)[0][1] == ["SEVEN<|im_end|>"]
+
+
+def test_an_end_of_turn_that_the_tokenizer_does_not_call_special_is_one() -> None:
+    tokenizer = words(CHATML.replace("<|im_end|>", "<turn|>"))
+    tokenizer.hf.add_tokens(["<turn|>"])
+    assert not tokenizer.hf.added_tokens_decoder[tokenizer.hf.convert_tokens_to_ids("<turn|>")].special
+    assert trained(CHAT[1:3], tokenizer)[0][1] == ["3+4=7<turn|>"]
 
 
 def test_what_the_assistant_says_first_of_all_answers_nothing() -> None:

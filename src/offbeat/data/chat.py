@@ -102,7 +102,7 @@ def _answer(messages: Messages, index: int, tokenizer: Tokenizer) -> MarkedText:
     if not spans:
         raise DataError(
             f"message {index} of the chat, the assistant's, does not show in what the chat template of tokenizer {tokenizer.name!r} writes")
-    end = _end_of_turn(text, spans[-1][0], tokenizer)
+    end = _end_of_turn(text, spans[-1][0], messages[index]["content"], tokenizer)
     return MarkedText(text, (*spans[:-1], (spans[-1][0], end or spans[-1][1])), is_open=end is None)
 
 
@@ -116,12 +116,20 @@ def _marked_spans(messages: Messages, text: str, tokenizer: Tokenizer) -> list[S
     return [(start, end) for start, end in spans]
 
 
-def _end_of_turn(text: str, start: int, tokenizer: Tokenizer) -> int | None:
-    """Where the special token that ends the turn ends; None if the turn ends without one.
+def _end_of_turn(text: str, start: int, content: str, tokenizer: Tokenizer) -> int | None:
+    """Where the token that ends the turn ends; None if the turn ends without one.
 
-    It is the first of the special tokens with which the text ends, since generation stops there; what is behind it is not generated.
+    It is the added token right behind the message: generation stops there, and what the template writes after it is not generated. Where
+    the template has changed the message, it is the last of those with which the text ends.
     """
-    special = {str(token) for token in tokenizer.hf.added_tokens_decoder.values() if token.special}
-    run = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
-    found = re.compile(rf"({run})\s*(?:(?:{run})\s*)*\Z").search(text, start)
+    added = sorted(map(str, tokenizer.hf.added_tokens_decoder.values()), key=len, reverse=True)
+    token = "|".join(map(re.escape, added))
+    said = text.find(content.strip(), start)
+    if said >= 0:
+        after = said + len(content.strip())
+        if not text[after:].strip():
+            return None
+        if found := re.compile(rf"\s*({token})").match(text, after):
+            return found.end()
+    found = re.compile(rf"({token})\s*\Z").search(text, start)
     return found.end(1) if found else None
