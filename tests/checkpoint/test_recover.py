@@ -65,6 +65,18 @@ def test_a_marker_that_cannot_be_written_is_a_storage_error(tmp_path):
     assert index.newest().step == 10
 
 
+def test_kinds_of_checkpoints_do_not_see_each_other(tmp_path):
+    own, other = CheckpointIndex(tmp_path), CheckpointIndex(tmp_path, "warm-up")
+    write(own, 10)
+    for step in (20, 30):
+        write(other, step)
+    assert (own.newest().step, other.newest().step) == (10, 30)
+    own.prune(1)
+    other.clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    assert other.newest() is None
+
+
 def test_recovery_needs_no_torch():
     code = "import sys, offbeat.checkpoint.recover; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

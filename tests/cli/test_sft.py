@@ -1,4 +1,4 @@
-"""`offbeat sft`: a real fine-tuning whose result loads."""
+"""`offbeat sft`: a real fine-tuning on chats, evaluated on held-out ones, whose result loads."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,27 @@ from offbeat.model.load import load_causal_lm
 from small_run import SmallRun
 
 
-def test_fine_tuning_exports_a_model_and_reports(tmp_path: Path, model_dir: str, capsys) -> None:
+def chat(number: int) -> str:
+    """Two turns, and the number that a reward compares with."""
+    said = [("user", f"{number}"), ("assistant", f"{number}"), ("user", "so?"), ("assistant", f"{number}")]
+    return json.dumps({"messages": [{"role": role, "content": content} for role, content in said], "answer": number})
+
+
+def test_fine_tuning_on_chats_evaluates_exports_and_reports(tmp_path: Path, model_dir: str, capsys) -> None:
     run = SmallRun(tmp_path, model_dir)
-    words = run.arguments(sft__total_steps="3", sft__batch_size="8", data__heldout_size="0")
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(chat(number % 10) + "\n" for number in range(20)))
+    words = run.arguments(
+        data__task="", data__path=str(path), data__format="messages", data__heldout_size="4", rollout__reward="",
+        sft__total_steps="3", sft__batch_size="8", checkpoint__export_every_steps="2")
     assert cli.main(["sft", *words, "--json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert events[-1] == {"event": "finish", "steps": 3, "accuracy": None, "stopped_early": False}
-    assert load_causal_lm(str(run.folder / "export"), attention="sdpa").config.hidden_size == 32
-    assert load_tokenizer(run.folder / "export").eos_token_id == load_tokenizer(model_dir).eos_token_id
+    assert events[-1].keys() == {"event", "steps", "accuracy", "stopped_early"}
+    assert (events[-1]["steps"], events[-1]["stopped_early"]) == (3, False) and 0 <= events[-1]["accuracy"] <= 1
+    assert [row["train/tokens"] for row in run.metrics()] == [8 * 2 * 2] * 3, "one digit and the end token, in both turns"
+    for export in ("export", "exports/step-00000002"):
+        assert load_causal_lm(str(run.folder / export), attention="sdpa").config.hidden_size == 32
+        assert load_tokenizer(run.folder / export).eos_token_id == load_tokenizer(model_dir).eos_token_id
     assert (run.folder / "report.html").exists()
+    assert cli.main(["sft", *words]) == 2
+    assert "has done its 3 supervised steps; raise sft.total_steps to go on" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from offbeat.cluster.arena import Arena, open_rewards
 from offbeat.cluster.material import read_material
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptStream
-from offbeat.errors import CodeError, DataError
+from offbeat.errors import CodeError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
@@ -86,24 +86,6 @@ def test_what_a_workflow_makes_too_long_is_left_out_or_rejected_with_its_reason(
     rejected = [event for event in events if event["kind"] == "rejected"]
     assert {event["why"] for event in rejected} == {"too long"}
     assert "a prompt of 64 tokens and max_new_tokens = 5 are more than the context of 64" in rejected[0]["reason"]
-
-
-def test_fine_tuning_leaves_out_rows_that_are_too_long_and_says_which(tmp_path: Path, model_dir: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f'{{"prompt": "{i}>", "answer": "{"1" * (9 if i == 3 else 2)}"}}\n' for i in range(6)))
-    settings = {"data__task": "", "data__path": str(path), "data__heldout_size": "0", "data__shuffle": "false"}
-    config = small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="8", **settings)
-    with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
-        material = read_material(config)
-        arena = Arena(config, record, material, generate, SimpleNamespace(score=score))
-        batch = arena.sft_batch(PromptStream(material.train, seed=0, shuffle=False), 5)
-        assert (len(batch), batch.lengths.max()) == (5, 5)
-        hopeless = replace(arena, config=small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="3", **settings))
-        with pytest.raises(DataError, match="1000 rows in a row are too long to train on; the last: a row of 4 tokens exceeds"):
-            hopeless.sft_batch(PromptStream(material.train, seed=0), 1)
-    rejected = [event for event in read_json_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "rejected"]
-    assert (rejected[0]["prompt_id"], rejected[0]["why"]) == ("0:3", "too long")
-    assert rejected[0]["reason"] == "a row of 11 tokens exceeds train.max_tokens_per_microbatch = 8"
 
 
 def test_a_row_as_long_as_a_micro_batch_is_trained_on(tmp_path: Path, model_dir: str) -> None:

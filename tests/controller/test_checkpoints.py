@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from offbeat.cluster.session import Solo
-from offbeat.controller.checkpoints import Checkpoints
-from offbeat.controller.state import HeadState, SavedState
+from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, Checkpoints
+from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data.dataset import StreamState
 from offbeat.errors import ConfigError, PublishError, StorageError
 from small_run import small_config
@@ -51,11 +51,18 @@ def saved(step: int) -> SavedState:
     return SavedState(step, step + 1, (HeadState(StreamState(0, 2 * step), (f"0:{step}",)),))
 
 
-def checkpoints_of(ranks: Ranks, root: Path, *, num_heads: int = 1, engines: Engines | None = None, **changes: str) -> Checkpoints:
+def save(checkpoints: Checkpoints, step: int) -> None:
+    state = saved(step)
+    asyncio.run(checkpoints.save(step, version=state.version, head=state.heads[0], highlights=Highlights()))
+
+
+def checkpoints_of(
+    ranks: Ranks, root: Path, *, kind: str = TRAINING, num_heads: int = 1, engines: Engines | None = None, **changes: str,
+) -> Checkpoints:
     session = SimpleNamespace(
         trainers=ranks, config=small_config(root, **changes), peers=Solo(), num_heads=num_heads, publisher=engines or Engines(),
         material=SimpleNamespace(tokenizer_folder="tokenizer"))
-    return Checkpoints(session)
+    return Checkpoints(session, kind)
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
@@ -63,7 +70,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_as_many_as_it_is_tol
     checkpoints = checkpoints_of(ranks, tmp_path, checkpoint__keep="2")
     assert asyncio.run(checkpoints.restore()) is None
     for step in (2, 4, 6):
-        asyncio.run(checkpoints.save(saved(step)))
+        save(checkpoints, step)
     assert asyncio.run(checkpoints.restore()) == saved(6)
     folder = tmp_path / "small" / "checkpoints"
     assert ranks.loaded == [folder / "step-00000006" / "ranks"]
@@ -73,25 +80,25 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_as_many_as_it_is_tol
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     ranks = Ranks()
     checkpoints = checkpoints_of(ranks, tmp_path)
-    asyncio.run(checkpoints.save(saved(2)))
+    save(checkpoints, 2)
     ranks.full = True
     with pytest.raises(StorageError, match="no space"):
-        asyncio.run(checkpoints.save(saved(4)))
+        save(checkpoints, 4)
     assert asyncio.run(checkpoints.restore()) == saved(2)
 
 
 def test_a_checkpoint_whose_version_no_engine_serves_is_not_complete(tmp_path: Path) -> None:
     engines = Engines()
     checkpoints = checkpoints_of(Ranks(), tmp_path, engines=engines)
-    asyncio.run(checkpoints.save(saved(2)))
+    save(checkpoints, 2)
     engines.failed = True
     with pytest.raises(PublishError, match="served by no engine"):
-        asyncio.run(checkpoints.save(saved(4)))
+        save(checkpoints, 4)
     assert asyncio.run(checkpoints.restore()) == saved(2)
 
 
 def test_another_number_of_processes_that_draw_data_is_refused(tmp_path: Path) -> None:
-    asyncio.run(checkpoints_of(Ranks(), tmp_path).save(saved(2)))
+    save(checkpoints_of(Ranks(), tmp_path), 2)
     with pytest.raises(ConfigError, match="written by 1 processes that draw data, and now there are 2; resume with the same"):
         asyncio.run(checkpoints_of(Ranks(), tmp_path, num_heads=2).restore())
 
@@ -100,6 +107,26 @@ def test_another_number_of_processes_that_draw_data_is_refused(tmp_path: Path) -
 def test_saves_are_due_every_few_steps_and_at_the_end(tmp_path: Path, every: str, due: list[int]) -> None:
     checkpoints = checkpoints_of(Ranks(), tmp_path, checkpoint__every_steps=every)
     assert [step for step in range(1, 7) if checkpoints.due(step, last=step == 6)] == due
+
+
+def test_reinforcement_learning_and_fine_tuning_keep_out_of_each_others_checkpoints(tmp_path: Path) -> None:
+    by_kind = {kind: checkpoints_of(Ranks(), tmp_path, kind=kind) for kind in (FINE_TUNING, WARM_UP, TRAINING)}
+    save(by_kind[FINE_TUNING], 2)
+    save(by_kind[WARM_UP], 4)
+    found = {kind: asyncio.run(checkpoints.restore()) for kind, checkpoints in by_kind.items()}
+    assert found == {FINE_TUNING: saved(2), WARM_UP: saved(4), TRAINING: None}
+    save(by_kind[TRAINING], 1)
+    assert asyncio.run(by_kind[WARM_UP].restore()) is None, "a run that has trained does not go back to its warm-up"
+    assert asyncio.run(by_kind[FINE_TUNING].restore()) == saved(2)
+
+
+def test_exports_in_between_come_at_their_steps(tmp_path: Path) -> None:
+    for every, expected in (("0", []), ("2", [2, 4])):
+        ranks = Ranks()
+        checkpoints = checkpoints_of(ranks, tmp_path, checkpoint__export_every_steps=every)
+        for step in range(1, 6):
+            asyncio.run(checkpoints.export_step(step))
+        assert ranks.exported == [(tmp_path / "small" / "exports" / f"step-{step:08d}", "tokenizer") for step in expected]
 
 
 def test_the_export_can_be_turned_off(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ def start(request: pytest.FixtureRequest):
 def test_an_adapter_is_trained_published_saved_and_gone_on_from(start, tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     for steps in (2, 3):
-        done = start("train", *run.arguments(**LORA, run__total_steps=str(steps), checkpoint__every_steps="1", evaluate__every_steps="1"))
+        often = {"checkpoint__every_steps": "1", "checkpoint__export_every_steps": "2", "evaluate__every_steps": "1"}
+        done = start("train", *run.arguments(**LORA, **often, run__total_steps=str(steps)))
         assert done.returncode == 0, done.stderr
     publishes = run.events("publish")
     assert [event["version"] for event in publishes] == [0, 1, 2, 2, 3]
@@ -35,6 +36,8 @@ def test_an_adapter_is_trained_published_saved_and_gone_on_from(start, tmp_path:
     for step in (1, 2, 3):
         versions = {v for group in run.groups(step) for t in group["trajectories"] for v in t["versions"] if v >= 0}
         assert versions and max(versions) < step + 1 and min(versions) >= step - 2
+    assert [path.name for path in (run.folder / "exports").iterdir()] == ["step-00000002"]
+    assert (run.folder / "exports" / "step-00000002" / "adapter" / "adapter_model.safetensors").exists()
     export = run.folder / "export"
     merged = load_causal_lm(str(export), attention="sdpa").state_dict()
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), str(export / "adapter")).merge_and_unload()

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.config.load import load_config
 from offbeat.controller.run import prepare_run_dir, run_training
+from offbeat.controller.state import Highlights, SavedState
 from offbeat.data.tokenizer import load_tokenizer
+from offbeat.data.wire import encode_json
 from offbeat.errors import CodeError, ConfigError
 from offbeat.model.load import load_causal_lm
 from offbeat.telemetry.console import Console
@@ -98,6 +101,31 @@ def test_a_run_that_got_somewhere_but_has_no_checkpoint_is_moved_aside(tmp_path:
         aside = tmp_path / f"small.{number}"
         assert (aside / "config.toml").read_text() == f"# {number}"
         assert not (aside / "weights").exists()
+
+
+@pytest.mark.parametrize(("supervised", "warm_up", "kind", "goes_on"), [
+    (True, "false", "sft", True), (True, "true", "warm-up", False), (True, "false", "step", False),
+    (False, "true", "warm-up", True), (False, "false", "warm-up", False), (False, "true", "sft", False), (False, "false", "step", True),
+])
+def test_a_run_goes_on_only_from_checkpoints_of_its_own_kind(
+    supervised: bool, warm_up: str, kind: str, goes_on: bool, tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path, run__warm_up=warm_up, run__total_steps="9", sft__total_steps="9")
+    index = CheckpointIndex(config.run_dir / "checkpoints", kind)
+    index.complete(3, encode_json(SavedState(3, 3, ())))
+    for name in ("config.toml", "metrics.jsonl"):
+        (config.run_dir / name).touch()
+    prepare_run_dir(config, supervised=supervised)
+    assert config.run_dir.exists() is goes_on
+
+
+def test_a_fine_tuning_that_has_reached_its_accuracy_says_so(tmp_path: Path) -> None:
+    config = small_config(tmp_path, sft__total_steps="9", sft__stop_at_accuracy="0.5")
+    index = CheckpointIndex(config.run_dir / "checkpoints", "sft")
+    index.complete(3, encode_json(SavedState(3, 3, (), Highlights(heldout_after=0.625))))
+    (config.run_dir / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"reached a held-out accuracy of 0.625 after 3 supervised steps; set sft.stop_at"):
+        prepare_run_dir(config, supervised=True)
 
 
 def test_a_fresh_run_moves_an_older_one_aside_whatever_it_came_to(tmp_path: Path) -> None:

@@ -1,12 +1,214 @@
-"""Supervised warm-up before reinforcement learning, in one real run."""
+"""Fine-tuning that is cut off anywhere goes on with the very losses of one that was not; with real ranks, and in real runs."""
 
+import asyncio
 import io
-from itertools import pairwise
+import json
+from collections.abc import Callable
 from pathlib import Path
 
-from offbeat.controller.run import run_training
+import pytest
+
+from offbeat.aio import SideThread
+from offbeat.algorithms.experience import sft_batch
+from offbeat.cluster.material import read_material
+from offbeat.cluster.rank_engine import RankEngine
+from offbeat.cluster.session import Session
+from offbeat.cluster.shards import Sharder
+from offbeat.cluster.spmd_peers import RankPeers
+from offbeat.cluster.spmd_stage import Bystander
+from offbeat.cluster.spmd_trainers import OneRankLoads, RankTrainers
+from offbeat.config.root import Config
+from offbeat.config.train import SftConfig
+from offbeat.controller.run import prepare_run_dir, run_training
+from offbeat.controller.state import RunState
+from offbeat.controller.supervised import SftResult, fine_tune, is_finished
+from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console
-from small_run import SmallRun, small_config
+from offbeat.telemetry.jsonl import read_json_lines
+from offbeat.telemetry.record import RunRecord, SilentRecord
+from ranks import run_alone, run_ranks
+from small_run import SmallRun, offbeat, small_config, start_offbeat
+from waiting import wait_until
+
+SUPERVISED = {
+    "sft__total_steps": "7", "sft__batch_size": "6", "sft__optimizer__warmup_steps": "3", "sft__optimizer__schedule": "linear",
+    "data__heldout_size": "0", "checkpoint__every_steps": "2", "rollout__balance_batch": "false"}
+Trouble = Callable[[int, RunState], None]
+"""Called with each step that has been trained, before it is recorded."""
+
+
+class CrashError(Exception):
+    """The run is gone."""
+
+
+class Published:
+    """Engines that serve whatever they are given."""
+
+    async def publish(self, version: int, *, on_served: Callable) -> None:
+        pass
+
+    async def settle(self) -> None:
+        pass
+
+
+class Troubled(RankTrainers):
+    """Real trainers, with trouble after a step."""
+
+    trouble: Callable[[], None]
+
+    async def train_step(self, batch, *, num_minibatches=1):
+        stats = await super().train_step(batch, num_minibatches=num_minibatches)
+        self.trouble()
+        return stats
+
+
+class Loader(Bystander):
+    """A stage without engines that draws data."""
+
+    def sft_batch(self, stream, count):
+        return sft_batch(self.material.supervision.draw(stream, count))
+
+
+async def nothing() -> None:
+    await asyncio.Event().wait()
+
+
+def play(groups, config: Config, trouble: Trouble = lambda _step, _state: None, *, standalone: bool = True) -> SftResult:
+    """One process's part of a fine-tuning, with everything real but the engines, which nothing is asked of."""
+    material, state = read_material(config, supervised=True), RunState(total_steps=1)
+    thread = SideThread("rank")
+    engine = RankEngine.build(config.model.path, config, groups)
+    trainers = Troubled(
+        engine, OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world)), config, thread,
+        on_span=lambda *_: None)
+    trainers.trouble = lambda: trouble(engine.step, state)
+    leads = groups.rank == 0
+    stage = (Loader if leads else Bystander)(material)
+    record = RunRecord(config.run_dir, trace=False, console=Console("quiet")) if leads else SilentRecord(config.run_dir)
+    with record:
+        session = Session(config, record, material, trainers, Published(), stage, RankPeers(groups.sync, thread), nothing)
+        try:
+            return asyncio.run(fine_tune(session, state, standalone=standalone))
+        finally:
+            thread.close()
+
+
+def crash_at(step: int) -> Trouble:
+    def trouble(done: int, _state: RunState) -> None:
+        if done == step:
+            raise CrashError
+
+    return trouble
+
+
+def rows_of(config: Config) -> list[dict]:
+    """What metrics.jsonl says of the steps, but for the time they took."""
+    rows = read_json_lines(config.run_dir / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.endswith("_s") and not name.startswith("balance/")} for row in rows]
+
+
+def cut_off_and_whole(groups, argument: dict) -> list[dict] | None:
+    """Fine-tune once without a break, and once cut off twice; what both recorded, on rank 0."""
+    model, root = argument["model"], Path(argument["root"])
+    whole, cut = (small_config(root / name, model, **SUPERVISED, **argument["changes"]) for name in ("whole", "cut"))
+    play(groups, whole)
+    for step in (4, 5):  # the first crash leaves the checkpoint of step 2, the second that of step 4
+        with pytest.raises(CrashError):
+            play(groups, cut, crash_at(step))
+    assert play(groups, cut) == SftResult(7, None, stopped_early=False)
+    return [rows_of(whole), rows_of(cut)] if groups.rank == 0 else None
+
+
+@pytest.mark.parametrize(("world", "changes"), [
+    (1, {}), (1, {"data__chat_template": "true"}), (2, {"model__lora__rank": "4", "model__lora__dropout": "0.3"}),
+])
+def test_a_fine_tuning_that_crashes_goes_on_with_the_losses_of_one_that_did_not(
+    world: int, changes: dict[str, str], tmp_path: Path, model_dir: str,
+) -> None:
+    argument = {"model": model_dir, "root": str(tmp_path), "changes": changes}
+    [whole, cut], *_ = [run_alone(cut_off_and_whole, argument=argument)] if world == 1 else run_ranks(
+        cut_off_and_whole, world=world, argument=argument)
+    assert [row["global_step"] for row in whole] == list(range(1, 8))
+    assert len({row["train/loss"] for row in whole}) == 7 and whole[0]["train/lr"] < whole[2]["train/lr"] > whole[6]["train/lr"]
+    assert cut == whole, "resumed losses, gradient norms and learning rates are the same to the last bit"
+
+
+def test_a_stop_saves_and_the_same_command_goes_on(tmp_path: Path, model_dir: str) -> None:
+    whole, cut = (small_config(tmp_path / name, model_dir, **SUPERVISED) for name in ("whole", "cut"))
+
+    def stop(done: int, state: RunState) -> None:
+        state.asked_to_stop = done == 3
+
+    def both(groups, _) -> None:
+        play(groups, whole)
+        assert play(groups, cut, stop) == SftResult(3, None, stopped_early=True)
+        assert (cut.run_dir / "export" / "config.json").exists()
+        assert play(groups, cut).stopped_early is False
+
+    run_alone(both)
+    assert rows_of(cut) == rows_of(whole)
+    events = read_json_lines(cut.run_dir / "events.jsonl")
+    assert [event["step"] for event in events if event["kind"] == "sft_checkpoint"] == [2, 3, 4, 6, 7]
+    assert [event["step"] for event in events if event["kind"] == "sft_resumed"] == [3]
+
+
+def test_exports_come_every_few_steps_as_asked_and_none_is_left_out_by_a_crash(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(tmp_path, model_dir, **SUPERVISED, checkpoint__export_every_steps="3", checkpoint__export="false")
+
+    def body(groups, _) -> None:
+        with pytest.raises(CrashError):
+            play(groups, config, crash_at(5))
+        play(groups, config)
+
+    run_alone(body)
+    assert sorted(path.name for path in (config.run_dir / "exports").iterdir()) == ["step-00000003", "step-00000006"]
+    assert (config.run_dir / "exports" / "step-00000006" / "tokenizer.json").exists()
+    assert not (config.run_dir / "export").exists()
+
+
+def test_a_warm_up_goes_on_by_itself_and_leaves_the_rows_to_reinforcement_learning(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(tmp_path, model_dir, **SUPERVISED)
+
+    def body(groups, _) -> tuple[SftResult, SftResult]:
+        with pytest.raises(CrashError):
+            play(groups, config, crash_at(6), standalone=False)
+        (config.run_dir / "metrics.jsonl").write_text('{"global_step": 0}\n{"global_step": 1}\n')  # of training that left no checkpoint
+        return play(groups, config, standalone=False), play(groups, config, crash_at(1), standalone=False)
+
+    assert [result.steps for result in run_alone(body)] == [7, 7], "one that is done is not done again"
+    assert rows_of(config) == []
+    assert sorted(path.name for path in (config.run_dir / "checkpoints").iterdir()) == ["warm-up-00000006", "warm-up-00000007"]
+    assert not (config.run_dir / "export").exists()
+
+
+@pytest.mark.parametrize(("steps", "accuracy", "finished"), [(9, None, False), (10, None, True), (3, 0.5, True), (3, 0.4, False)])
+def test_a_fine_tuning_is_finished_by_its_steps_or_its_accuracy(steps: int, accuracy: float | None, finished: bool) -> None:
+    assert is_finished(SftConfig(total_steps=10, stop_at_accuracy=0.5), steps=steps, accuracy=accuracy) is finished
+
+
+def test_a_run_killed_while_it_fine_tunes_goes_on_and_then_says_that_it_is_finished(tmp_path: Path, model_dir: str) -> None:
+    changes = SUPERVISED | {"sft__total_steps": "30"}
+    reference = small_config(tmp_path / "reference", model_dir, **changes)
+    run_alone(lambda groups, _: play(groups, reference) and None)
+    run = SmallRun(tmp_path, model_dir)
+    with start_offbeat("sft", *run.arguments(**changes)) as process:
+        wait_until(lambda: len(run.metrics()) > 4 or process.poll() is not None, timeout_s=60)
+        process.kill()
+    rows = len(run.metrics())
+    assert rows < 30, "it ended before it was killed, so this test shows nothing"
+    done = offbeat("sft", *run.arguments(**changes), "--json")
+    assert done.returncode == 0, done.stderr
+    config = small_config(tmp_path, model_dir, **changes)
+    assert rows_of(config) == rows_of(reference)
+    [resumed] = run.events("sft_resumed")
+    assert resumed["step"] >= rows - 3
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 30
+    with pytest.raises(ConfigError, match=r"has done its 30 supervised steps; raise sft.total_steps to go on, or give run.name a new name"):
+        prepare_run_dir(config, supervised=True)
+    prepare_run_dir(small_config(tmp_path, model_dir, **changes | {"sft__total_steps": "31"}), supervised=True)
+    assert run.folder.exists(), "a run with more to do goes on in its folder"
+    prepare_run_dir(config)
+    assert not run.folder.exists(), "reinforcement learning does not go on from fine-tuning, which is moved aside"
 
 
 def test_a_warm_up_learns_publishes_and_hands_over(tmp_path: Path, model_dir: str) -> None:
@@ -15,12 +217,13 @@ def test_a_warm_up_learns_publishes_and_hands_over(tmp_path: Path, model_dir: st
         tmp_path, model_dir, run__warm_up="true", run__total_steps="1", sft__total_steps="12", sft__batch_size="16",
         sft__evaluate_every_steps="5", sft__optimizer__lr="1e-2", sft__optimizer__warmup_steps="0")
     result = run_training(config, Console("quiet", stream=io.StringIO()))
-    assert (result.warm_up_steps, result.steps) == (12, 1)
+    assert result is not None and (result.warm_up_steps, result.steps) == (12, 1)
     steps = run.events("sft_step")
     assert [event["step"] for event in steps] == list(range(1, 13))
     assert steps[-1]["train/loss"] < 0.8 * steps[0]["train/loss"]
     # Evaluated after 5, 10 and 12 supervised steps, then handed over, then trained once.
-    versions = [event["version"] for event in run.events("publish")]
-    assert versions == [4, 5]
-    assert all(later > earlier for earlier, later in pairwise(versions))
+    assert [event["version"] for event in run.events("publish")] == [4, 5]
     assert [row["global_step"] for row in run.metrics()] == [1]
+    assert [event["step"] for event in run.events("sft_checkpoint")] == [12]
+    folders = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert folders == ["step-00000001"], "the warm-up's checkpoints are of no use any more"

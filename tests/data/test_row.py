@@ -33,6 +33,22 @@ def test_messages_become_a_chat_of_role_and_content():
     assert row.prompt == ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
 
 
+SAID = [*CHAT, {"role": "assistant", "content": "1+1=2"}]
+
+
+def test_what_the_assistant_says_last_is_the_answer_and_not_part_of_the_prompt():
+    row = parse({"messages": SAID, "level": "easy"}, format="messages")
+    assert [message["content"] for message in row.prompt] == ["s", "u"]
+    assert row == Row(row.prompt, "1+1=2", {"level": "easy"})
+    again = parse({"messages": [*SAID, CHAT[1], SAID[-1]], "answer": None}, format="messages")
+    assert [message["role"] for message in again.prompt] == ["system", "user", "assistant", "user"]
+
+
+def test_an_answer_beside_a_chat_is_what_a_reward_compares_with_and_the_chat_what_is_imitated():
+    row = parse({"messages": SAID, "answer": 2}, format="messages")
+    assert (row.answer, row.solution, len(row.prompt)) == ("2", "1+1=2", 2)
+
+
 def test_field_names_can_be_given():
     assert parse({"q": "x", "a": "y"}, prompt_field="q", answer_field="a") == Row("x", "y")
 
@@ -49,6 +65,11 @@ def test_rows_cross_processes(row):
     ({"prompt": "p", "answer": None}, {}, "field 'answer' must be text or a number, got null"),
     ({"prompt": "p", "answer": True}, {}, "field 'answer' must be text or a number, got bool"),
     ({"question": "p", "answer": "42"}, {"format": "gsm8k"}, "a GSM8K answer must end in '#### ' and a number, got '42'"),
+    ({"messages": CHAT}, {"format": "messages"}, "has no answer: the chat in 'messages' does not end with the assistant's message"),
+    ({"chat": CHAT}, {"format": "messages"}, "has no field 'messages'; it has chat"),
+    ({"messages": SAID[-1:]}, {"format": "messages"}, "the chat in 'messages' has nothing before the assistant's message"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, {"format": "messages"}, "must have text in 'role' and 'content'"),
+    ({"messages": [{**SAID[-1], "tool_calls": [1]}]}, {"format": "messages"}, "has tool_calls, which are not supported"),
     ({"messages": "hi", "answer": "a"}, {"format": "messages"}, "must be a list of messages, got str"),
     ({"messages": [], "answer": "a"}, {"format": "messages"}, "must be a list of messages, got an empty list"),
     ({"messages": [{"role": "user"}], "answer": "a"}, {"format": "messages"}, "must have text in 'role' and 'content', got {\"role\""),

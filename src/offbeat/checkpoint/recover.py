@@ -1,7 +1,8 @@
 """The checkpoints of a run on disk: which one to resume from, and which to remove. Torch-free: the controller owns it.
 
-A checkpoint is a folder `step-00000050`. Ranks write their part into it; when all have, the controller writes `complete.json` with its own
-state. A folder without that file does not exist for recovery, so a crash at any moment leaves the previous checkpoint the newest.
+A checkpoint is a folder `step-00000050`; those of supervised fine-tuning have another word in their name. Ranks write their part into it;
+when all have, the controller writes `complete.json` with its own state. A folder without that file does not exist for recovery, so a crash
+at any moment leaves the previous checkpoint the newest.
 """
 
 import os
@@ -13,7 +14,6 @@ from pathlib import Path
 from offbeat.errors import StorageError
 
 MARKER = "complete.json"
-_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,16 @@ class Checkpoint:
 
 
 class CheckpointIndex:
-    """The checkpoints below one directory."""
+    """The checkpoints of one kind below one directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, kind: str = "step") -> None:
+        """`kind` is what their names begin with; others in the directory are left alone."""
         self.directory = directory
+        self.kind = kind
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of `step` goes; not created here."""
-        return self.directory / f"step-{step:08d}"
+        return self.directory / f"{self.kind}-{step:08d}"
 
     def complete(self, step: int, payload: bytes) -> None:
         """Declare the checkpoint of `step` complete, atomically, once all of it is on disk.
@@ -75,13 +77,22 @@ class CheckpointIndex:
         kept = set(complete[-keep:])
         for step in self._steps():
             if complete and step < complete[-1] and step not in kept:
-                # Without its marker first: a removal that is cut off must not leave half a checkpoint that looks complete.
-                (self.folder(step) / MARKER).unlink(missing_ok=True)
-                shutil.rmtree(self.folder(step))
+                self._remove(step)
+
+    def clear(self) -> None:
+        """Remove all of them."""
+        for step in self._steps():
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        # Without its marker first: a removal that is cut off must not leave half a checkpoint that looks complete.
+        (self.folder(step) / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(self.folder(step))
 
     def _steps(self) -> list[int]:
         names = (path.name for path in self.directory.iterdir()) if self.directory.is_dir() else ()
-        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+        name_of = re.compile(rf"{re.escape(self.kind)}-(\d{{8,}})")
+        return sorted(int(match[1]) for name in names if (match := name_of.fullmatch(name)))
 
     def _complete_steps(self) -> list[int]:
         return [step for step in self._steps() if (self.folder(step) / MARKER).is_file()]

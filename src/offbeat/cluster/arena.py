@@ -7,16 +7,13 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-import numpy as np
-
 from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.material import Material, choose_reward
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
-from offbeat.data.dataset import PromptStream, check_length, render, sft_sequence
+from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.row import Row
-from offbeat.data.trajectory import row_tokens
-from offbeat.errors import DataError, TooLongError
+from offbeat.errors import TooLongError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
@@ -25,8 +22,6 @@ from offbeat.rollout.reward_pool import RewardPool
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
-
-_MOST_TOO_LONG = 1000
 
 
 @dataclass(frozen=True)
@@ -60,22 +55,8 @@ class Arena:
             on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
 
     def sft_batch(self, stream: PromptStream, count: int) -> TokenBatch:
-        """The next `count` rows as supervised sequences, without those that are too long.
-
-        Raises:
-            DataError: nearly all are too long.
-        """
-        return sft_batch([self._next_sequence(stream) for _ in range(count)])
-
-    def _next_sequence(self, stream: PromptStream) -> tuple[np.ndarray, np.ndarray]:
-        why = ""
-        for _ in range(_MOST_TOO_LONG):
-            prompt_id, row = stream.next()
-            tokens, loss_mask = sft_sequence(row, self.material.tokenizer, self.config.data)
-            if not (why := self._too_long(row_tokens(loss_mask))):
-                return tokens, loss_mask
-            self.record.events.record("rejected", prompt_id=prompt_id, why="too long", reason=why)
-        raise DataError(f"{_MOST_TOO_LONG} rows in a row are too long to train on; the last: {why}")
+        """See `Stage.sft_batch`."""
+        return sft_batch(self.material.supervision.draw(stream, count))
 
     def _episode(self, row: Row, group_size: int, sampling: Sampling) -> Episode:
         material = self.material

@@ -7,6 +7,7 @@ from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
 from offbeat.data.ends import find_ends
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids
+from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.errors import ConfigError
@@ -35,8 +36,10 @@ class Material:
     Attributes:
         model: folder of the initial model.
         build: how rank 0 has to make that folder's weights first; None where they are there.
-        context: the model's longest sequence, in tokens.
+        context: the engines' longest sequence, in tokens.
         sampling: as configured, with all that ends a sample.
+        supervision: how rows are imitated.
+        num_dropped: rows to train on that are too long to be imitated, and dropped; of an endless dataset those among the first.
     """
 
     model: str
@@ -47,17 +50,20 @@ class Material:
     sampling: Sampling
     train: PromptDataset
     heldout: PromptDataset
+    supervision: Supervision
+    num_dropped: int
 
 
-def read_material(config: Config, *, trains: bool = True) -> Material:
+def read_material(config: Config, *, trains: bool = True, supervised: bool = False) -> Material:
     """Read model configuration, tokenizer and data; writes nothing.
 
     Args:
         trains: whether what is rolled out has to fit into micro-batches.
+        supervised: rows are only imitated, and held-out ones answered; otherwise all are answered.
 
     Raises:
-        ModelError: the folder holds no model or tokenizer.
-        DataError: the data cannot be used, or a prompt is too long for the model.
+        ModelError: the folder holds no model or tokenizer, or the tokenizer has no template for a chat.
+        DataError: the data cannot be used, or a row is too long for the model.
         ConfigError: lengths contradict each other, or what is to end a sample cannot.
     """
     base = read_base(config)
@@ -66,9 +72,12 @@ def read_material(config: Config, *, trains: bool = True) -> Material:
     train, heldout = open_datasets(config.data, seed=config.run.seed)
     longest = max(
         check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=sampling.max_new_tokens)
-        for rows in (train, heldout))
-    _check_limits(config, context=context, longest=longest, trains=trains)
-    return Material(base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout)
+        for rows in ((heldout,) if supervised else (train, heldout)))
+    _check_limits(config, context=context, longest=longest, trains=trains and not supervised)
+    supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
+    num_dropped = supervision.check(train) if supervised or config.run.warm_up else 0
+    return Material(
+        base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout, supervision, num_dropped)
 
 
 def _choose_sampling(base: Base, config: Config) -> Sampling:

@@ -104,7 +104,7 @@ class Stage(Protocol):
         ...
 
     def sft_batch(self, stream: PromptStream, count: int) -> TokenBatch:
-        """The next `count` supervised sequences."""
+        """The next `count` rows as supervised sequences."""
         ...
 
 

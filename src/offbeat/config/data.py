@@ -17,7 +17,8 @@ class DataConfig(Section):
     path: str = field("", "JSON-lines or Parquet file, or a hub id read through `datasets`.")
     split: str = field("train", "Split to train on, for a hub id.")
     format: Literal["prompt_answer", "gsm8k", "messages"] = field(
-        "prompt_answer", "Row layout: fields prompt and answer; GSM8K's question and `... #### 42`; or a chat in `messages` with answer.")
+        "prompt_answer", "Row layout: fields prompt and answer; GSM8K's question and `... #### 42`; or a chat in `messages`, with an answer"
+        " unless it ends with the assistant's.")
     prompt_field: str = field("", "Name of the prompt's field; empty takes the format's own.")
     answer_field: str = field("", "Name of the answer's field; empty takes the format's own.")
     chat_template: bool = field(False, "Wrap the prompt as a user message with the tokenizer's chat template.")

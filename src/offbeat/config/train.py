@@ -37,7 +37,11 @@ class SftConfig(Section):
     """Supervised fine-tuning: `offbeat sft`, and the quick start's warm-up."""
 
     total_steps: int = field(200, "Most optimizer steps.", ge=1)
-    batch_size: int = field(128, "Sequences per step.", ge=1)
+    batch_size: int = field(128, "Rows per step.", ge=1)
+    assistant_turns: Literal["all", "last"] = field(
+        "all", "Which of the assistant's messages in a chat are trained on; earlier ones may be weaker than the last.")
+    too_long: Literal["refuse", "drop"] = field(
+        "refuse", "What happens to rows longer than the context or than train.max_tokens_per_microbatch; none is ever cut.")
     optimizer: OptimizerConfig = field(OptimizerConfig(lr=2e-3, warmup_steps=30), "AdamW and its schedule.")
     evaluate_every_steps: int = field(0, "Steps between evaluations on held-out prompts; 0 evaluates only at the end.", ge=0)
     stop_at_accuracy: float = field(1.0, "Stop as soon as held-out accuracy reaches this.", gt=0, le=1)

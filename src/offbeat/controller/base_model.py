@@ -7,8 +7,8 @@ model first, as a run of its own.
 from collections.abc import Callable
 from pathlib import Path
 
-from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.config.root import Config
+from offbeat.controller.checkpoints import TRAINING, index_of
 
 
 def needs_base(config: Config) -> bool:
@@ -27,7 +27,7 @@ def on_base(config: Config, make: Callable[[Config], object], *, fresh: bool) ->
     """This run on its base, which `make` trains and exports unless this run goes on from a checkpoint."""
     base = base_config(config)
     export = base.run_dir / "export"
-    goes_on = not fresh and CheckpointIndex(config.run_dir / "checkpoints").newest() is not None
+    goes_on = not fresh and index_of(config, TRAINING).newest() is not None
     if not (goes_on and _is_there(export)):
         make(base)
     model = config.model.model_copy(update={"path": str(export), "tokenizer": ""})

@@ -5,9 +5,14 @@ from pathlib import Path
 
 from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.cluster.session import Session
-from offbeat.controller.state import SavedState
+from offbeat.config.root import Config
+from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data import wire
 from offbeat.errors import ConfigError
+from offbeat.types import Version
+
+TRAINING, FINE_TUNING, WARM_UP = "step", "sft", "warm-up"
+"""What names of checkpoints begin with: of reinforcement learning, of `offbeat sft`, and of the warm-up of `offbeat train`."""
 
 
 @dataclass(frozen=True)
@@ -16,14 +21,19 @@ class _Found:
     saved: SavedState
 
 
-class Checkpoints:
-    """The resumable checkpoints of a run, and its final export."""
+def index_of(config: Config, kind: str) -> CheckpointIndex:
+    """The checkpoints of a kind in a run's folder."""
+    return CheckpointIndex(config.run_dir / "checkpoints", kind)
 
-    def __init__(self, session: Session) -> None:
+
+class Checkpoints:
+    """The resumable checkpoints of a run or of its warm-up, and its exports."""
+
+    def __init__(self, session: Session, kind: str = TRAINING) -> None:
         self._session = session
         self._trainers = session.trainers
         self._config = session.config
-        self._index = CheckpointIndex(session.config.run_dir / "checkpoints")
+        self._index = index_of(session.config, kind)
 
     async def restore(self) -> SavedState | None:
         """Bring the train ranks to the newest checkpoint; None where there is none.
@@ -46,26 +56,45 @@ class Checkpoints:
         every = self._config.checkpoint.every_steps
         return last or (every > 0 and global_step % every == 0)
 
-    async def save(self, saved: SavedState) -> None:
+    async def save(self, global_step: int, *, version: Version, head: HeadState, highlights: Highlights) -> None:
         """Write the ranks' part, then the loop's, which declares the whole complete: not before engines serve its version.
+
+        Args:
+            global_step: steps done.
+            version: weights published.
+            head: where this process stands in its data.
+            highlights: of the steps done.
 
         Raises:
             PublishError: none does.
             StorageError: a disk is full; earlier checkpoints are intact.
         """
+        heads = await self._session.peers.gather("save_heads", head)
+        saved = SavedState(global_step, version, tuple(heads[: self._session.num_heads]), highlights)
 
         async def complete() -> None:
             await self._session.publisher.settle()
-            self._index.complete(saved.global_step, wire.encode_json(saved))
+            self._index.complete(global_step, wire.encode_json(saved))
             self._index.prune(self._config.checkpoint.keep)
+            if self._index.kind == TRAINING:
+                index_of(self._config, WARM_UP).clear()  # nobody goes back to it
 
-        await self._trainers.save(self._index.folder(saved.global_step) / "ranks")
+        await self._trainers.save(self._index.folder(global_step) / "ranks")
         await self._session.peers.lead("save_complete", complete, None)
 
     async def export(self) -> None:
-        """Write the model and the tokenizer as a Hugging Face folder, if configured."""
+        """Write the final model and the tokenizer as a Hugging Face folder, if configured."""
         if self._config.checkpoint.export:
-            await self._trainers.export(self._config.run_dir / "export", tokenizer=self._session.material.tokenizer_folder)
+            await self._export("export")
+
+    async def export_step(self, global_step: int) -> None:
+        """Write the model after this step, if one is due. Comes before its checkpoint, so that a resumed run leaves none out."""
+        every = self._config.checkpoint.export_every_steps
+        if every and global_step % every == 0:
+            await self._export(f"exports/step-{global_step:08d}")
+
+    async def _export(self, folder: str) -> None:
+        await self._trainers.export(self._config.run_dir / folder, tokenizer=self._session.material.tokenizer_folder)
 
     async def _find(self) -> _Found | None:
         newest = self._index.newest()

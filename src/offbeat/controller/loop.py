@@ -89,6 +89,7 @@ class _Training:
                     stats["eval/accuracy"] = await self._evaluate(evaluator, step.global_step)
                 self._commit(step, groups, stats, time.monotonic() - start)
                 await session.peers.meet("commit_stats")
+                await self._checkpoints.export_step(step.global_step)
                 if self._checkpoints.due(step.global_step, last=last or state.stopping):
                     await self._save(step, rollouts)
         await self._checkpoints.export()
@@ -143,9 +144,9 @@ class _Training:
 
     async def _save(self, step: Step, rollouts: Rollouts) -> None:
         with self._record.tracer.span("checkpoint", "controller"):
-            heads = await self._session.peers.gather("save_heads", HeadState(self._stream.state(), rollouts.in_flight))
-            heads = tuple(heads[: self._session.num_heads])
-            await self._checkpoints.save(SavedState(step.global_step, step.next_version, heads, self._highlights))
+            await self._checkpoints.save(
+                step.global_step, version=step.next_version, head=HeadState(self._stream.state(), rollouts.in_flight),
+                highlights=self._highlights)
         self._record.events.record("checkpoint", global_step=step.global_step)
 
     def _resume(self, saved: SavedState) -> None:

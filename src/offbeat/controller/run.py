@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.cluster.assemble import open_session
 from offbeat.cluster.material import Material, read_material
 from offbeat.cluster.place import Place, read_place, resolve_ranks
@@ -21,9 +20,10 @@ from offbeat.cluster.session import Session
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
 from offbeat.controller.base_model import needs_base, on_base
+from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, index_of
 from offbeat.controller.loop import TrainResult, train
-from offbeat.controller.state import Highlights, RunState
-from offbeat.controller.supervised import SftResult, fine_tune
+from offbeat.controller.state import Highlights, RunState, SavedState
+from offbeat.controller.supervised import SftResult, fine_tune, is_finished
 from offbeat.data import wire
 from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console
@@ -82,12 +82,11 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
         warm_up_steps = base_steps
 
         async def begins() -> bool:
-            return CheckpointIndex(config.run_dir / "checkpoints").newest() is None
+            return index_of(config, TRAINING).newest() is None
 
         if config.run.warm_up and await session.peers.lead("warm_up", begins, bool):
             warm_up_steps = (await fine_tune(session, state, standalone=False)).steps
             state.version += 1
-        # A warm-up is not saved: it takes seconds, and the same command does it again.
         interrupted = warm_up_steps > base_steps and state.stopping
         result = TrainResult(0, Highlights(), stopped_early=True) if interrupted else await train(session, state)
         marks = result.highlights
@@ -106,12 +105,15 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
 
 
 def run_supervised(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SftResult | None:
-    """`offbeat sft`: supervised fine-tuning, exported to the run's folder. None on a rank that does not lead."""
+    """`offbeat sft`: supervised fine-tuning, exported to the run's folder. None on a rank that does not lead.
+
+    A `fresh` run never resumes: an older one of its name is moved aside.
+    """
 
     async def body(session: Session, state: RunState) -> SftResult:
         return await fine_tune(session, state, standalone=True)
 
-    result = execute(config, console, body, debug=debug, fresh=fresh, resumable=False)
+    result = execute(config, console, body, debug=debug, fresh=fresh, supervised=True)
     if result is not None:
         console.finish(asdict(result))
     return result
@@ -124,7 +126,7 @@ def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) ->
 
     def make(base: Config) -> None:
         console.note(f"the adapter needs a base that has learnt something: warming up a whole model as the run {base.run.name}")
-        result = run_supervised(base, console, debug=debug, fresh=True)
+        result = run_supervised(base, console, debug=debug, fresh=fresh or _fine_tuned(base) is not None)
         assert result is not None, "a controller leads"
         if result.stopped_early:
             raise KeyboardInterrupt
@@ -134,18 +136,18 @@ def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) ->
     return config, sum(result.steps for result in results), time.monotonic() - start if results else 0.0
 
 
-def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, resumable: bool = True,
+def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, supervised: bool = False,
     fresh: bool = False,
 ) -> T | None:
-    """Open the run's folder and its processes, and run `body(session, state)`; one that is not `resumable` begins in an empty folder.
+    """Open the run's folder and its processes, and run `body(session, state)`, which only fine-tunes if it is `supervised`.
 
     Ctrl-C once asks the body to end after its step and save; twice, or before the body has begun, ends at once. None on a rank that does
     not lead.
     """
     place = read_place(config)
     config = resolve_ranks(config, place)
-    material = read_material(config)
-    with _open_record(config, place, console, resumable=resumable, fresh=fresh, debug=debug) as record:
+    material = read_material(config, supervised=supervised)
+    with _open_record(config, place, console, supervised=supervised, fresh=fresh, debug=debug) as record:
         try:
             result = asyncio.run(_with_session(config, place, material, record, body))
             return result if place.leads else None
@@ -157,12 +159,12 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
             raise
 
 
-def _open_record(config: Config, place: Place, console: Console, *, resumable: bool, fresh: bool, debug: bool) -> RunRecord:
+def _open_record(config: Config, place: Place, console: Console, *, supervised: bool, fresh: bool, debug: bool) -> RunRecord:
     if not place.leads:
         # Its log is opened when it has met the leader, who may first move an older run of this name out of the way.
         return SilentRecord(config.run_dir)
     check_installed(config.telemetry.sinks)  # before an older run is moved out of the way
-    prepare_run_dir(config, resumable=resumable, fresh=fresh)
+    prepare_run_dir(config, supervised=supervised, fresh=fresh)
     record = RunRecord(
         config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
         settings=config.model_dump(mode="json"))
@@ -192,9 +194,12 @@ async def _with_session(config: Config, place: Place, material: Material, record
         return await body(session, state)
 
 
-def prepare_run_dir(config: Config, *, resumable: bool = True, fresh: bool = False) -> None:
+def prepare_run_dir(config: Config, *, supervised: bool = False, fresh: bool = False) -> None:
     """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
     A `fresh` run always does the latter.
+
+    Args:
+        supervised: the run only fine-tunes; reinforcement learning does not go on from its checkpoints, nor it from those.
 
     Raises:
         ConfigError: `run.resume` is off and the run exists, it has done all its steps, or another process is running it.
@@ -207,12 +212,35 @@ def prepare_run_dir(config: Config, *, resumable: bool = True, fresh: bool = Fal
         return
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
-    newest = CheckpointIndex(run_dir / "checkpoints").newest() if resumable else None
-    if newest is not None and newest.step >= config.run.total_steps:
-        raise ConfigError(
-            f"the run {str(run_dir)!r} has done its {newest.step} steps; raise run.total_steps to go on, or give run.name a new name")
-    if newest is None and (run_dir / "metrics.jsonl").exists():
+    if done := _fine_tuned(config) if supervised else _trained(config):
+        raise ConfigError(f"the run {str(run_dir)!r} has {done}, or give run.name a new name")
+    kinds = (FINE_TUNING,) if supervised else (TRAINING, WARM_UP) if config.run.warm_up else (TRAINING,)
+    goes_on = any(index_of(config, kind).newest() for kind in kinds)
+    if not goes_on and (run_dir / "metrics.jsonl").exists():
         move_aside(config)
+
+
+def _trained(config: Config) -> str | None:
+    """What reinforcement learning has done and how it would go on, if it is finished."""
+    newest = index_of(config, TRAINING).newest()
+    if newest is None or newest.step < config.run.total_steps:
+        return None
+    return f"done its {newest.step} steps; raise run.total_steps to go on"
+
+
+def _fine_tuned(config: Config) -> str | None:
+    """What `offbeat sft` has done and how it would go on, if it is finished."""
+    newest = index_of(config, FINE_TUNING).newest()
+    if newest is None:
+        return None
+    accuracy = wire.decode_json(SavedState, newest.payload).highlights.heldout_after
+    if not is_finished(config.sft, steps=newest.step, accuracy=accuracy):
+        return None
+    if newest.step >= config.sft.total_steps:
+        return f"done its {newest.step} supervised steps; raise sft.total_steps to go on"
+    return (
+        f"reached a held-out accuracy of {accuracy:.3f} after {newest.step} supervised steps; set sft.stop_at_accuracy ="
+        f" {config.sft.stop_at_accuracy:g} above that to go on")
 
 
 def move_aside(config: Config) -> None:

@@ -1,4 +1,8 @@
-"""Supervised fine-tuning on the same ranks, with the same evaluation: `offbeat sft`, and the quick start's warm-up."""
+"""Supervised fine-tuning on the same ranks, with the same evaluation: `offbeat sft`, and the warm-up of `offbeat train`.
+
+It saves and resumes as reinforcement learning does, under names of its own: a run that is started again goes on with the very losses that
+it would have had.
+"""
 
 import time
 from dataclasses import dataclass
@@ -6,9 +10,10 @@ from dataclasses import dataclass
 from offbeat.aio import run_beside
 from offbeat.cluster.messages import Objective
 from offbeat.cluster.session import Session
-from offbeat.controller.checkpoints import Checkpoints
+from offbeat.config.train import SftConfig
+from offbeat.controller.checkpoints import FINE_TUNING, WARM_UP, Checkpoints
 from offbeat.controller.evaluate import Evaluation, Evaluator
-from offbeat.controller.state import RunState
+from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data.dataset import PromptStream
 
 _RECORDED = ("train/loss", "train/grad_norm", "step/total_s")
@@ -19,14 +24,19 @@ class SftResult:
     """What supervised fine-tuning came to.
 
     Attributes:
-        steps: optimizer steps done.
-        accuracy: held-out accuracy at the end; None without held-out prompts.
-        stopped_early: the user asked to stop.
+        steps: optimizer steps done, over all resumptions.
+        accuracy: held-out accuracy at the last evaluation; None without one.
+        stopped_early: the user asked to stop; the same command goes on.
     """
 
     steps: int
     accuracy: float | None
     stopped_early: bool
+
+
+def is_finished(config: SftConfig, *, steps: int, accuracy: float | None) -> bool:
+    """Whether nothing is left to do after so many steps with this held-out accuracy."""
+    return steps >= config.total_steps or (accuracy is not None and accuracy >= config.stop_at_accuracy)
 
 
 async def fine_tune(session: Session, state: RunState, *, standalone: bool) -> SftResult:
@@ -35,50 +45,94 @@ async def fine_tune(session: Session, state: RunState, *, standalone: bool) -> S
     Evaluations publish the weights first, so `state.version` rises with each. A `standalone` run keeps its metrics and exports the model;
     a warm-up leaves both to the reinforcement learning that follows.
     """
-    return await run_beside(_fine_tune(session, state, standalone=standalone), session.watch())
+    return await run_beside(_FineTuning(session, state, standalone=standalone).run(), session.watch())
 
 
-async def _fine_tune(session: Session, state: RunState, *, standalone: bool) -> SftResult:
-    config, sft, material = session.config, session.config.sft, session.material
-    stream = PromptStream(material.train, seed=config.run.seed + 1, shuffle=config.data.shuffle)
-    rollouts = session.stage.rollouts(stream, version=state.version, last_version=state.version)
-    evaluator = Evaluator(rollouts, material.heldout, config.timed_evaluate, session.peers)
-    await session.trainers.set_objective(Objective("sft", sft.total_steps))
-    session.record.console.start(f"{config.run.name} · supervised", sft.total_steps)
-    accuracy, step, reached = None, 0, False
-    await state.agree(session.peers)
-    while step < sft.total_steps and not state.stopping:
-        step += 1
-        start = time.monotonic()
-        with session.record.tracer.span("train", "controller", step=step):
-            stats = await session.trainers.train_step(session.stage.sft_batch(stream, sft.batch_size))
+class _FineTuning:
+    """One fine-tuning's parts, bound together."""
+
+    def __init__(self, session: Session, state: RunState, *, standalone: bool) -> None:
+        config = session.config
+        self._session = session
+        self._state = state
+        self._sft = config.sft
+        self._record = session.record
+        self._standalone = standalone
+        self._checkpoints = Checkpoints(session, FINE_TUNING if standalone else WARM_UP)
+        self._stream = PromptStream(session.material.train, seed=config.run.seed + 1, shuffle=config.data.shuffle)
+        self._step = 0
+        self._accuracy: float | None = None
+
+    async def run(self) -> SftResult:
+        session, state, sft = self._session, self._state, self._sft
+        await session.trainers.set_objective(Objective("sft", sft.total_steps))
+        saved = await self._checkpoints.restore()
+        if saved is not None:
+            self._resume(saved)
+        rollouts = session.stage.rollouts(self._stream, version=state.version, last_version=state.version)
+        evaluator = Evaluator(rollouts, session.material.heldout, session.config.timed_evaluate, session.peers)
+        self._record.console.start(f"{session.config.run.name} · supervised", sft.total_steps)
+        if session.material.num_dropped:
+            self._record.console.note(f'{session.material.num_dropped} rows are too long and dropped, as sft.too_long = "drop" says')
         await state.agree(session.peers)
-        last = step == sft.total_steps or state.stopping
-        if last or (sft.evaluate_every_steps and step % sft.evaluate_every_steps == 0):
-            evaluation = await _evaluate(session, state, evaluator)
+        while not (self._finished or state.stopping):
+            await self._train(evaluator)
+            if self._finished and self._standalone:
+                await self._checkpoints.export()  # before the last checkpoint, which says that all is done
+            if self._checkpoints.due(self._step, last=self._finished or state.stopping):
+                await self._save()
+        if self._standalone and not self._finished:
+            await self._checkpoints.export()
+        return SftResult(self._step, self._accuracy, stopped_early=state.stopping and not self._finished)
+
+    @property
+    def _finished(self) -> bool:
+        return is_finished(self._sft, steps=self._step, accuracy=self._accuracy)
+
+    async def _train(self, evaluator: Evaluator) -> None:
+        """One step, with its evaluation and export if they are due."""
+        session, sft, start = self._session, self._sft, time.monotonic()
+        self._step += 1
+        with self._record.tracer.span("train", "controller", step=self._step):
+            stats = await session.trainers.train_step(session.stage.sft_batch(self._stream, sft.batch_size))
+        await self._state.agree(session.peers)
+        last = self._step == sft.total_steps
+        if (last or (sft.evaluate_every_steps and self._step % sft.evaluate_every_steps == 0)) and not self._state.stopping:
+            evaluation = await self._evaluate(evaluator)
             if evaluation is not None:
-                accuracy = evaluation.accuracy
+                self._accuracy = evaluation.accuracy
                 stats |= evaluation.metrics()
-                session.record.console.note(f"held-out accuracy {accuracy:.3f} after {step} supervised steps")
+                self._record.console.note(f"held-out accuracy {evaluation.accuracy:.3f} after {self._step} supervised steps")
         stats["step/total_s"] = time.monotonic() - start
-        session.record.console.update(step, stats)
-        if standalone:
-            session.record.stats.commit(stream.state().epoch, step, step, stats)
-        session.record.events.record("sft_step", step=step, **{name: stats[name] for name in _RECORDED})
+        self._record.console.update(self._step, stats)
+        if self._standalone:
+            self._record.stats.commit(self._stream.state().epoch, self._step, self._step, stats)
+        self._record.events.record("sft_step", step=self._step, **{name: stats[name] for name in _RECORDED})
         await session.peers.meet("commit_stats")
-        if reached := accuracy is not None and accuracy >= sft.stop_at_accuracy:
-            break
-    if standalone:
-        await Checkpoints(session).export()
-    return SftResult(step, accuracy, stopped_early=state.stopping and not reached and step < sft.total_steps)
+        if self._standalone:
+            await self._checkpoints.export_step(self._step)
 
+    async def _evaluate(self, evaluator: Evaluator) -> Evaluation | None:
+        if not evaluator.due(0, last=True):
+            return None
+        self._state.version += 1
+        with self._record.tracer.span("publish", "controller", version=self._state.version):
+            await self._session.publisher.publish(self._state.version, on_served=lambda _report: None)
+            await self._session.publisher.settle()
+        with self._record.tracer.span("evaluate", "controller"):
+            return await evaluator.run()
 
-async def _evaluate(session: Session, state: RunState, evaluator: Evaluator) -> Evaluation | None:
-    if not evaluator.due(0, last=True):
-        return None
-    state.version += 1
-    with session.record.tracer.span("publish", "controller", version=state.version):
-        await session.publisher.publish(state.version, on_served=lambda _report: None)
-        await session.publisher.settle()
-    with session.record.tracer.span("evaluate", "controller"):
-        return await evaluator.run()
+    async def _save(self) -> None:
+        with self._record.tracer.span("checkpoint", "controller"):
+            await self._checkpoints.save(
+                self._step, version=self._state.version, head=HeadState(self._stream.state(), ()),
+                highlights=Highlights(heldout_after=self._accuracy))
+        self._record.events.record("sft_checkpoint", step=self._step)
+
+    def _resume(self, saved: SavedState) -> None:
+        self._step, self._state.version, self._accuracy = saved.global_step, saved.version, saved.highlights.heldout_after
+        self._stream.restore(saved.heads[self._session.head].stream)
+        # The rows after a warm-up are of reinforcement learning that left no checkpoint, and begins again.
+        self._record.stats.resume_at(saved.global_step + 1 if self._standalone else 0)
+        self._record.events.record("sft_resumed", step=saved.global_step, version=saved.version)
+        self._record.console.note(f"resumed after {saved.global_step} supervised steps")

@@ -1,7 +1,7 @@
 """Prompts to train on and to evaluate with: opened from [data], drawn in a resumable order, rendered as tokens.
 
-`open_datasets` is called once at the start; the rollout executor draws from a `PromptStream`; workflows and supervised fine-tuning call
-`render` and `sft_sequence`. Promises: the same seed gives the same order, a restored stream goes on exactly where it was, and no generated
+`open_datasets` is called once at the start; the rollout executor draws from a `PromptStream`; workflows call
+`render`. Promises: the same seed gives the same order, a restored stream goes on exactly where it was, and no generated
 prompt that is trained on is ever a held-out one.
 """
 
@@ -252,12 +252,18 @@ def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
     Raises:
         ModelError: a chat is needed and the tokenizer cannot make one.
     """
+    messages = messages_of(row, config)
+    return tokenizer.prompt(str(row.prompt)) if messages is None else tokenizer.chat(messages)
+
+
+def messages_of(row: Row, config: DataConfig) -> tuple[dict[str, str], ...] | None:
+    """A row's prompt as a chat, when it is one or `data.chat_template` is on; None where it is plain text."""
     if isinstance(row.prompt, str) and not config.chat_template:
-        return tokenizer.prompt(row.prompt)
+        return None
     messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     if config.chat_template and config.system_prompt:
         messages = ({"role": "system", "content": config.system_prompt}, *messages)
-    return tokenizer.chat(messages)
+    return messages
 
 
 def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int, max_new_tokens: int) -> None:
@@ -304,8 +310,7 @@ def check_lengths(
 
 
 def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt, solution (or answer) and end token, as supervised fine-tuning sees them: of a chat the token that ends a turn in its
-    template, else the tokenizer's.
+    """Prompt, solution (or answer) and end token: of a chat the token that ends a turn in its template, else the tokenizer's.
 
     The two parts are encoded apart, as they are when the answer is generated.
 

@@ -26,7 +26,8 @@ class Row:
         prompt: text, or a chat of messages with `role` and `content`.
         answer: what a reward compares with.
         extra: the record's other fields as text; what was no text is JSON.
-        solution: what supervised fine-tuning imitates, where that is more than the answer (GSM8K's worked solution); else empty.
+        solution: what supervised fine-tuning imitates, where that is more than the answer (GSM8K's worked solution, or what the assistant
+            says last in a chat that has an answer beside it); else empty.
     """
 
     prompt: Prompt
@@ -42,10 +43,12 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str) -
         where: names the record in messages, like `'train.jsonl', line 3`.
 
     Raises:
-        DataError: a field is absent or of the wrong type, or GSM8K's answer has no `####`.
+        DataError: a field is absent or of the wrong type, GSM8K's answer has no `####`, or a chat has no answer.
     """
     default_prompt, default_answer = _DEFAULT_FIELDS[config.format]
     prompt_field, answer_field = config.prompt_field or default_prompt, config.answer_field or default_answer
+    if config.format == "messages" and prompt_field in record:
+        return _chat(record, prompt_field, answer_field, where)
     for name, setting in ((prompt_field, "data.prompt_field"), (answer_field, "data.answer_field")):
         if name not in record:
             raise DataError(f"{where}, has no field {name!r}; it has {', '.join(record) or 'none'}; set {setting} or data.format")
@@ -53,11 +56,31 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str) -
     solution = ""
     if config.format == "gsm8k":
         solution, answer = answer, _gsm8k_answer(answer, where)
-    prompt = _messages(record[prompt_field], prompt_field, where) if config.format == "messages" else record[prompt_field]
-    if config.format != "messages" and not isinstance(prompt, str):
+    prompt = record[prompt_field]
+    if not isinstance(prompt, str):
         raise DataError(f"{where}: field {prompt_field!r} must be text, got {_kind(prompt)}; a chat needs data.format = \"messages\"")
-    extra = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in record.items() if k not in (prompt_field, answer_field)}
-    return Row(prompt, answer, extra, solution)
+    return Row(prompt, answer, _extra(record, prompt_field, answer_field), solution)
+
+
+def _chat(record: Mapping[str, Any], prompt_field: str, answer_field: str, where: str) -> Row:
+    """A row whose prompt ends where the assistant is to answer. What it says last, if it does, is the answer, or else the solution."""
+    messages = _messages(record[prompt_field], prompt_field, where)
+    extra = _extra(record, prompt_field, answer_field)
+    given = record.get(answer_field)
+    if messages[-1]["role"] != "assistant":
+        if given is None:
+            raise DataError(
+                f"{where}, has no answer: the chat in {prompt_field!r} does not end with the assistant's message, and there is no field"
+                f" {answer_field!r}; add one of them, or set data.answer_field")
+        return Row(messages, _text(given, answer_field, where), extra)
+    prompt, said = messages[:-1], messages[-1]["content"]
+    if not prompt:
+        raise DataError(f"{where}: the chat in {prompt_field!r} has nothing before the assistant's message; it needs a user's first")
+    return Row(prompt, said, extra) if given is None else Row(prompt, _text(given, answer_field, where), extra, solution=said)
+
+
+def _extra(record: Mapping[str, Any], *used: str) -> dict[str, str]:
+    return {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in record.items() if k not in used}
 
 
 def _text(value: Any, name: str, where: str) -> str:
@@ -84,6 +107,8 @@ def _messages(value: Any, name: str, where: str) -> tuple[dict[str, str], ...]:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             got = json.dumps(message, default=str)[:80]
             raise DataError(f"{where}: each message in {name!r} must have text in 'role' and 'content', got {got}")
+        if message.get("tool_calls"):
+            raise DataError(f"{where}: a message in {name!r} has tool_calls, which are not supported; write the call as text in 'content'")
     return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 

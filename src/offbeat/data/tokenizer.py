@@ -124,10 +124,15 @@ class Tokenizer:
         return cast(str, self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a chat, up to where the assistant is to answer.
+        """Token ids of a chat, up to where the assistant is to answer. Arguments and errors as `chat_text`."""
+        return self.encode(self.chat_text(messages))
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]], *, to_answer: bool = True) -> str:
+        """A chat as the template writes it.
 
         Args:
             messages: each with `role` and `content`.
+            to_answer: add what comes before the assistant's next answer.
 
         Raises:
             ModelError: there is no chat template, or it refuses these messages.
@@ -137,11 +142,10 @@ class Tokenizer:
                 f"tokenizer {self.name!r} has no chat template; put a chat_template.jinja beside its tokenizer.json,"
                 " or use plain prompts (data.chat_template = false)")
         try:
-            text = self.hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+            return cast(str, self.hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=to_answer))
         except (TemplateError, ValueError, TypeError) as exc:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc
-        return self.encode(cast(str, text))
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template into `folder`."""

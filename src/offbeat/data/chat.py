@@ -1,0 +1,135 @@
+"""A chat as supervised fine-tuning sees it: the tokens that a model would have seen and written, and which of them it would have written.
+
+Called by `data.supervised`. Where the template has `{% generation %}` spans, they say what the assistant writes; elsewhere it is what a
+render with the answer has beyond the render that asks for it. The token that ends the turn belongs to it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import DataError
+
+Messages = Sequence[Mapping[str, str]]
+Span = tuple[int, int]
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A chat as its template writes it.
+
+    Attributes:
+        spans: characters that the assistant wrote and that are trained on, in rising order; those before them are given.
+        is_open: whether the last span lacks the token that ends a turn.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    is_open: bool
+
+    def sequence(self, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [L] int32 up to the end of the last span, the end token among them, and loss_mask [L] bool.
+
+        The text is encoded as a whole, or in parts where a token would reach over the edge of a span: a model that answers sees its prompt
+        encoded without the answer, so no token holds some of both.
+        """
+        text = self.text[: self.spans[-1][1]]
+        bounds = sorted({0, *(edge for span in self.spans for edge in span)})
+        encoding = tokenizer.hf.backend_tokenizer.encode(text, add_special_tokens=False)
+        ids, ends = np.array(encoding.ids, np.int64), np.array([end for _, end in encoding.offsets], np.int64)
+        # Offsets may leave out white space in front of a token: it belongs to the token, if to any.
+        starts = np.minimum([start for start, _ in encoding.offsets], np.concatenate([[0], ends[:-1]]))
+        if all(not ((starts < edge) & (edge < ends)).any() for edge in bounds):
+            mask = np.zeros(len(ids), bool)
+            for start, end in self.spans:
+                mask |= (starts >= start) & (ends <= end)
+        else:
+            pieces = [(tokenizer.encode(text[low:high]), (low, high) in self.spans) for low, high in pairwise(bounds)]
+            ids = np.array([token for piece, _ in pieces for token in piece], np.int64)
+            mask = np.repeat([trained for _, trained in pieces], [len(piece) for piece, _ in pieces])
+        if self.is_open:
+            ids, mask = np.append(ids, tokenizer.eos_token_id), np.append(mask, True)
+        return ids.astype(np.int32), mask
+
+
+def mark_answers(messages: Messages, tokenizer: Tokenizer, *, turns: Literal["all", "last"]) -> list[MarkedText]:
+    """What a chat teaches: one text, or more where the template writes a turn differently once others follow it.
+
+    Such a template (one that drops the reasoning of earlier turns) gives a model other tokens to continue from than it wrote itself, so
+    that each turn is a text of its own, as it was when the turn was written.
+
+    Args:
+        messages: each with `role` and `content`. What the assistant says first of all answers nothing and is not trained on.
+        turns: which of the assistant's messages are trained on.
+
+    Raises:
+        DataError: no message is the assistant's, one is empty, or the template leaves it out or changes what comes before it.
+        ModelError: there is no chat template, or it refuses these messages.
+    """
+    answers = [index for index, message in enumerate(messages) if index and message["role"] == "assistant"]
+    if not answers:
+        raise DataError("the chat has no message of the assistant that answers another, so there is nothing to imitate")
+    parts: list[MarkedText] = []
+    for index in answers if turns == "all" else answers[-1:]:
+        part = _answer(messages, index, tokenizer)
+        if parts and part.text.startswith(parts[-1].text):
+            part = MarkedText(part.text, parts.pop().spans + part.spans, part.is_open)
+        parts.append(part)
+    return parts
+
+
+def _answer(messages: Messages, index: int, tokenizer: Tokenizer) -> MarkedText:
+    """The chat up to the message at `index`, which is the assistant's."""
+    if not messages[index]["content"].strip():
+        raise DataError(f"message {index} of the chat, the assistant's, is empty; there is nothing to imitate")
+    text = tokenizer.chat_text(messages[: index + 1], to_answer=False)
+    is_marked = _MARKS.search(str(tokenizer.hf.get_chat_template())) is not None
+    before = tokenizer.chat_text(messages[:index], to_answer=not is_marked)
+    if not text.startswith(before):
+        raise DataError(
+            f"the chat template of tokenizer {tokenizer.name!r} writes what precedes message {index} differently once that message is"
+            " there, so that no token can be told to be the assistant's; mark its messages with {% generation %} in the template")
+    spans = [span for span in _marked_spans(messages[: index + 1], text, tokenizer) if span[0] >= len(before)] if is_marked else [
+        (len(before), len(text))]
+    spans = [(start, end) for start, end in spans if text[start:end].strip()]
+    if not spans:
+        raise DataError(
+            f"message {index} of the chat, the assistant's, does not show in what the chat template of tokenizer {tokenizer.name!r} writes")
+    end = _end_of_turn(text, spans[-1][0], messages[index]["content"], tokenizer)
+    return MarkedText(text, (*spans[:-1], (spans[-1][0], end or spans[-1][1])), is_open=end is None)
+
+
+def _marked_spans(messages: Messages, text: str, tokenizer: Tokenizer) -> list[Span]:
+    names: dict[str, Any] = tokenizer.hf.special_tokens_map
+    rendered: Any = render_jinja_template(
+        [[dict(message) for message in messages]], chat_template=str(tokenizer.hf.get_chat_template()), return_assistant_tokens_mask=True,
+        **names)
+    [again], [spans] = rendered
+    assert again == text, f"the chat template of tokenizer {tokenizer.name!r} gives another text when its spans are asked for"
+    return [(start, end) for start, end in spans]
+
+
+def _end_of_turn(text: str, start: int, content: str, tokenizer: Tokenizer) -> int | None:
+    """Where the token that ends the turn ends; None if the turn ends without one.
+
+    It is the added token right behind the message: generation stops there, and what the template writes after it is not generated. Where
+    the template has changed the message, it is the last of those with which the text ends.
+    """
+    added = sorted(map(str, tokenizer.hf.added_tokens_decoder.values()), key=len, reverse=True)
+    token = "|".join(map(re.escape, added))
+    said = text.find(content.strip(), start)
+    if said >= 0:
+        after = said + len(content.strip())
+        if not text[after:].strip():
+            return None
+        if found := re.compile(rf"\s*({token})").match(text, after):
+            return found.end()
+    found = re.compile(rf"({token})\s*\Z").search(text, start)
+    return found.end(1) if found else None

@@ -1,0 +1,123 @@
+"""Rows as supervised sequences, within what the trainer can take. Opened with the data; checked at the start, drawn from in each step.
+
+A sequence is never cut: one that is too long is refused, or its row dropped as `sft.too_long` says.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from offbeat.config.data import DataConfig
+from offbeat.config.train import SftConfig
+from offbeat.data.chat import MarkedText, mark_answers
+from offbeat.data.dataset import PromptDataset, PromptStream, messages_of, sft_sequence
+from offbeat.data.row import Row
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import DataError, ModelError
+
+Sequence = tuple[np.ndarray, np.ndarray]
+"""Tokens [L] int32 and loss_mask [L] bool; the mask is False on the first token, and the last token is trained on."""
+
+_CHECKED_OF_ENDLESS = 1000
+_MOST_DROPPED = 100_000
+_MOST_ADDED = 4
+"""Tokens that stand for no byte of the text: at its start and at its end."""
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How rows are imitated.
+
+    Attributes:
+        context: the model's, in tokens.
+        max_row_tokens: of one forward pass, which all tokens of a sequence but the last go through.
+    """
+
+    tokenizer: Tokenizer
+    data: DataConfig
+    sft: SftConfig
+    context: int
+    max_row_tokens: int
+
+    def sequences(self, row: Row, *, name: str) -> list[Sequence]:
+        """What a row teaches; none if it is too long and to be dropped.
+
+        Args:
+            name: the row's, for messages.
+
+        Raises:
+            DataError: it is too long, it has nothing to imitate, or a chat does not fit its template.
+            ModelError: a chat is needed and the tokenizer cannot make one of the row.
+        """
+        chat = self._chat(row, name)
+        sequences = [sft_sequence(row, self.tokenizer, self.data)] if chat is None else [text.sequence(self.tokenizer) for text in chat]
+        for _, mask in sequences:
+            if mask[0]:
+                raise DataError(f"the prompt of {name} has no tokens; a prompt needs at least one")
+            if mask.sum() < 2:
+                raise DataError(f"the answer of {name} has no tokens; there is nothing to imitate")
+        length = max(len(tokens) for tokens, _ in sequences)
+        if length <= self._max_tokens:
+            return sequences
+        if self.sft.too_long == "drop":
+            return []
+        limit = (
+            f"{self.context}, the model's context" if self.context <= self.max_row_tokens else
+            f"{self.max_row_tokens + 1}, one more than train.max_tokens_per_microbatch")
+        raise DataError(f'{name} has {length} tokens with its answer, allowed are {limit}; shorten it, or set sft.too_long = "drop"')
+
+    def draw(self, stream: PromptStream, count: int) -> list[Sequence]:
+        """What the next `count` rows teach that are not dropped. Raises as `sequences`, or where far too many are dropped."""
+        drawn: list[Sequence] = []
+        num_rows = num_dropped = 0
+        while num_rows < count:
+            prompt_id, row = stream.next()
+            sequences = self.sequences(row, name=f"row {prompt_id.partition(':')[2]}")
+            drawn += sequences
+            num_rows, num_dropped = (num_rows + 1, 0) if sequences else (num_rows, num_dropped + 1)
+            if num_dropped == _MOST_DROPPED:
+                raise DataError(
+                    f'{num_dropped} rows in a row are longer than {self._max_tokens} tokens and dropped, as sft.too_long = "drop" says;'
+                    " shorten them, or raise train.max_tokens_per_microbatch")
+        return drawn
+
+    def check(self, dataset: PromptDataset) -> int:
+        """Look at every row before a run begins; of an endless dataset at the first thousand.
+
+        Returns:
+            Rows that will be dropped.
+
+        Raises:
+            DataError, ModelError: as `sequences`, or because every row would be dropped.
+        """
+        count = _CHECKED_OF_ENDLESS if dataset.num_rows is None else dataset.num_rows
+        num_dropped = sum(not self._is_used(dataset.row(index), name=f"row {index}") for index in range(count))
+        if count and num_dropped == count:
+            raise DataError(
+                f"all {count} rows are longer than {self._max_tokens} tokens, so sft.too_long = \"drop\" leaves"
+                " none to train on; raise train.max_tokens_per_microbatch, or shorten them")
+        return num_dropped
+
+    @property
+    def _max_tokens(self) -> int:
+        """Of a sequence; nothing is predicted from its last token."""
+        return min(self.context, self.max_row_tokens + 1)
+
+    def _chat(self, row: Row, name: str) -> list[MarkedText] | None:
+        """The texts of a row that is a chat, else None."""
+        messages = messages_of(row, self.data)
+        if messages is None:
+            return None
+        answer = {"role": "assistant", "content": row.solution or row.answer}
+        try:
+            return mark_answers((*messages, answer), self.tokenizer, turns=self.sft.assistant_turns)
+        except (DataError, ModelError) as exc:
+            raise type(exc)(f"{name} cannot be imitated: {exc}") from exc
+
+    def _is_used(self, row: Row, *, name: str) -> bool:
+        """Whether `sequences` gives any. Encoding is what takes the time, and a text that has few bytes cannot have many tokens."""
+        chat = self._chat(row, name)
+        answer = row.solution or row.answer
+        texts = [text.text for text in chat] if chat is not None else [f"{row.prompt}{answer}"] if row.prompt and answer else []
+        is_short = texts and all(len(text.encode()) + _MOST_ADDED <= self._max_tokens for text in texts)
+        return bool(is_short or self.sequences(row, name=name))
