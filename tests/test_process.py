@@ -41,6 +41,23 @@ def test_calls_return_what_the_handler_returns_even_when_large() -> None:
     asyncio.run(body())
 
 
+def test_calls_that_are_sent_at_once_each_have_their_deadline_from_the_answer_before() -> None:
+    async def body() -> None:
+        child = await start()
+        assert [a async for a in child.call_each("echo", [b"1", b"2", b"3"], timeout_s=5)] == [b"1", b"2", b"3"]
+        assert len([a async for a in child.call_each("sleep", [b"0.2"] * 5, timeout_s=0.8)]) == 5  # a second altogether
+        answers = []
+        with pytest.raises(DeadlineError, match="sleep on worker 3 passed its deadline of 0.3 s"):
+            async for answer in child.call_each("sleep", [b"0", b"20", b"0"], timeout_s=0.3):
+                answers.append(answer)
+        assert len(answers) == 1
+        await child.kill()
+        with pytest.raises(WorkerError, match="was killed by SIGKILL before echo"):
+            [a async for a in child.call_each("echo", [b"1"], timeout_s=5)]
+
+    asyncio.run(body())
+
+
 def test_our_errors_cross_as_themselves_and_others_name_the_worker() -> None:
     async def body() -> None:
         child = await start()

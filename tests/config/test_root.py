@@ -33,6 +33,7 @@ def test_folders_follow_from_names():
         ({"rollout": {"temperature": 0}}, "greater than 0"),
         ({"rollout": {"stop": ["a", ""]}}, "rollout.stop must not hold an empty string"),
         ({"rollout": {"reward_timeout_s": 600}}, "rollout.episode_timeout_s must be above rollout.reward_timeout_s = 600, got 600"),
+        ({"weights": {"interrupt": "drain"}}, "weights.switch_timeout_s must be at least 256 with weights.interrupt = 'drain', got 60"),
         ({"rollout": {"batch_timeout_s": 599}}, "rollout.batch_timeout_s must be at least rollout.episode_timeout_s = 600, got 599"),
     ],
 )
@@ -45,6 +46,8 @@ def test_settings_at_the_edge_of_these_rules_are_allowed():
     Config.model_validate({"inference": {"num_engines": 2, "min_engines": 2}, "algorithm": {"dual_clip": 3.0}})
     Config.model_validate({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}})
     Config.model_validate({"rollout": {"balance_batch": False}})
+    Config.model_validate({"weights": {"interrupt": "drain", "switch_timeout_s": 256}})
+    Config.model_validate({"weights": {"interrupt": "drain"}, "model": {"lora": {"rank": 4}}})  # adapters are not switched
 
 
 def test_timeouts_grow_with_the_longest_answer_that_is_allowed():

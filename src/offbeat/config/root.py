@@ -113,6 +113,12 @@ class Config(Section):
             raise ValueError(
                 f"rollout.batch_timeout_s must be at least rollout.episode_timeout_s = {rollout.episode_timeout_s:g}, got"
                 f" {rollout.batch_timeout_s:g}; the run would stop before it gives up a slow group")
+        longest_s = self.inference.token_timeout_s * rollout.max_new_tokens
+        if self.weights.interrupt == "drain" and not self.model.lora.rank and self.weights.switch_timeout_s < longest_s:
+            raise ValueError(
+                f"weights.switch_timeout_s must be at least {longest_s:g} with weights.interrupt = 'drain', got"
+                f" {self.weights.switch_timeout_s:g}; a switch waits for answers of rollout.max_new_tokens = {rollout.max_new_tokens}, each"
+                " token of which is allowed inference.token_timeout_s")
 
     def _check_who_loads(self) -> None:
         if self.rollout.single_rank_load:

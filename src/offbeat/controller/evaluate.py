@@ -69,7 +69,7 @@ class Evaluator:
         failed = [group.rejected for group in groups if group.rejected is not None]
         if len(failed) == len(groups):
             raise RolloutError(f"none of {len(groups)} held-out prompts could be evaluated; the first because of {failed[0]}")
-        rewards = np.array([group.trajectories[0].reward if group.rejected is None else 0.0 for group in groups])
+        rewards = np.array([group.usable[0].reward if group.rejected is None else 0.0 for group in groups])
         return Evaluation(float(np.mean(rewards >= 1)), float(rewards.mean()), len(groups), len(failed))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import threading
 import time
@@ -10,7 +11,9 @@ import time
 import aiohttp
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
+from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import PortBusyError
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
@@ -62,6 +65,18 @@ def fetch(url: str, path: str, body: dict | None = None, **more):
 async def until(condition) -> None:
     while not condition():  # noqa: ASYNC110 (the engine's thread sets no asyncio event)
         await asyncio.sleep(0.005)
+
+
+def test_a_prompt_of_text_begins_with_the_bos_that_the_tokenizer_adds(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder("qwen3"), tmp_path / "with-bos")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.hf.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    tokenizer.save(folder)
+    with serving(str(folder)) as (_, url):
+        greedy = {"max_tokens": 4, "temperature": 0, **RL}
+        text, ids = (fetch(url, "/v1/completions", {"prompt": prompt, **greedy})[2] for prompt in ("12>", [2, *tokenizer.encode("12>")]))
+    assert text["usage"]["prompt_tokens"] == 4
+    assert text["choices"][0]["token_ids"] == ids["choices"][0]["token_ids"]
 
 
 def test_a_completion_from_token_ids_has_tokens_logprobs_and_versions(url, reference):
