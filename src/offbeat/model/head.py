@@ -66,7 +66,7 @@ class FusedHead:
         self._keep = keep
         self._answer: Tensor | None = None
 
-    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that a linear layer has for it)
+    def __call__(self, input: Tensor) -> Tensor:  # the name that a linear layer has for it
         """[1, positions, H] to [1, M, 1]."""
         rows = input[0] if self._keep is None else input[0][self._keep]
         kind = input.device.type
