@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from offbeat.errors import ModelError
-from offbeat.inference.embedded.cache import PromptRows, SlotCache
+from offbeat.inference.embedded import forward_direct, forward_hf, matrix
+from offbeat.inference.embedded.cache import PromptRows, SlotCache, attend_by_products
 from offbeat.inference.embedded.forward import Forward, _decoded_logprobs, _full_logprobs, _ordinary_tokens, check_forward
 from offbeat.inference.embedded.forward_direct import DirectForward
 from offbeat.inference.embedded.forward_hf import HFForward
@@ -127,7 +128,9 @@ def test_a_model_with_state_beside_its_cache_is_caught_in_any_number_format(dtyp
 
 @pytest.mark.parametrize("path", ["direct", "hf"])
 @torch.inference_mode()
-def test_a_right_model_is_not_refused_for_how_sensitive_it_is_to_rounding(path, model_folder, reference, tmp_path):
+def test_a_right_model_is_not_refused_for_how_sensitive_it_is_to_rounding(path, model_folder, reference, tmp_path, monkeypatch):
+    for module in (forward_direct, forward_hf):
+        monkeypatch.setattr(module, "attend", attend_by_products)  # which rounds otherwise than a full forward does
     model = copy.deepcopy(reference("llama", 1).model)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -150,3 +153,11 @@ def test_bfloat16_stays_near_float32(path, model_folder, reference):
     assert forward.cache_shape.dtype == torch.bfloat16
     got = score(forward, PROMPTS[0]).float().log_softmax(-1)
     assert (got - reference("qwen3").logits(PROMPTS[0]).log_softmax(-1)).abs().mean() < 0.1
+
+
+@torch.inference_mode()
+def test_a_model_with_packed_weights_gives_the_same_logits_and_the_same_bytes(model_folder, reference, monkeypatch):
+    monkeypatch.setattr(matrix, "PACK_FROM", 1)
+    forward = load(model_folder("qwen3-untied"), "direct")
+    assert torch.allclose(score(forward, PROMPTS[0]), reference("qwen3-untied").logits(PROMPTS[0]), atol=1e-4)
+    assert fingerprint_tensors(forward.tensors()) == fingerprint(named_bytes(reference("qwen3-untied").model))
