@@ -24,7 +24,6 @@ from transformers import (
 from offbeat.data.batch import TokenBatch
 from offbeat.data.packing import pack_row
 from offbeat.errors import ModelError
-from offbeat.model import logprobs as logprobs_module
 from offbeat.model.logprobs import dummy_row, token_logprobs
 from offbeat.model.norm import use_fast_norms
 
@@ -104,23 +103,6 @@ def test_packed_scores_and_gradients_equal_those_of_one_forward_per_sequence(nam
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=0)
     for parameter, gradient in gradients(reference).items():
         torch.testing.assert_close(gradients(model)[parameter], gradient, atol=2e-4, rtol=1e-4, msg=lambda m, p=parameter: f"{p}: {m}")
-
-
-def test_a_softmax_in_chunks_is_that_of_the_whole(monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_CHUNK", 3 * 49)
-    generator = torch.Generator().manual_seed(0)
-    logits = 30 * torch.randn(11, 49, generator=generator)
-    logits[4, 7:20] = -torch.inf  # tokens that cannot come
-    index, targets = torch.tensor([0, 4, 4, 4, 9, 10, 10]), torch.tensor([1, 0, 3, 3, 48, 7, 6])
-    weights = torch.randn(7, generator=generator)
-    mine, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    got, entropy = logprobs_module._Picked.apply(mine, index, targets, True)
-    table = log_softmax(theirs, dim=-1)
-    torch.testing.assert_close(got, table[index, targets])
-    torch.testing.assert_close(entropy, -(table.exp() * table).nan_to_num(nan=0.0).sum(-1).detach())
-    (got * weights).sum().backward()
-    (table[index, targets] * weights).sum().backward()
-    torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("share", [False, True])

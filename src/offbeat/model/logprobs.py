@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
 from offbeat.model.attention import AttentionPlan, build_plan
-
-_CHUNK = 1 << 20
-"""Logits that are normalised at a time: they stay in a CPU's cache, and what is made of them is small."""
+from offbeat.model.head import Picks, fused_head, never_fuse, pick
 
 
 @overload
@@ -41,16 +39,12 @@ def token_logprobs(
     Raises:
         ModelError: the model does not compute attention as the row needs.
     """
-    device = next(model.parameters()).device
-    source, inverse = np.unique(row.source, return_inverse=True)
-    logits = _logits(model, row, source if len(source) else np.zeros(1, np.int64), device)
-    if len(source) < len(logits):
-        logits = logits[: len(source)]  # the dummy position: through the graph, yet in no result
-    scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
     # Where samples share a prompt, its last position predicts several tokens: one softmax serves them all.
-    index = torch.from_numpy(inverse).to(device)
-    logprobs, entropy = _Picked.apply(scaled, index, torch.from_numpy(row.target).to(device), with_entropy)
-    return (logprobs, entropy[index]) if with_entropy else logprobs
+    source, inverse = np.unique(row.source, return_inverse=True)
+    picks = Picks(inverse, row.target.astype(np.int64), temperature, with_entropy)
+    # A row with nothing to score goes through the graph with one position, yet that is in no result.
+    logprobs, entropy = _picked(model, row, source if len(source) else np.zeros(1, np.int64), picks)
+    return (logprobs, entropy[torch.from_numpy(inverse).to(entropy.device)]) if with_entropy else logprobs
 
 
 def dummy_row() -> PackedRow:
@@ -60,48 +54,25 @@ def dummy_row() -> PackedRow:
     return PackedRow(one, one, segments, source=none, target=none, batch_index=none, owner=np.full(1, -1))
 
 
-class _Picked(torch.autograd.Function):
-    """Some entries of a log-softmax over the vocabulary, which as a whole is never made: chunk by chunk, in each direction."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_UV: Tensor, index: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        """[M] log-probabilities of the targets [M] at the positions `index` [M], and [U] entropies, or none."""
-        normalizers, entropies = [], []
-        for part in logits_UV.split(_chunk_rows(logits_UV)):
-            largest = part.amax(dim=-1, keepdim=True)
-            exps = (part - largest).exp_()
-            sums = exps.sum(dim=-1)
-            normalizers.append(largest[:, 0] + sums.log())
-            if with_entropy:
-                means = exps.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) / sums  # 0 * -inf of a token that cannot come
-                entropies.append(normalizers[-1] - means)
-        normalizer = torch.cat(normalizers)
-        ctx.save_for_backward(logits_UV, index, targets, normalizer)
-        entropy = torch.cat(entropies) if with_entropy else normalizer.new_empty(0)
-        ctx.mark_non_differentiable(entropy)
-        return logits_UV[index, targets] - normalizer[index], entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the logits."""
-        logits_UV, index, targets, normalizer = ctx.saved_tensors
-        sums = torch.zeros_like(normalizer).index_add_(0, index, grads[0])
-        result, rows = torch.empty_like(logits_UV), _chunk_rows(logits_UV)
-        for out, part, low, total in zip(*(t.split(rows) for t in (result, logits_UV, normalizer, sums)), strict=True):
-            torch.sub(part, low.unsqueeze(1), out=out).exp_().mul_(-total.unsqueeze(1))
-        result.index_put_((index, targets), grads[0], accumulate=True)
-        return result, None, None, None
-
-
-def _chunk_rows(logits_UV: Tensor) -> int:
-    return max(1, _CHUNK // logits_UV.shape[1])
-
-
-def _logits(model: nn.Module, row: PackedRow, source: np.ndarray, device: torch.device) -> Tensor:
-    """[U, V] logits at the U given row positions."""
+def _picked(model: nn.Module, row: PackedRow, source: np.ndarray, picks: Picks) -> tuple[Tensor, Tensor]:
+    """See `head.pick`, at U positions of the row."""
     bare: Any = getattr(model, "module", model)
-    keep = torch.from_numpy(source).to(device)
+    keep = torch.from_numpy(source).to(next(model.parameters()).device)
     selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
+    with fused_head(bare, picks, None if selects else keep) as head:
+        logits = _forward(model, row, keep=keep if selects else None)
+    if head is not None and (logprobs := head.logprobs(logits)) is not None:
+        return logprobs, head.entropy
+    if head is not None:
+        never_fuse(bare)
+        logits = _forward(model, row, keep=keep if selects else None)
+    return pick(logits[0] if selects else logits[0][keep], picks)
+
+
+def _forward(model: nn.Module, row: PackedRow, *, keep: Tensor | None) -> Tensor:
+    """What the model gives as its logits, of the whole row or at the positions `keep`."""
+    bare: Any = getattr(model, "module", model)
+    device = next(model.parameters()).device
     plan = build_plan(row, device)
     logits = model(
         input_ids=torch.from_numpy(row.tokens.astype(np.int64)).to(device).unsqueeze(0),
@@ -109,10 +80,10 @@ def _logits(model: nn.Module, row: PackedRow, source: np.ndarray, device: torch.
         # With a cache transformers forgets that the row holds several sequences.
         use_cache=False,
         attention_plan=plan,
-        **({"logits_to_keep": keep} if selects else {}),
-    ).logits[0]
+        **({} if keep is None else {"logits_to_keep": keep}),
+    ).logits
     _check_plan_was_used(plan, bare)
-    return logits if selects else logits[keep]
+    return logits
 
 
 def _check_plan_was_used(plan: AttentionPlan, model: PreTrainedModel) -> None:

@@ -1,12 +1,17 @@
 """Both forward paths against Hugging Face's modules, token by token; weights in and out under their names."""
 
+import copy
+import shutil
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from offbeat.errors import ModelError
-from offbeat.inference.embedded.cache import PromptRows, SlotCache
-from offbeat.inference.embedded.forward import Forward, check_forward
+from offbeat.inference.embedded import forward_direct, forward_hf, matrix
+from offbeat.inference.embedded.cache import PromptRows, SlotCache, attend_by_products
+from offbeat.inference.embedded.forward import Forward, _decoded_logprobs, _full_logprobs, _ordinary_tokens, check_forward
 from offbeat.inference.embedded.forward_direct import DirectForward
 from offbeat.inference.embedded.forward_hf import HFForward
 from offbeat.inference.embedded.loader import load_forward
@@ -96,14 +101,49 @@ def test_weights_of_another_model_are_refused(path, model_folder, tmp_path):
         read_weights(forward, str(tmp_path))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("path", ["direct", "hf"])
 @torch.inference_mode()
-def test_a_forward_that_decodes_wrongly_is_caught(model_folder):
-    forward = load(model_folder("qwen3"), "direct")
+def test_a_forward_that_decodes_wrongly_is_caught(path, dtype, model_folder):
+    forward = load_forward(EngineOptions(model=model_folder("qwen3"), forward=path, dtype=dtype))
     check_forward(forward)
     right = forward.decode
     forward.decode = lambda tokens, step, lora=None: right(tokens, step, lora=lora) * 1.5
-    with pytest.raises(ModelError, match="differs from a full forward"):
+    with pytest.raises(ModelError, match=rf"differs from a full forward by \S+ .* rounding to {dtype} explains .* model\.dtype"):
         check_forward(forward)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.inference_mode()
+def test_a_model_with_state_beside_its_cache_is_caught_in_any_number_format(dtype, model_folder):
+    forward = load_forward(EngineOptions(model=model_folder("qwen3"), forward="hf", dtype=dtype))
+
+    def add_the_token_before(_module, _inputs, output):
+        return output + 0.2 * F.pad(output, (0, 0, 1, -1))  # nothing, where a step brings one token alone
+
+    forward._model.model.layers[0].mlp.register_forward_hook(add_the_token_before)
+    with pytest.raises(ModelError, match="keeps state that the embedded engine does not"):
+        check_forward(forward)
+
+
+@pytest.mark.parametrize("path", ["direct", "hf"])
+@torch.inference_mode()
+def test_a_right_model_is_not_refused_for_how_sensitive_it_is_to_rounding(path, model_folder, reference, tmp_path, monkeypatch):
+    for module in (forward_direct, forward_hf):
+        monkeypatch.setattr(module, "attend", attend_by_products)  # which rounds otherwise than a full forward does
+    model = copy.deepcopy(reference("llama", 1).model)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.data *= 4.0  # sharp attention and logits, as pretrained models have them
+    folder = shutil.copytree(model_folder("llama", 1), tmp_path / "sharp")
+    model.save_pretrained(folder)
+    forward = load_forward(EngineOptions(model=str(folder), forward=path, dtype="bfloat16"))
+    tokens = _ordinary_tokens(forward)
+    full, decoded = _full_logprobs(forward, tokens), _decoded_logprobs(forward, tokens)
+    assert (decoded - full).abs().max() > 0.25, "the worst of all tokens is far off, and yet all is right"
+    before = fingerprint_tensors(forward.tensors())
+    check_forward(forward)
+    assert fingerprint_tensors(forward.tensors()) == before, "the check leaves the weights as they were"
 
 
 @pytest.mark.parametrize("path", ["direct", "hf"])
@@ -113,3 +153,11 @@ def test_bfloat16_stays_near_float32(path, model_folder, reference):
     assert forward.cache_shape.dtype == torch.bfloat16
     got = score(forward, PROMPTS[0]).float().log_softmax(-1)
     assert (got - reference("qwen3").logits(PROMPTS[0]).log_softmax(-1)).abs().mean() < 0.1
+
+
+@torch.inference_mode()
+def test_a_model_with_packed_weights_gives_the_same_logits_and_the_same_bytes(model_folder, reference, monkeypatch):
+    monkeypatch.setattr(matrix, "PACK_FROM", 1)
+    forward = load(model_folder("qwen3-untied"), "direct")
+    assert torch.allclose(score(forward, PROMPTS[0]), reference("qwen3-untied").logits(PROMPTS[0]), atol=1e-4)
+    assert fingerprint_tensors(forward.tensors()) == fingerprint(named_bytes(reference("qwen3-untied").model))

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from offbeat.inference.embedded import sampler
 from offbeat.inference.embedded.sampler import SamplingRows, restrict, row_keys, sample, uniforms
 
 
@@ -139,3 +140,39 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_is_drawn_from()
     assert drawn.top_ids[0, :3].tolist() == kept.indices.tolist()
     assert np.allclose(drawn.top_logprobs[0, :3], kept.values.log_softmax(-1), atol=1e-5)
     assert np.isneginf(drawn.top_logprobs[0, 3:]).all()
+
+
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(300, 5000, generator=generator)
+    logits[:, 700:1500] = -torch.inf
+    logits[7], logits[8, 3], logits[9] = -torch.inf, torch.nan, torch.inf
+    uniform = np.random.default_rng(0).random(300)
+    uniform[:3] = 0.0, 1 - 2.0**-53, 0.5
+    columns = np.tile(np.array([[1.0, 0.7, 0.0, 1.0]]), (75, 1)).ravel().astype(np.float32)
+    rows = SamplingRows(
+        temperature=columns, top_p=np.where(np.arange(300) % 4 == 3, 0.5, 1.0).astype(np.float32), top_k=np.zeros(300, np.int64),
+        scaled=np.arange(300) % 8 == 3, num_top=(np.arange(300) % 5 == 0) * 4, device=torch.device("cpu"))
+    by_blocks = sample(logits, rows, uniform)
+    monkeypatch.setattr(sampler, "_BLOCKED_FROM", 1 << 20)
+    plainly = sample(logits, rows, uniform)
+    assert by_blocks.valid.tolist() == plainly.valid.tolist() == [row not in (7, 8, 9) for row in range(300)]
+    same = by_blocks.tokens == plainly.tokens
+    assert same[by_blocks.valid].mean() > 0.99, "a uniform number on the edge of a token may fall on either side"
+    assert np.isfinite(logits.numpy()[by_blocks.valid, by_blocks.tokens[by_blocks.valid]]).all()
+    np.testing.assert_allclose(by_blocks.logprobs[same & by_blocks.valid], plainly.logprobs[same & by_blocks.valid], atol=1e-5)
+    asked = np.arange(0, 300, 5)
+    sound = by_blocks.valid[asked]
+    np.testing.assert_allclose(by_blocks.top_logprobs[sound], plainly.top_logprobs[sound], atol=1e-5)
+
+
+def test_blocks_without_any_probability_are_never_drawn_from():
+    logits = torch.full((4, 5000), -torch.inf)
+    logits[:, 4999] = 1.0
+    logits[1, 0] = logits[2, 300] = 1.0
+    uniform = np.array([0.0, 0.0, 0.49, 1 - 2.0**-53])
+    zero = np.zeros(4)
+    rows = SamplingRows(
+        temperature=np.ones(4, np.float32), top_p=np.ones(4, np.float32), top_k=zero.astype(np.int64), scaled=zero.astype(bool),
+        num_top=zero.astype(np.int64), device=torch.device("cpu"))
+    assert sample(logits, rows, uniform).tokens.tolist() == [4999, 0, 300, 4999]

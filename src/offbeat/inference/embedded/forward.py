@@ -16,8 +16,17 @@ from offbeat.errors import ModelError
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache
 from offbeat.inference.embedded.lora import AdapterRows, Groups
 
-CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest difference of a log-probability between a decode step and a full forward of the same tokens."""
+CHECK_TOLERANCE = 1e-3
+"""A difference of log-probabilities that is right in any number format."""
+
+CHECK_NOISE = 2.0
+"""A difference that is right is at most so many times the effect of moving the norms by one step of the number format.
+
+On pretrained and on random models of five families it is 0.3 to 0.5 times that effect in bfloat16, and 0.8 to 3 times in float32, where
+both are far below `CHECK_TOLERANCE`. A model that forgets what stood before differs by 30 times as much and more.
+"""
+
+_CHECK_PROMPT, _CHECK_LENGTH = 8, 24
 
 LOGITS_AT_ONCE = 1 << 26
 """Numbers, 256 MiB of them, in the logits that a score of many tokens holds in memory."""
@@ -97,24 +106,69 @@ def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype:
     return tensor.detach().to(device, dtype, copy=True)
 
 
+@torch.inference_mode()
 def check_forward(forward: Forward) -> None:
-    """Prove that decoding from the cache gives what a full forward gives, on a few tokens.
+    """Prove that decoding from the cache gives what a full forward gives, within the noise that this model has in its number format.
 
     Raises:
         ModelError: it does not; the model keeps state that the slot cache does not hold.
     """
-    device = forward.device
-    tokens = torch.arange(6, device=device) % forward.vocab_size
-    cache = SlotCache(forward.cache_shape, device=device, max_slots=1, max_positions=len(tokens))
-    cache.reserve(slots=1, positions=len(tokens))
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    forward.prefill(tokens[None, :4], torch.tensor([4]).to(device), cache=cache, rows=PromptRows(zero, zero))
-    forward.decode(tokens[4:5], cache.step(np.array([4])))
-    decoded = forward.decode(tokens[5:6], cache.step(np.array([5])))[0].float().log_softmax(-1)
-    full = torch.cat(list(forward.score(tokens[None])))[-1].float().log_softmax(-1)
-    error = (decoded - full).abs().max().item()
-    if not error <= CHECK_TOLERANCE[forward.cache_shape.dtype]:
+    tokens = _ordinary_tokens(forward)
+    full = _full_logprobs(forward, tokens)
+    error = _difference(_decoded_logprobs(forward, tokens), full)
+    if error <= CHECK_TOLERANCE:
+        return
+    noise = _rounding_noise(forward, tokens, full)
+    if not error <= CHECK_NOISE * noise:
+        dtype = str(forward.cache_shape.dtype).removeprefix("torch.")
         raise ModelError(
-            f"decoding with the slot cache differs from a full forward by {error:.3g} in log-probability; "
-            "the embedded engine cannot serve this model, use another engine"
+            f"decoding with the slot cache differs from a full forward by {error:.3g} in log-probability, of which rounding to {dtype} "
+            f"explains {CHECK_NOISE * noise:.3g}; the model keeps state that the embedded engine does not, or is not fit for "
+            f"{dtype}: use another engine, or the other model.dtype"
         )
+
+
+def _ordinary_tokens(forward: Forward) -> Tensor:
+    """[L] int64, spread over the vocabulary: its first tokens are often special, and no text has them one after the other."""
+    spread = np.arange(1, _CHECK_LENGTH + 1) * 0.6180339887498949 % 1.0  # of the golden ratio: no two are near
+    return torch.from_numpy((spread * forward.vocab_size).astype(np.int64)).to(forward.device)
+
+
+def _full_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
+    """[steps, V] after the last tokens, of one pass over them all."""
+    return torch.cat(list(forward.score(tokens[None])))[_CHECK_PROMPT - 1 :].float().log_softmax(-1)
+
+
+def _decoded_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
+    """The same, of a prompt and steps after it."""
+    cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=1, max_positions=len(tokens))
+    cache.reserve(slots=1, positions=len(tokens))
+    zero = torch.zeros(1, dtype=torch.int64, device=forward.device)
+    length = torch.full((1,), _CHECK_PROMPT, device=forward.device)
+    logits = [forward.prefill(tokens[None, :_CHECK_PROMPT], length, cache=cache, rows=PromptRows(zero, zero))]
+    logits += [forward.decode(tokens[i : i + 1], cache.step(np.array([i]))) for i in range(_CHECK_PROMPT, len(tokens))]
+    return torch.cat(logits).float().log_softmax(-1)
+
+
+def _difference(logprobs: Tensor, wanted: Tensor) -> float:
+    """Root mean square over tokens as they are likely: what is never drawn may be far off, and no sample shows it."""
+    return ((logprobs - wanted).square() * wanted.exp()).sum(-1).mean().sqrt().item()
+
+
+def _rounding_noise(forward: Forward, tokens: Tensor, full: Tensor) -> float:
+    """What a full forward changes by when the numbers in the model are rounded otherwise.
+
+    Norms and biases are moved by one step of the number format, up or down at random, and back: every activation that they touch is then
+    off by as much as rounding may make it.
+    """
+    live = forward.tensors().values()
+    vectors = [tensor for tensor in live if tensor.ndim == 1] or list(live)
+    saved = [tensor.clone() for tensor in vectors]
+    generator = torch.Generator().manual_seed(0)
+    for tensor in vectors:
+        signs = torch.randint(2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype) * 2 - 1
+        tensor.mul_(1 + torch.finfo(tensor.dtype).eps * signs)
+    noise = _difference(_full_logprobs(forward, tokens), full)
+    for tensor, before in zip(vectors, saved, strict=True):
+        tensor.copy_(before)
+    return noise

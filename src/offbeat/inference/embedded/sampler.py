@@ -14,6 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BLOCKED_FROM = 4096
+"""Vocabulary from which on tokens are drawn by blocks."""
+
+_BLOCK = 256
+"""Tokens of a block."""
+
+_IN_CACHE = 1 << 18
+"""Logits that are worked on at a time: they stay in a CPU's cache."""
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -124,19 +133,61 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
     if rows.restricted is not None:
         kept = restrict(logits[rows.restricted], top_p=rows.top_p, top_k=rows.top_k)
         logits = logits.index_copy(0, rows.restricted, kept)
-    logprobs = torch.log_softmax(logits, dim=-1)
-    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    target = torch.from_numpy(uniform).to(logits.device)[:, None] * total
-    # The first entry above the target: its own probability cannot be 0. Without a distribution there may be none: it must not be gathered.
-    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
+    draw = _draw_by_blocks if logits.shape[-1] >= _BLOCKED_FROM else _draw
+    tokens, table, normalizer, total = draw(logits, torch.from_numpy(uniform).to(logits.device)[:, None])
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
     if rows.scaled is not None:
-        logprobs = logprobs.index_copy(0, rows.scaled, torch.log_softmax(full[rows.scaled], dim=-1))
-    drawn = torch.cat([tokens.double(), logprobs.gather(1, tokens).double(), total], dim=1).cpu().numpy()
+        table = table.index_copy(0, rows.scaled, torch.log_softmax(full[rows.scaled], dim=-1))
+        normalizer = normalizer.index_fill(0, rows.scaled, 0.0)
+    logprobs = table.gather(1, tokens) - normalizer
+    drawn = torch.cat([tokens.double(), logprobs.double(), total], dim=1).cpu().numpy()
     columns = (drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32), np.isfinite(drawn[:, 2]))
     if rows.top is None:
         return Drawn(*columns)
-    top = logprobs[rows.top].topk(min(rows.num_top, logprobs.shape[-1]), dim=-1)
-    return Drawn(*columns, top.indices.cpu().numpy(), top.values.cpu().numpy())
+    top = table[rows.top].topk(min(rows.num_top, table.shape[-1]), dim=-1)
+    return Drawn(*columns, top.indices.cpu().numpy(), (top.values - normalizer[rows.top]).cpu().numpy())
+
+
+def _draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Invert each row's cumulative distribution.
+
+    Args:
+        logits: [B, V] float32.
+        uniform: [B, 1] float64.
+
+    Returns:
+        tokens, [B, 1] int64, which mean nothing where there is no distribution; log-probabilities of all tokens, [B, V] float32, and
+        what is still to be taken from them, [B, 1]; a number that is not finite where there is no distribution, [B, 1] float64.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # The first entry above the target: its own probability cannot be 0. Without a distribution there may be none: it must not be gathered.
+    tokens = torch.searchsorted(cumulative, uniform * total, right=True).clamp_(max=logits.shape[-1] - 1)
+    return tokens, logprobs, logprobs.new_zeros(len(logprobs), 1), total
+
+
+def _draw_by_blocks(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for large vocabularies: a block of tokens first, then a token of it, so that only sums are as long as a row."""
+    num, vocab = logits.shape
+    weights = logits.new_zeros(num, -(-vocab // _BLOCK) * _BLOCK)
+    largest = logits.new_empty(num, 1)
+    step = max(1, _IN_CACHE // vocab) if logits.device.type == "cpu" else num
+    for some, out, top in zip(logits.split(step), weights[:, :vocab].split(step), largest.split(step), strict=True):
+        torch.amax(some, dim=-1, keepdim=True, out=top)
+        torch.sub(some, top, out=out).exp_()
+    blocks = weights.unflatten(1, (-1, _BLOCK))
+    cumulative = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    target = uniform * total
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=blocks.shape[1] - 1)
+    after = cumulative.gather(1, block)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    within = blocks[torch.arange(num, device=logits.device), block[:, 0]].cumsum(dim=-1, dtype=torch.float64)
+    # Of the block's own sum, which rounds otherwise than its share in the row; strictly below it, so that the token has a probability.
+    mass = within[:, -1:]
+    target = torch.minimum((target - before) / (after - before) * mass, torch.nextafter(mass, torch.zeros_like(mass)))
+    inside = torch.searchsorted(within, target, right=True)
+    tokens = (block * _BLOCK + inside).clamp_(max=vocab - 1)
+    return tokens, logits, largest + total.log().float(), total

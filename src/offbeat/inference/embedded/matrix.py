@@ -1,0 +1,81 @@
+"""Weights of a linear layer in the form that this machine multiplies fastest. Used by `forward_direct`."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+PACK_FROM = 1 << 18
+"""Numbers in a matrix from which on packing it pays; below that a call costs more than its product."""
+
+_PACK_ROWS = 64
+"""Rows of x that a packed matrix is laid out for; others are about as fast."""
+
+
+class Matrix(Protocol):
+    """A matrix [out, in]; immutable."""
+
+    @property
+    def plain(self) -> Tensor:
+        """[out, in], the numbers that it multiplies with."""
+        ...
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[rows, in] to [rows, out]."""
+        ...
+
+    def add(self, base: Tensor, x: Tensor) -> Tensor:
+        """`base` [rows, out] plus the product with x [rows, in], rounded once."""
+        ...
+
+
+class ByColumns:
+    """With its columns contiguous in memory: products with few rows run up to twice as fast on a CPU."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.plain = matrix.t().contiguous().t()
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.plain, bias)
+
+    def add(self, base: Tensor, x: Tensor) -> Tensor:
+        return torch.addmm(base, x, self.plain.t())
+
+
+class ByRows(ByColumns):
+    """As it is, sharing memory: a large matrix of many rows is as fast so."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.plain = matrix
+
+
+class Packed:
+    """In oneDNN's own layout: in float32 up to twice as fast as MKL, in bfloat16 a fifth faster than a layout made anew at each call."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), _PACK_ROWS)
+
+    @property
+    def plain(self) -> Tensor:
+        return self._packed.to_dense()
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+
+    def add(self, base: Tensor, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, base, self._packed, None, "add")
+
+
+def matrix(weight: Tensor) -> Matrix:
+    """The form for a layer within the model."""
+    return Packed(weight) if _packs(weight) else ByColumns(weight)
+
+
+def head_matrix(weight: Tensor) -> Matrix:
+    """The form for the output head, whose weights may be those of the embedding, too."""
+    return Packed(weight) if _packs(weight) else ByRows(weight)
+
+
+def _packs(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.numel() >= PACK_FROM and torch.backends.mkldnn.is_available()

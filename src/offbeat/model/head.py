@@ -1,0 +1,211 @@
+"""The output head with the log-softmax over it, of which only some entries are wanted: no more than some chunks of logits are ever held.
+
+Called by `logprobs`. At a vocabulary of 49,152 tokens the logits of 4,096 positions take 800 MB, their gradient as much again, and the
+softmax between them a third time. Here they are made chunk by chunk, and made again in the backward where keeping them would take more
+than `KEPT_BYTES`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+CHUNK_BYTES = 64 << 20
+"""Of the float32 logits that are made at a time: enough rows for a fast matrix product, for any vocabulary."""
+
+KEPT_BYTES = 256 << 20
+"""Of the logits that wait for the backward. Making others again costs a third of the head's time, a fifteenth of a 135M model's."""
+
+_IN_CACHE = 1 << 20
+"""Logits that are normalised at a time: they stay in a CPU's cache, and what is made of them is small."""
+
+_unfused: "WeakSet[nn.Module]" = WeakSet()
+"""Models that do something to their logits after the head."""
+
+
+@dataclass(frozen=True, eq=False)
+class Picks:
+    """What is wanted of U positions: M entries of their log-softmax.
+
+    Attributes:
+        positions: [M] int64, which of the U.
+        targets: [M] int64, which token of the vocabulary.
+        temperature: the logits are divided by it.
+    """
+
+    positions: np.ndarray
+    targets: np.ndarray
+    temperature: float
+    with_entropy: bool
+
+
+def pick(logits_UV: Tensor, picks: Picks) -> tuple[Tensor, Tensor]:
+    """[M] float32 log-probabilities with gradient, and without gradient the [U] entropies, or none."""
+    return _Picked.apply(logits_UV, None, None, picks, None, torch.is_grad_enabled())
+
+
+class FusedHead:
+    """A linear output head that answers with picked log-probabilities instead of logits, for one forward of its model.
+
+    Attributes:
+        entropy: [U], after the forward.
+    """
+
+    def __init__(self, head: nn.Linear, picks: Picks, keep: Tensor | None) -> None:
+        """`keep` [U] int64 says at which of the positions that reach the head; None for all of them."""
+        self.entropy: Tensor
+        self._head = head
+        self._picks = picks
+        self._keep = keep
+        self._answer: Tensor | None = None
+
+    def __call__(self, input: Tensor) -> Tensor:  # the name that a linear layer has for it
+        """[1, positions, H] to [1, M, 1]."""
+        rows = input[0] if self._keep is None else input[0][self._keep]
+        kind = input.device.type
+        compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        logprobs, self.entropy = _Picked.apply(
+            rows, self._head.weight, self._head.bias, self._picks, compute, torch.is_grad_enabled())
+        answer = self._answer = logprobs[None, :, None].clone()  # no view: FSDP2 warns of those
+        return answer
+
+    def logprobs(self, output: Tensor) -> Tensor | None:
+        """[M] of what the model gave as its logits; None if it did something to them, so that they are not what the head gave."""
+        return output[0, :, 0] if output is self._answer else None
+
+
+@contextmanager
+def fused_head(model: nn.Module, picks: Picks, keep: Tensor | None) -> Iterator[FusedHead | None]:
+    """Put a fused head into a model for one forward; None, and nothing is changed, where its head is no plain linear layer."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) and model not in _unfused else None
+    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        yield None
+        return
+    fused = FusedHead(head, picks, keep)
+    head.forward = fused
+    try:
+        yield fused
+    finally:
+        del head.forward
+
+
+def never_fuse(model: nn.Module) -> None:
+    """Remember that the model's logits are not what its head gives."""
+    _unfused.add(model)
+
+
+class _Picked(torch.autograd.Function):
+    """Some entries of the log-softmax of x, or of a linear layer of x, chunk by chunk in each direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, picks: Picks, compute: torch.dtype | None, grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """x is [U, H] with a weight [V, H], else [U, V]; `compute` is the number format of the products, None for that of x."""
+        chunks = _Chunks(x, weight, bias, picks, compute)
+        logprobs = torch.empty(len(picks.targets), device=x.device)
+        normalizer, entropy = torch.empty(len(x), device=x.device), torch.empty(len(x) if picks.with_entropy else 0, device=x.device)
+        kept: list[Tensor | None] = []
+        for number, rows in enumerate(chunks.rows):
+            logits = chunks.logits(rows)
+            for place in chunks.in_cache(rows):
+                part = logits[place.start - rows.start : place.stop - rows.start]
+                largest = part.amax(dim=-1, keepdim=True)
+                exps = (part - largest).exp_()
+                sums = exps.sum(dim=-1)
+                normalizer[place] = largest[:, 0] + sums.log()
+                if picks.with_entropy:
+                    means = exps.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) / sums  # 0 * -inf of a token that cannot come
+                    entropy[place] = normalizer[place] - means
+            which, positions, targets = chunks.picked(number)
+            logprobs[which] = logits[positions - rows.start, targets] - normalizer[positions]
+            kept.append(logits if grad and weight is not None and chunks.kept(rows) else None)
+        ctx.save_for_backward(x, weight, bias, normalizer)
+        ctx.picks, ctx.compute, ctx.kept = picks, compute, kept
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Of x, the weight and the bias."""
+        x, weight, bias, normalizer = ctx.saved_tensors
+        chunks = _Chunks(x, weight, bias, ctx.picks, ctx.compute)
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_bias = torch.zeros_like(bias) if needs_bias else None
+        for number, rows in enumerate(chunks.rows):
+            logits, ctx.kept[number] = ctx.kept[number], None
+            if logits is None:
+                logits = chunks.logits(rows).clone() if weight is None else chunks.logits(rows)
+            which, positions, targets = chunks.picked(number)
+            sums = normalizer.new_zeros(rows.stop - rows.start).index_add_(0, positions - rows.start, grads[0][which])
+            for place in chunks.in_cache(rows):
+                here = slice(place.start - rows.start, place.stop - rows.start)
+                logits[here].sub_(normalizer[place].unsqueeze(1)).exp_().mul_(-sums[here].unsqueeze(1))
+            logits.index_put_((positions - rows.start, targets), grads[0][which], accumulate=True)
+            chunks.backward(rows, logits, grad_x, grad_weight, grad_bias)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+class _Chunks:
+    """How the U positions are cut, and the linear layer under them."""
+
+    def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, picks: Picks, compute: torch.dtype | None) -> None:
+        self._x, self._picks = x, picks
+        self._compute = compute or x.dtype
+        self._weight = None if weight is None else weight.to(self._compute)
+        self._bias = None if bias is None else bias.to(self._compute)
+        self._row_bytes = 4 * (x if weight is None else weight).shape[-1 if weight is None else 0]
+        step = max(1, CHUNK_BYTES // self._row_bytes)
+        self.rows = [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
+        order = np.argsort(picks.positions, kind="stable")
+        bounds = np.searchsorted(picks.positions[order], [*(rows.start for rows in self.rows), len(x)])
+        self._order, self._bounds = order, bounds
+
+    def logits(self, rows: slice) -> Tensor:
+        """[rows, V] float32 of a chunk, over the temperature; new memory, unless they are x itself."""
+        x = self._x[rows]
+        logits = (x if self._weight is None else linear(x.to(self._compute), self._weight, self._bias)).float()
+        return logits if self._picks.temperature == 1.0 else logits / self._picks.temperature
+
+    def in_cache(self, rows: slice) -> Iterator[slice]:
+        """The chunk's positions, some at a time."""
+        step = max(1, 4 * _IN_CACHE // self._row_bytes)
+        return (slice(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step))
+
+    def kept(self, rows: slice) -> bool:
+        """Whether the logits of all chunks up to this one may be kept."""
+        return rows.stop * self._row_bytes <= KEPT_BYTES
+
+    def picked(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a chunk's picks: their places among all, their positions, their targets; each int64 on the device."""
+        which = self._order[self._bounds[number] : self._bounds[number + 1]]
+        arrays = (which, self._picks.positions[which], self._picks.targets[which])
+        which, positions, targets = (torch.from_numpy(array).to(self._x.device) for array in arrays)
+        return which, positions, targets
+
+    def backward(
+        self, rows: slice, grad_logits: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None
+    ) -> None:
+        """Carry a chunk's gradient, which is overwritten, to the layer and to what is under it."""
+        if self._picks.temperature != 1.0:
+            grad_logits.div_(self._picks.temperature)
+        grad = grad_logits.to(self._compute)
+        if grad_x is not None:
+            grad_x[rows] = grad if self._weight is None else grad @ self._weight
+        if grad_weight is not None:
+            x = self._x[rows].to(self._compute)
+            if grad.dtype == grad_weight.dtype:
+                grad_weight.addmm_(grad.t(), x)
+            else:
+                grad_weight += grad.t() @ x
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)

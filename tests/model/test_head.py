@@ -1,0 +1,144 @@
+"""Log-probabilities picked chunk by chunk against a log-softmax of everything, and that everything is never held."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear, log_softmax
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from offbeat.data.packing import PackedRow, Segments
+from offbeat.model import head as head_module
+from offbeat.model.head import FusedHead, Picks, fused_head, pick
+from offbeat.model.logprobs import token_logprobs
+
+V, H, U = 49, 16, 11
+POSITIONS, TARGETS = np.array([4, 0, 4, 4, 10, 9, 10]), np.array([0, 1, 3, 3, 7, 48, 6])
+
+
+@pytest.fixture(params=["all at once", "chunks that are kept", "chunks that are made again"])
+def chunks(request, monkeypatch):
+    if request.param != "all at once":
+        monkeypatch.setattr(head_module, "CHUNK_BYTES", 3 * V * 4)
+        monkeypatch.setattr(head_module, "_IN_CACHE", 2 * V)
+        monkeypatch.setattr(head_module, "KEPT_BYTES", 5 * V * 4 if "again" in request.param else 1 << 20)
+
+
+def slow(logits, temperature):
+    """[M] log-probabilities and [U] entropies of the plain kind."""
+    table = log_softmax(logits.float() / temperature, dim=-1)
+    return table[POSITIONS, TARGETS], -(table.exp() * table).nan_to_num(nan=0.0).sum(-1).detach()
+
+
+@pytest.mark.usefixtures("chunks")
+def test_picks_of_logits_are_those_of_a_whole_log_softmax():
+    generator = torch.Generator().manual_seed(0)
+    logits = 30 * torch.randn(U, V, generator=generator)
+    logits[4, 7:20] = -torch.inf  # tokens that cannot come
+    weights = torch.randn(7, generator=generator)
+    mine, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    got, entropy = pick(mine, Picks(POSITIONS, TARGETS, 0.7, with_entropy=True))
+    expected, expected_entropy = slow(theirs, 0.7)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+    assert torch.equal(mine, logits) or mine.isinf().any(), "the logits are left as they were"
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_fused_head_gives_what_the_layer_and_a_whole_log_softmax_give(bias, autocast):
+    torch.manual_seed(0)
+    head, weights = torch.nn.Linear(H, V, bias=bias), torch.randn(7)
+    hidden = torch.randn(1, 2 * U, H, requires_grad=True)
+    keep = torch.arange(0, 2 * U, 2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, expected_entropy = slow(linear(hidden[0, keep], head.weight, head.bias), 1.3)
+    parameters = [hidden, *head.parameters()]
+    wanted = torch.autograd.grad((expected * weights).sum(), parameters)
+    fused = FusedHead(head, Picks(POSITIONS, TARGETS, 1.3, with_entropy=True), keep)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        got = fused.logprobs(fused(hidden))
+    tolerance = {"atol": 2e-2, "rtol": 2e-2} if autocast else {"atol": 1e-6, "rtol": 1e-5}
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(fused.entropy, expected_entropy, atol=1e-6, rtol=1e-5)
+    for mine, theirs in zip(torch.autograd.grad((got * weights).sum(), parameters), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+def test_a_frozen_head_passes_its_gradient_on():
+    torch.manual_seed(0)
+    head = torch.nn.Linear(H, V, bias=False).requires_grad_(False)
+    hidden = torch.randn(1, U, H, requires_grad=True)
+    FusedHead(head, Picks(POSITIONS, TARGETS, 1.0, with_entropy=False), None)(hidden).sum().backward()
+    mine, hidden.grad = hidden.grad, None
+    slow(head(hidden[0]), 1.0)[0].sum().backward()
+    torch.testing.assert_close(mine, hidden.grad)
+    assert head.weight.grad is None
+
+
+SIZES = {
+    "vocab_size": 4096, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 16, "head_dim": 8, "attn_implementation": "packed"}
+
+
+def make_row(length):
+    """One sequence, all of it scored but the first."""
+    tokens = np.random.default_rng(0).integers(0, 4096, length).astype(np.int32)
+    segments = Segments(np.zeros(1, np.int64), np.full(1, length), np.full(1, -1))
+    scored = np.arange(1, length)
+    return PackedRow(
+        tokens, np.arange(length, dtype=np.int32), segments, source=scored - 1, target=tokens[1:].astype(np.int64), batch_index=scored,
+        owner=np.zeros(length, np.int64))
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))])
+        return result
+
+
+def test_no_tensor_holds_the_logits_of_all_tokens(monkeypatch):
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 16 * 4096 * 4)
+    monkeypatch.setattr(head_module, "KEPT_BYTES", 0)
+    model, row = LlamaForCausalLM(LlamaConfig(**SIZES)), make_row(200)
+    with Largest() as largest:
+        logprobs, entropy = token_logprobs(model, row, with_entropy=True)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert largest.numel == 4096 * 16, "a chunk, or the head's own weights, and not 199 * 4096"
+
+
+@pytest.mark.parametrize("cls", [Gemma2ForCausalLM, CohereForCausalLM])
+def test_logits_that_a_model_changes_after_its_head_are_scored_as_it_gives_them(cls):
+    torch.manual_seed(0)
+    special = {"bos_token_id": 1, "pad_token_id": 0}
+    if cls is Gemma2ForCausalLM:
+        config = Gemma2Config(**SIZES, **special, attn_logit_softcapping=None, final_logit_softcapping=0.05)
+    else:
+        config = CohereConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"}, **special, logit_scale=3.0)
+    model, row = cls(config), make_row(30)
+    tokens = torch.from_numpy(row.tokens.astype(np.int64))
+    expected = log_softmax(model(tokens[None], use_cache=False).logits[0, :-1].float(), -1).gather(1, tokens[1:, None])[:, 0]
+    for _ in range(2):  # the second knows
+        torch.testing.assert_close(token_logprobs(model, row), expected, atol=1e-5, rtol=0)
+
+
+def test_a_head_is_put_back_whatever_happens_and_one_with_hooks_is_left_alone():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    picks = Picks(POSITIONS, TARGETS, 1.0, with_entropy=False)
+    with pytest.raises(ZeroDivisionError), fused_head(model, picks, None):
+        assert "forward" in vars(model.lm_head)
+        raise ZeroDivisionError
+    assert "forward" not in vars(model.lm_head)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with fused_head(model, picks, None) as fused:
+        assert fused is None
