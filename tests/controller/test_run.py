@@ -41,8 +41,10 @@ def test_a_run_leaves_a_row_per_step_and_its_resolved_configuration(finished_run
     assert [row["global_step"] for row in rows] == [1, 2]
     for row in rows:
         assert {"train/loss", "train/grad_norm", "reward/mean", "step/total_s", "policy/logprob_gap_mean", "policy/canary_gap"} <= set(row)
+        assert row["rollout/drawn_again_prompts"] == 0
         assert row["policy/canary_gap"] < 1e-3
         assert 0 < row["rollout/generated_tokens"] <= 2 * 2 * 5
+    assert rows[0]["rollout/rejected_share"] == rows[0]["rollout/rejected_timed_out_share"] == 0
     assert rows[0]["policy/logprob_gap_max"] < 1e-3, "the first step trains on its own policy's tokens"
     assert load_config(str(finished_run.folder / "config.toml")) == small_config(finished_run.root, model_dir)
 
