@@ -126,8 +126,9 @@ def engine_options(config: Config, model: str, tokenizer: str, version: int, ind
     inference = config.inference
     return EngineOptions(
         model=model, tokenizer=tokenizer, dtype=config.model.dtype, forward=inference.forward, max_running=inference.max_running,
-        max_queued=inference.max_queued, max_context=inference.max_context, max_adapters=inference.max_adapters,
-        max_adapter_rank=inference.max_adapter_rank, seed=engine_seed(config, index), version=version)
+        max_queued=inference.max_queued, max_context=inference.max_context, max_cache_bytes=inference.max_cache_bytes,
+        num_engines=inference.num_engines, max_adapters=inference.max_adapters, max_adapter_rank=inference.max_adapter_rank,
+        seed=engine_seed(config, index), version=version)
 
 
 @asynccontextmanager

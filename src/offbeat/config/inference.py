@@ -22,6 +22,10 @@ class InferenceConfig(Section):
     max_running: int = field(512, "Samples decoded together, the slots of the cache.", ge=1)
     max_queued: int = field(4096, "Requests waiting before the engine answers 429.", ge=1)
     max_context: int = field(0, "Longest prompt plus generation, in tokens; 0 takes the model's context.", ge=0)
+    max_cache_bytes: int = field(
+        0,
+        "Bytes of the embedded engine's cache of keys and values; a request waits until its longest answer fits. 0 takes a quarter of the "
+        "machine's memory, divided among its engines, or half of what is free on an accelerator.", ge=0)
     threads: int = field(1, "CPU threads per engine.", ge=1)
     max_adapters: int = field(32, "LoRA adapters that an engine holds at once; the least recently used makes room.", ge=1)
     max_adapter_rank: int = field(64, "Largest rank of an adapter that an engine takes.", ge=1)

@@ -17,6 +17,7 @@ from offbeat.aio import run_beside
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
 from offbeat.cluster.messages import Objective
 from offbeat.cluster.session import Rollouts, Session
+from offbeat.controller.advice import PublishingAdvice
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
@@ -60,6 +61,7 @@ class _Training:
         self._stream = PromptStream(session.material.train, seed=session.config.run.seed, shuffle=session.config.data.shuffle)
         self._highlights = Highlights()
         self._proof: dict[str, float] = {}
+        self._advice = PublishingAdvice(session.config)
 
     async def run(self) -> TrainResult:
         session, state, config = self._session, self._state, self._config
@@ -172,6 +174,8 @@ class _Training:
         self._highlights = replace(self._highlights, max_staleness=staleness)
         self._record.stats.commit(self._stream.state().epoch, step.global_step, step.global_step, stats)
         self._record.console.update(step.global_step, stats)
+        if advice := self._advice.look(stats):
+            self._record.console.note(advice)
         every = self._config.telemetry.rollouts_every_steps
         if every and step.global_step % every == 0:
             self._record.rollouts(step.global_step, (wire.encode_json(group) for group in groups))

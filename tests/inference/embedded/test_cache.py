@@ -1,5 +1,7 @@
 """The slot cache keeps what is written through growth and moves, and attention over it equals a plain one."""
 
+import weakref
+
 import numpy as np
 import torch
 
@@ -33,6 +35,46 @@ def test_growth_stops_at_the_bounds_it_was_given():
     cache.reserve(slots=4, positions=33)
     cache.reserve(slots=5, positions=40)
     assert (cache.slots, cache.positions) == (5, 64)
+
+
+def test_a_copy_takes_the_memory_of_one_layer_beside_the_cache(monkeypatch):
+    shape = CacheShape(num_layers=16, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+    cache = SlotCache(shape, device=CPU, max_slots=64, max_positions=512)
+    cache.reserve(slots=8, positions=64)
+    live: list[weakref.ref] = []
+    most = 0
+    allocate = SlotCache._allocate
+
+    def watched(self, slots, positions):
+        nonlocal most
+        tensor = allocate(self, slots, positions)
+        live.append(weakref.ref(tensor))
+        old = sum(layer.nbytes for layer in self._data if not any(ref() is layer for ref in live))
+        most = max(most, old + sum(new.nbytes for ref in live if (new := ref()) is not None))
+        return tensor
+
+    monkeypatch.setattr(SlotCache, "_allocate", watched)
+    cache.reserve(slots=16, positions=64)
+    assert cache.size_bytes < most <= cache.size_bytes * (1 + 1 / 16)
+
+
+def test_no_growth_takes_more_than_its_bytes_and_what_is_not_in_use_gives_way():
+    shape = CacheShape(num_layers=2, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    cache = SlotCache(shape, device=CPU, max_slots=100, max_positions=10_000, max_bytes=shape.bytes_per_token * 3200 + 7)
+    assert cache.max_tokens == 3200
+    for slots, positions in ((50, 64), (2, 1500), (3, 40), (10, 320), (100, 32), (1, 3200), (33, 90)):
+        cache.reserve(slots=slots, positions=positions)
+        assert cache.slots >= slots and cache.positions >= positions and cache.slots * cache.positions <= 3200
+
+
+def test_content_survives_where_a_cache_gives_up_slots_for_positions():
+    cache = SlotCache(SHAPE, device=CPU, max_slots=8, max_positions=256, max_bytes=SHAPE.bytes_per_token * 256)
+    cache.reserve(slots=8, positions=32)
+    keys, values = torch.randn(2, 2, 20, 4), torch.randn(2, 2, 20, 4)
+    rows = torch.arange(2)
+    cache.write_prompts(1, keys, values, PromptRows(rows, rows))
+    cache.reserve(slots=2, positions=100)
+    assert torch.equal(cache.layer(1)[0][:2, :, :20], keys) and torch.equal(cache.layer(1)[1][:2, :, :20], values)
 
 
 def test_one_prompt_can_fill_several_slots():

@@ -68,6 +68,25 @@ def test_sampled_logprobs_are_of_the_temperature_that_sampled(make_engine, refer
                 assert torch.allclose(torch.tensor(output.logprobs), expected, atol=2e-4)
 
 
+def test_requests_that_may_not_fit_the_cache_wait_and_get_the_same_answers(make_engine):
+    requests = [Request(id=str(i), prompt=p, params=params(20 + 25 * (i % 3), seed=i), n=1 + i % 2) for i, p in enumerate(PROMPTS)]
+    answers = []
+    for max_cache_bytes in (0, 3 * 96 * 2 * 2 * 2 * 16 * 4):  # three samples of 96 positions
+        engine = make_engine(max_cache_bytes=max_cache_bytes)
+        most = 0
+        for request in requests:
+            engine.submit(request)
+        done = {}
+        while engine.has_work:
+            done.update({(event.request_id, event.result.index): event.result.token_ids for event in engine.step()})
+            most = max(most, engine.cache_bytes)
+        answers.append(done)
+        assert not max_cache_bytes or 0 < most <= max_cache_bytes
+    assert answers[0] == answers[1] and len(answers[0]) == 12
+    with pytest.raises(RefusedError, match=r"4 samples of up to 96 tokens take 384 places in the cache, which has 288; .*max_cache_bytes"):
+        engine.submit(Request(id="never", prompt=[5] * 30, params=params(60), n=4))
+
+
 def test_a_seed_fixes_its_samples_whatever_runs_beside_them(make_engine):
     alone = make_engine(seed=1).generate([PROMPTS[0]], params(20, seed=7), n=4)[0]
     assert len({tuple(o.token_ids) for o in alone}) == 4

@@ -9,7 +9,8 @@ from offbeat.errors import ConfigError
 from offbeat.inference.embedded.options import EngineOptions
 
 LEAST = {
-    "max_running": 1, "max_queued": 1, "max_context": 0, "max_prefill_tokens": 1, "max_adapters": 1, "max_adapter_rank": 1, "version": -1,
+    "max_running": 1, "max_queued": 1, "max_context": 0, "max_cache_bytes": 0, "num_engines": 1, "max_prefill_tokens": 1, "max_adapters": 1,
+    "max_adapter_rank": 1, "version": -1,
 }
 
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.errors import BusyError
+from offbeat.errors import BusyError, RefusedError
+from offbeat.inference.embedded.cache import BUCKET
 from offbeat.inference.embedded.request import Request
 from offbeat.inference.embedded.scheduler import Scheduler, plan_prefill
 
@@ -45,6 +46,38 @@ def test_random_traffic_keeps_slots_dense_bounded_and_in_order(data):
         del slots[scheduler.running :]
         assert set(slots) == survivors and len(slots) == len(survivors)
     assert admitted_order == sorted(admitted_order)
+
+
+@given(st.data())
+def test_random_traffic_never_runs_what_may_outgrow_the_cache_and_starts_all_that_fits_alone(data):
+    places = data.draw(st.integers(1, 20)) * BUCKET
+    scheduler = Scheduler(max_running=16, max_queued=99, max_prefill_tokens=1000, max_cache_tokens=places)
+    needs: list[int] = []
+    sent: list[str] = []
+    started: list[str] = []
+    for name in range(data.draw(st.integers(1, 20))):
+        request = make(name, length=data.draw(st.integers(1, 99)), n=data.draw(st.integers(1, 16)))
+        need = -(-(len(request.prompt) + request.params.max_new_tokens) // BUCKET) * BUCKET
+        if request.n * need > places:
+            with pytest.raises(RefusedError, match=rf"take {request.n * need} places in the cache, which has {places}; lower n"):
+                scheduler.check(request)
+            continue
+        scheduler.check(request)
+        scheduler.add(request)
+        sent.append(request.id)
+    for _ in range(400):
+        for request in scheduler.admit():
+            started.append(request.id)
+            needs += [-(-(len(request.prompt) + request.params.max_new_tokens) // BUCKET) * BUCKET] * request.n
+        assert len(needs) == scheduler.running and len(needs) * max(needs, default=0) <= places
+        if not needs:
+            break
+        finished = data.draw(st.sets(st.integers(0, len(needs) - 1), min_size=1))
+        sources, targets = scheduler.compact(finished)
+        for source, target in zip(sources, targets, strict=True):
+            needs[target] = needs[source]
+        del needs[scheduler.running :]
+    assert started == sent
 
 
 def test_an_idle_engine_admits_whatever_fits():

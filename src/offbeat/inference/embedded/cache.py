@@ -1,4 +1,4 @@
-"""Keys and values of all running samples: one tensor of dense slots, grown on demand. Used by both forward paths.
+"""Keys and values of all running samples: a tensor of dense slots per layer, grown on demand. Used by both forward paths.
 
 Slots, not pages: at contexts of some thousand tokens memory is not the limit, and a decode step reads plain views. Positions past a
 sample's length hold finite leftovers, which the mask of `DecodeStep` hides and later tokens overwrite.
@@ -43,39 +43,61 @@ def round_up(count: int, multiple: int) -> int:
 
 
 class SlotCache:
-    """Keys and values, [num_layers, 2, slots, num_kv_heads, positions, head_dim]."""
+    """Keys and values, [2, slots, num_kv_heads, positions, head_dim] per layer.
 
-    def __init__(self, shape: CacheShape, *, device: torch.device, max_slots: int, max_positions: int) -> None:
+    Attributes:
+        max_tokens: slots times positions that it may hold, at least `BUCKET`.
+    """
+
+    def __init__(
+        self, shape: CacheShape, *, device: torch.device, max_slots: int, max_positions: int, max_bytes: int | None = None
+    ) -> None:
+        """`max_bytes` bounds the whole; None leaves it to `max_slots` and `max_positions`."""
         self.shape = shape
         self.device = device
         self.max_slots = max_slots
         self.max_positions = round_up(max_positions, BUCKET)
-        self._data = self._allocate(0, 0)
+        most = self.max_slots * self.max_positions
+        self.max_tokens = most if max_bytes is None else max(BUCKET, min(most, max_bytes // shape.bytes_per_token))
+        self._data = [self._allocate(0, 0) for _ in range(shape.num_layers)]
 
     @property
     def slots(self) -> int:
-        return self._data.shape[2]
+        return self._data[0].shape[1]
 
     @property
     def positions(self) -> int:
-        return self._data.shape[4]
+        return self._data[0].shape[3]
 
     @property
     def size_bytes(self) -> int:
         return self.slots * self.positions * self.shape.bytes_per_token
 
     def reserve(self, *, slots: int, positions: int) -> None:
-        """Make room, keeping what is stored. Sizes grow by half at least, so that copies stay a small share of all work."""
+        """Make room for so many slots and positions, which are all that is in use; what is stored in them is kept.
+
+        Sizes grow by half at least, so that copies stay a small share of all work, and no further than `max_tokens` allows. Layers grow one
+        after the other: beside the cache, a copy takes the memory of one layer.
+        """
         if slots <= self.slots and positions <= self.positions:
             return
-        assert slots <= self.max_slots and positions <= self.max_positions, "the scheduler admits no more than the cache may hold"
-        old = self._data
-        if slots > self.slots:
-            slots = min(max(slots, self.slots * 3 // 2), self.max_slots)
-        if positions > self.positions:
-            positions = min(round_up(max(positions, self.positions * 3 // 2), BUCKET), self.max_positions)
-        self._data = self._allocate(max(slots, self.slots), max(positions, self.positions))
-        self._data[:, :, : old.shape[2], :, : old.shape[4]] = old
+        slots, positions = self._room(slots, round_up(positions, BUCKET))
+        for layer, old in enumerate(self._data):
+            self._data[layer] = new = self._allocate(slots, positions)
+            kept = (min(slots, old.shape[1]), min(positions, old.shape[3]))
+            new[:, : kept[0], :, : kept[1]] = old[:, : kept[0], :, : kept[1]]
+
+    def _room(self, slots: int, positions: int) -> tuple[int, int]:
+        """Sizes for at least so many slots and positions, a multiple of `BUCKET`."""
+        assert slots <= self.max_slots and positions <= self.max_positions and slots * positions <= self.max_tokens, (
+            "the scheduler admits no more than the cache may hold")
+        ample_slots = self.slots if slots <= self.slots else min(max(slots, self.slots * 3 // 2), self.max_slots)
+        ample = self.positions if positions <= self.positions else max(positions, round_up(self.positions * 3 // 2, BUCKET))
+        ample = min(ample, self.max_positions)
+        if ample_slots * ample <= self.max_tokens:
+            return ample_slots, ample
+        # What is no longer in use goes; what is, gets as many positions as there is room for.
+        return slots, max(positions, min(ample, self.max_tokens // slots // BUCKET * BUCKET))
 
     def write_prompts(self, layer: int, keys: Tensor, values: Tensor, rows: PromptRows) -> None:
         """Store a prefill's keys and values, each [prompts, num_kv_heads, positions, head_dim], from position 0 on."""
@@ -86,12 +108,16 @@ class SlotCache:
     def move(self, sources: list[int], targets: list[int], *, positions: int) -> None:
         """Copy the first `positions` of each source slot to its target slot."""
         if sources:
-            view = self._data[:, :, :, :, : min(positions, self.positions)]
-            view[:, :, torch.tensor(targets).to(self.device)] = view[:, :, torch.tensor(sources).to(self.device)]
+            to, where = torch.tensor(targets).to(self.device), torch.tensor(sources).to(self.device)
+            for layer in self._data:
+                view = layer[:, :, :, :positions]
+                view[:, to] = view[:, where]
 
     def clear(self, slots: list[int]) -> None:
         """Zero slots whose numbers may not be finite: a masked position's value is multiplied by 0, which a NaN survives."""
-        self._data[:, :, torch.tensor(slots).to(self.device)] = 0
+        index = torch.tensor(slots).to(self.device)
+        for layer in self._data:
+            layer[:, index] = 0
 
     def step(self, lengths: np.ndarray) -> "DecodeStep":
         """Prepare one decode step of slots 0..B-1; `lengths` [B] counts each sample's cached positions."""
@@ -99,12 +125,13 @@ class SlotCache:
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [slots, num_kv_heads, positions, head_dim]; views."""
-        return self._data[layer, 0], self._data[layer, 1]
+        keys, values = self._data[layer]
+        return keys, values
 
     def _allocate(self, slots: int, positions: int) -> Tensor:
         # Zeros, not empty: see `clear`.
         shape = self.shape
-        sizes = (shape.num_layers, 2, slots, shape.num_kv_heads, positions, shape.head_dim)
+        sizes = (2, slots, shape.num_kv_heads, positions, shape.head_dim)
         return torch.zeros(sizes, dtype=shape.dtype, device=self.device)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import EngineError
 from offbeat.inference.embedded.adapters import Adapters
+from offbeat.inference.embedded.budget import default_cache_bytes
 from offbeat.inference.embedded.cache import PromptRows, SlotCache
 from offbeat.inference.embedded.forward import Forward
 from offbeat.inference.embedded.options import EngineOptions
@@ -55,11 +56,13 @@ class Engine:
         self._forward = forward
         self.tokenizer = tokenizer
         self._max_prefill_tokens = options.max_prefill_tokens
-        self._scheduler = Scheduler(
-            max_running=options.max_running, max_queued=options.max_queued, max_prefill_tokens=options.max_prefill_tokens
-        )
         self._cache = SlotCache(
-            forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context
+            forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context,
+            max_bytes=options.max_cache_bytes or default_cache_bytes(forward.device, num_engines=options.num_engines),
+        )
+        self._scheduler = Scheduler(
+            max_running=options.max_running, max_queued=options.max_queued, max_prefill_tokens=options.max_prefill_tokens,
+            max_cache_tokens=self._cache.max_tokens,
         )
         self._rows = Rows(max_rows=options.max_running, device=forward.device)
         self.adapters = Adapters(forward, options, in_use=self._adapters_in_use)
@@ -115,6 +118,7 @@ class Engine:
         else:
             request.check(
                 vocab_size=self._forward.vocab_size, max_context=self.max_context, max_running=self._scheduler.max_running)
+            self._scheduler.check(request)
             self.adapters.use(request.adapter)
             self._scheduler.add(request)
 
@@ -205,7 +209,7 @@ class Engine:
     def _prefill(self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, prompts: np.ndarray) -> Tensor:
         """Write the keys and values of sequence `prompts[i]` to slot `slots[i]`; returns the logits after each sequence, [P, V]."""
         lengths = np.array([len(s) for s in sequences])
-        self._cache.reserve(slots=int(slots.max()) + 1, positions=int(lengths.max()))
+        self._cache.reserve(slots=len(self._rows), positions=int(self._rows.length[: len(self._rows)].max()))
         logits: Tensor | None = None
         for chunk in plan_prefill(lengths, max_tokens=self._max_prefill_tokens):
             tokens = np.zeros((len(chunk), lengths[chunk].max()), np.int64)

@@ -19,6 +19,9 @@ class EngineOptions:
         max_running: samples decoded together, the slots of the cache.
         max_queued: requests that wait before a further one is refused (HTTP 429).
         max_context: longest prompt plus generation in tokens; 0 takes the model's context.
+        max_cache_bytes: of the keys and values of all that runs; requests that may not fit wait. 0 takes a quarter of the machine's memory,
+            divided among `num_engines`, or half of what is free on the engine's accelerator.
+        num_engines: engines that share the machine's memory.
         max_prefill_tokens: prompt tokens, padding included, computed in one step before decoding goes on.
         max_adapters: LoRA adapters held at once; the least recently used that no request uses makes room for a new one.
         max_adapter_rank: largest rank of an adapter.
@@ -34,6 +37,8 @@ class EngineOptions:
     max_running: int = 512
     max_queued: int = 4096
     max_context: int = 0
+    max_cache_bytes: int = 0
+    num_engines: int = 1
     max_prefill_tokens: int = 8192
     max_adapters: int = 32
     max_adapter_rank: int = 64
@@ -42,8 +47,8 @@ class EngineOptions:
     version: Version = 0
 
     def __post_init__(self) -> None:
-        ones = ("max_running", "max_queued", "max_prefill_tokens", "max_adapters", "max_adapter_rank")
-        for name, least in (*((name, 1) for name in ones), ("max_context", 0), ("version", -1)):
+        ones = ("max_running", "max_queued", "num_engines", "max_prefill_tokens", "max_adapters", "max_adapter_rank")
+        for name, least in (*((name, 1) for name in ones), ("max_context", 0), ("max_cache_bytes", 0), ("version", -1)):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"engine option {name} must be >= {least}, got {value}")

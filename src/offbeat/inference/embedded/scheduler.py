@@ -1,7 +1,8 @@
 """Decides which requests run; pure bookkeeping without tensors, driven by `engine.Engine` alone.
 
 Running samples occupy the dense slots 0..B-1, so that a decode step reads a prefix of the cache without gathering. A finished slot is
-filled by the last running one (`compact`). Requests are admitted first in, first out, all n samples of one together.
+filled by the last running one (`compact`). Requests are admitted first in, first out, all n samples of one together, and only when the
+cache holds all that run at the longest that any of them may become: what has started is never put off for want of memory.
 """
 
 from collections import deque
@@ -9,7 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from offbeat.errors import BusyError
+from offbeat.errors import BusyError, RefusedError
+from offbeat.inference.embedded.cache import BUCKET, round_up
 from offbeat.inference.embedded.request import Request
 
 REFILL_FRACTION = 16
@@ -19,16 +21,24 @@ REFILL_FRACTION = 16
 class Scheduler:
     """Waiting requests and the number of busy slots.
 
-    Promises: at most `max_running` slots are busy; at most `max_queued` requests wait; requests start in the order in which they came; one
-    admission computes at most `max_prefill_tokens` prompt tokens, unless a single prompt is longer.
+    Promises: at most `max_running` slots are busy; busy slots times the longest that one of them may become is at most `max_cache_tokens`;
+    at most `max_queued` requests wait; requests start in the order in which they came; one admission computes at most `max_prefill_tokens`
+    prompt tokens, unless a single prompt is longer. A request that fits alone starts at the latest when all others have ended.
     """
 
-    def __init__(self, *, max_running: int, max_queued: int, max_prefill_tokens: int) -> None:
+    def __init__(self, *, max_running: int, max_queued: int, max_prefill_tokens: int, max_cache_tokens: int | None = None) -> None:
+        """Without `max_cache_tokens` slots alone bound what runs."""
         self.max_running = max_running
         self.max_queued = max_queued
         self.max_prefill_tokens = max_prefill_tokens
-        self.running = 0
+        self._max_cache_tokens = max_cache_tokens
+        self._needs: list[int] = []  # of each busy slot: the most positions that it may come to
         self._waiting: deque[Request] = deque()
+
+    @property
+    def running(self) -> int:
+        """Busy slots."""
+        return len(self._needs)
 
     @property
     def num_waiting(self) -> int:
@@ -36,7 +46,23 @@ class Scheduler:
 
     @property
     def num_free(self) -> int:
-        return self.max_running - self.running
+        """Slots for further samples that become no longer than those that run."""
+        return self._most_slots(max(self._needs, default=BUCKET)) - self.running
+
+    def _most_slots(self, positions: int) -> int:
+        """Slots that may be busy if the longest of them takes so many positions."""
+        return self.max_running if self._max_cache_tokens is None else min(self.max_running, self._max_cache_tokens // positions)
+
+    def check(self, request: Request) -> None:
+        """
+        Raises:
+            RefusedError: the cache could not hold the request's samples even if nothing else ran.
+        """
+        need = _need(request)
+        if request.n > self._most_slots(need):
+            raise RefusedError(
+                f"{request.n} samples of up to {need} tokens take {request.n * need} places in the cache, which has "
+                f"{self._max_cache_tokens}; lower n, max_tokens or the prompt, or raise the engine's max_cache_bytes")
 
     def waiting(self) -> Iterator[Request]:
         """Requests that have not started, in order."""
@@ -73,10 +99,12 @@ class Scheduler:
         while self._waiting:
             request = self._waiting[0]
             tokens += len(request.prompt)
-            if request.n > self.num_free or (admitted and tokens > self.max_prefill_tokens):
+            need = _need(request)
+            fits = self.running + request.n <= self._most_slots(max([need, *self._needs]))
+            if not fits or (admitted and tokens > self.max_prefill_tokens):
                 break
             admitted.append(self._waiting.popleft())
-            self.running += request.n
+            self._needs += [need] * request.n
         return admitted
 
     def compact(self, finished: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -88,10 +116,18 @@ class Scheduler:
         holes = sorted(set(finished))
         assert not holes or holes[-1] < self.running, "only a running slot can finish"
         dead = set(holes)
-        self.running -= len(holes)
-        targets = [hole for hole in holes if hole < self.running]
-        sources = [slot for slot in range(self.running, self.running + len(holes)) if slot not in dead]
+        left = self.running - len(holes)
+        targets = [hole for hole in holes if hole < left]
+        sources = [slot for slot in range(left, self.running) if slot not in dead]
+        for source, target in zip(sources, targets, strict=True):
+            self._needs[target] = self._needs[source]
+        del self._needs[left:]
         return sources, targets
+
+
+def _need(request: Request) -> int:
+    """Positions of the cache that each of a request's samples may come to."""
+    return round_up(len(request.prompt) + request.params.max_new_tokens, BUCKET)
 
 
 def plan_prefill(lengths: np.ndarray, *, max_tokens: int) -> list[np.ndarray]:

@@ -1,0 +1,43 @@
+"""What would make a run faster, told to its user once, where its own figures show it. Called by the loop."""
+
+from collections.abc import Mapping
+
+from offbeat.config.root import Config
+
+PUBLISH_SHARE = 0.25
+"""Of a step's time: publishing that takes more is worth a word."""
+
+LEAST_S = 1.0
+"""A publish that is shorter is no matter on any model that anyone would wait for."""
+
+
+class PublishingAdvice:
+    """Looks at the steps one after the other."""
+
+    def __init__(self, config: Config) -> None:
+        self._ways = ways_to_publish_less(config)
+        self._seen = 0
+
+    def look(self, stats: Mapping[str, float]) -> str:
+        """One sentence after the second step in a row that publishes for long; empty otherwise, and for ever after."""
+        publish_s, total_s = stats["step/publish_s"], stats["step/total_s"]
+        self._seen = self._seen + 1 if publish_s > max(LEAST_S, PUBLISH_SHARE * total_s) else 0
+        if self._seen != 2 or not self._ways:
+            return ""
+        ways, self._ways = self._ways, []
+        return f"publishing takes {publish_s:.1f} of {total_s:.1f} s a step; {' or '.join(ways)} would shorten it"
+
+
+def ways_to_publish_less(config: Config) -> list[str]:
+    """Settings that make a version smaller or bring it to the engines sooner, as far as the run does not have them yet."""
+    if config.model.lora.rank:
+        return []
+    ways = ["model.lora.rank = 16 (an adapter is a hundredth of the model)"]
+    if config.model.dtype == "float32":
+        ways.append('model.dtype = "bfloat16" (half the bytes)')
+    one_machine = config.cluster.launcher == "local" and not config.inference.urls
+    if config.weights.channel == "disk" and one_machine and not config.weights_dir.is_relative_to("/dev/shm"):
+        ways.append(f'weights.dir = "/dev/shm/{config.run.name}" (memory instead of a disk)')
+    if config.weights.interrupt == "recompute":
+        ways.append('weights.interrupt = "keep" (the cache is not computed anew)')
+    return ways

@@ -1,0 +1,33 @@
+"""What a run is told about its own publishing."""
+
+from offbeat.config.load import load_config
+from offbeat.controller.advice import PublishingAdvice, ways_to_publish_less
+
+SLOW = {"step/publish_s": 6.0, "step/total_s": 20.0}
+
+
+def config(*overrides):
+    return load_config(None, [("run.name", "mine"), *overrides])
+
+
+def test_a_run_that_publishes_for_long_is_told_once_what_would_help():
+    advice = PublishingAdvice(config())
+    assert advice.look(SLOW) == "", "the first step may be slow for any reason"
+    text = advice.look(SLOW)
+    assert text.startswith("publishing takes 6.0 of 20.0 s a step; model.lora.rank = 16 ")
+    assert 'weights.dir = "/dev/shm/mine"' in text and 'model.dtype = "bfloat16"' in text
+    assert [advice.look(SLOW) for _ in range(5)] == [""] * 5
+
+
+def test_a_run_that_publishes_fast_is_told_nothing():
+    advice = PublishingAdvice(config())
+    for publish_s, total_s in ((0.9, 1.0), (0.9, 1.0), (6.0, 60.0), (6.0, 60.0), (6.0, 20.0), (6.0, 60.0), (6.0, 20.0)):
+        assert advice.look({"step/publish_s": publish_s, "step/total_s": total_s}) == ""
+
+
+def test_nothing_is_advised_that_a_run_does_already_or_cannot_do():
+    assert ways_to_publish_less(config(("model.lora.rank", "8"))) == []
+    done = [("weights.dir", "/dev/shm/x"), ("model.dtype", "bfloat16"), ("weights.interrupt", "keep")]
+    assert [way.split(" =")[0] for way in ways_to_publish_less(config(*done))] == ["model.lora.rank"]
+    afar = ways_to_publish_less(config(("cluster.launcher", "ray")))
+    assert not any("weights.dir" in way for way in afar)
