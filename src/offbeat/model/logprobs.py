@@ -13,10 +13,27 @@ from transformers import PreTrainedModel
 
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
-from offbeat.model.attention import AttentionPlan, build_plan
+from offbeat.model.apart import apart_logits
+from offbeat.model.attention import PACKED, AttentionPlan, build_plan
+from offbeat.model.load import rope_limit_of
 
 _CHUNK = 1 << 20
 """Logits that are normalised at a time: they stay in a CPU's cache, and what is made of them is small."""
+
+
+class UnpackedError(ModelError):
+    """A model has layers that did not use packed attention, though it was asked to."""
+
+    def __init__(self, message: str, *, num_calls: int, num_layers: int) -> None:
+        super().__init__(message)
+        self.num_calls = num_calls
+        self.num_layers = num_layers
+
+
+def packs_rows(model: nn.Module) -> bool:
+    """Whether all sequences of a row run in one forward pass; otherwise each runs by itself."""
+    bare: Any = getattr(model, "module", model)
+    return bare.config._attn_implementation == PACKED
 
 
 @overload
@@ -29,7 +46,8 @@ def token_logprobs(
     """Score a row's target tokens under the model.
 
     Args:
-        model: from `load_causal_lm`, bare or wrapped; its row has R tokens, of which M are scored.
+        model: from `load_causal_lm`, bare or wrapped; its row has R tokens, of which M are scored. With attention other than "packed"
+            each sequence runs by itself.
         row: at least one token; `dummy_row()` where there is nothing to score.
         temperature: the logits are divided by it, as the engine did when it sampled.
         with_entropy: also return the entropy of each token's whole distribution.
@@ -102,6 +120,9 @@ def _logits(model: nn.Module, row: PackedRow, source: np.ndarray, device: torch.
     bare: Any = getattr(model, "module", model)
     keep = torch.from_numpy(source).to(device)
     selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
+    _check_length(row, bare)
+    if not packs_rows(bare):
+        return apart_logits(model, row, source, device, selects=selects)
     plan = build_plan(row, device)
     logits = model(
         input_ids=torch.from_numpy(row.tokens.astype(np.int64)).to(device).unsqueeze(0),
@@ -115,10 +136,21 @@ def _logits(model: nn.Module, row: PackedRow, source: np.ndarray, device: torch.
     return logits if selects else logits[keep]
 
 
+def _check_length(row: PackedRow, model: PreTrainedModel) -> None:
+    limit = rope_limit_of(model.config)
+    if limit is not None and (longest := int(row.positions.max(initial=0)) + 1) > limit:
+        raise ModelError(
+            f"{type(model).__name__} changes its rotary frequencies where a sequence passes {limit} tokens, and one of {longest} came;"
+            f" keep prompt and answer within {limit}"
+        )
+
+
 def _check_plan_was_used(plan: AttentionPlan, model: PreTrainedModel) -> None:
     num_layers = model.config.get_text_config().num_hidden_layers
     if plan.num_calls < num_layers:
-        raise ModelError(
+        raise UnpackedError(
             f"{type(model).__name__} used packed attention in {plan.num_calls} of {num_layers} layers, so sequences leak into each other; "
-            'load it with load_causal_lm(attention="packed"), or use a model whose layers are all softmax attention'
+            "load it with load_causal_lm(attention=None), so that each runs by itself",
+            num_calls=plan.num_calls,
+            num_layers=num_layers,
         )
