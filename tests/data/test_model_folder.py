@@ -1,10 +1,11 @@
+import json
 import subprocess
 import sys
 
 import huggingface_hub.constants
 import pytest
 
-from offbeat.data.model_folder import check_model_folder, read_end_token_ids, read_model_config
+from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_model_config, rope_limit
 from offbeat.errors import ModelError
 
 
@@ -45,6 +46,25 @@ def test_a_hub_id_without_network_is_one_clear_sentence(monkeypatch, tmp_path):
     for look in (check_model_folder, read_model_config):
         with pytest.raises(ModelError, match="neither a folder nor could it be fetched"):
             look("nobody/no-such-model")
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 40}
+
+
+@pytest.mark.parametrize(("ropes", "original", "limit"), [
+    (None, None, None), ({}, None, None), ({"rope_type": "llama3", "original_max_position_embeddings": 40}, None, None),
+    (LONGROPE, None, 40), ({"type": "su"}, 30, 30), ({"rope_type": "dynamic", "factor": 2.0}, None, 100),
+    ({"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}, None, 40),
+])
+def test_frequencies_that_change_with_the_longest_sequence_bound_the_length(ropes, original, limit):
+    assert rope_limit(ropes, context=100, original=original) == limit
+
+
+def test_the_context_of_a_longrope_model_is_its_original_one(tmp_path):
+    config = {"model_type": "phi3", "max_position_embeddings": 4096, "original_max_position_embeddings": 512}
+    for ropes in ({"rope_scaling": {"type": "longrope"}}, {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 512}}):
+        assert read_context_length(write(tmp_path, json.dumps(config | ropes))) == 512
+    assert read_context_length(write(tmp_path, json.dumps(config))) == 4096
 
 
 def test_looking_at_a_model_does_not_import_torch():

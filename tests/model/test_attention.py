@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
@@ -14,17 +15,20 @@ def make_row(lengths, prefix=None):
     return PackedRow(np.zeros(lengths.sum(), np.int32), np.zeros(lengths.sum(), np.int32), segments, none, none, none, none)
 
 
-def slow_attention(query, key, value, segments, scale):
-    """[1, H, R, D] by a loop over tokens, straight from the definition of Segments."""
+def slow_attention(query, key, value, segments, scale, *, window=None, softcap=None, sinks=None):
+    """[1, H, R, D] by a loop over tokens, straight from the definitions of Segments and of what layers may ask for."""
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     output = torch.empty_like(query)
     for start, length, prefix in zip(segments.starts, segments.lengths, segments.prefix, strict=True):
         before = list(range(segments.starts[prefix], segments.starts[prefix] + segments.lengths[prefix])) if prefix >= 0 else []
         for token in range(start, start + length):
-            seen = before + list(range(start, token + 1))
+            seen = (before + list(range(start, token + 1)))[-(window or 99) :]
             scores = (query[:, :, token : token + 1] * key[:, :, seen]).sum(-1) * scale
-            output[:, :, token] = (scores.softmax(-1)[..., None] * value[:, :, seen]).sum(2)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            total = scores.exp().sum(-1, keepdim=True) + (0 if sinks is None else sinks[:, None].exp())
+            output[:, :, token] = ((scores.exp() / total)[..., None] * value[:, :, seen]).sum(2)
     return output.transpose(1, 2)
 
 
@@ -39,20 +43,42 @@ ROWS = {
 }
 
 
+ASKED = {
+    "plain": {}, "a window": {"window": 4}, "a window of one": {"window": 1}, "a cap": {"softcap": 1.5}, "sinks": {"sinks": True},
+    "all": {"window": 3, "softcap": 1.5, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("name", ROWS)
-def test_packed_attention_and_its_gradients_equal_a_loop_over_tokens(name):
-    row = ROWS[name]
+def test_packed_attention_and_its_gradients_equal_a_loop_over_tokens(name, asked):
+    row, asked = ROWS[name], dict(ASKED[asked])
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, len(row), 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     weights = torch.randn(1, len(row), 4, 8, dtype=torch.float64)
-    got, _ = packed_attention(torch.nn.Module(), query, key, value, None, scaling=0.3, attention_plan=build_plan(row))
-    expected = slow_attention(query, key, value, row.segments, 0.3)
-    torch.testing.assert_close(got, expected)
-    inputs = (query, key, value)
+    inputs = [query, key, value]
+    if asked.pop("sinks", False):
+        inputs.append(torch.randn(4, dtype=torch.float64, requires_grad=True))
+    sinks, window, softcap = (*inputs[3:], None)[0], asked.get("window"), asked.get("softcap")
+    got, _ = packed_attention(
+        torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, softcap=softcap, s_aux=sinks,
+        attention_plan=build_plan(row))
+    expected = slow_attention(query, key, value, row.segments, 0.3, window=window, softcap=softcap, sinks=sinks)
+    # The shares of written-out scores are float32, as in transformers.
+    tolerance = {} if sinks is softcap is None else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(got, expected, **tolerance)
     for mine, theirs in zip(
         torch.autograd.grad((got * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs), strict=True
     ):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+def test_the_masks_of_a_window_are_made_once_and_where_it_cuts_nothing_not_at_all():
+    plan = build_plan(ROWS["ragged groups"])
+    device = torch.device("cpu")
+    assert plan.masks(4, device) is plan.masks(4, device)
+    assert plan.masks(plan.longest_span, device) == plan.masks(None, device) == [bucket.mask for bucket in plan.buckets]
+    assert plan.masks(4, device)[0] is None, "a segment of two tokens is shorter than the window"
 
 
 def test_sequences_of_one_length_are_a_view_without_any_gather():
@@ -76,11 +102,27 @@ def test_buckets_waste_at_most_a_quarter_and_are_few():
     assert len(plan.buckets) <= 10
 
 
-def test_what_packed_rows_cannot_compute_is_refused():
-    row = ROWS["one sequence"]
+def layer(kind="full_attention", *, is_causal=True):
+    module = torch.nn.Module()
+    module.config = PreTrainedConfig(layer_types=[kind])
+    module.layer_idx, module.is_causal = 0, is_causal
+    return module
+
+
+@pytest.mark.parametrize(("module", "arguments", "match"), [
+    (layer(), {"position_bias": 1}, "position_bias"),
+    (layer(), {"is_causal": False}, "lets tokens attend to later ones"),
+    (layer(is_causal=False), {}, "lets tokens attend to later ones"),
+    (layer("sliding_attention"), {}, "of kind sliding_attention but asks for plain causal attention"),
+    (layer("chunked_attention"), {}, "of kind chunked_attention but asks"),
+])
+def test_what_packed_rows_cannot_compute_is_refused(module, arguments, match):
     query = torch.randn(1, 2, 6, 8)
-    for arguments, match in (({"sliding_window": 5}, "window of 5"), ({"softcap": 30.0}, "softcap"), ({"s_aux": query}, "s_aux")):
-        with pytest.raises(ModelError, match=match):
-            packed_attention(torch.nn.Module(), query, query, query, None, attention_plan=build_plan(row), **arguments)
+    with pytest.raises(ModelError, match=match):
+        packed_attention(module, query, query, query, None, attention_plan=build_plan(ROWS["one sequence"]), **arguments)
+
+
+def test_packed_rows_take_no_mask():
+    query = torch.randn(1, 2, 6, 8)
     with pytest.raises(ModelError, match="1 rows and a mask"):
-        packed_attention(torch.nn.Module(), query, query, query, torch.ones(1, 1, 6, 6), attention_plan=build_plan(row))
+        packed_attention(layer(), query, query, query, torch.ones(1, 1, 6, 6), attention_plan=build_plan(ROWS["one sequence"]))

@@ -2,13 +2,11 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import log_softmax
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     GPT2Config,
@@ -17,65 +15,13 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-from offbeat.data.batch import TokenBatch
 from offbeat.data.packing import pack_row
 from offbeat.errors import ModelError
-from offbeat.model.logprobs import dummy_row, token_logprobs
+from offbeat.model.logprobs import UnpackedError, dummy_row, token_logprobs
 from offbeat.model.norm import use_fast_norms
-
-SIZES = {
-    "vocab_size": 49, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 128,
-}
-
-
-def build(name, attention="packed"):
-    torch.manual_seed(0)
-    if name == "qwen3":
-        config = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, attn_implementation=attention)
-        model = Qwen3ForCausalLM(config)
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, tie_word_embeddings=False, attn_implementation=attention))
-    with torch.no_grad():  # large weights, so that a leak or a wrong position shows
-        for parameter in model.parameters():
-            parameter.add_(0.15 * torch.randn_like(parameter))
-    return model
-
-
-def make_batch(seed=0, *, even=False):
-    """Groups of samples with shared prompts, one of them promised wrongly; a lone sequence; an answer of one token; an unscored tail."""
-    rng = np.random.default_rng(seed)
-    sequences, prefix_lens, group_ids = [], [], []
-    for group, (prompt_len, answers) in enumerate([(9, [9, 9, 9]), (5, [1, 4, 12]), (9, [9, 9]), (0, [30]), (3, [2, 2])]):
-        prompt = rng.integers(0, 49, 9 if even else prompt_len)
-        for answer in answers:
-            sequences.append(np.concatenate([prompt, rng.integers(0, 49, 9 if even else answer)]))
-            prefix_lens.append(len(prompt))
-            group_ids.append(group)
-    if not even:
-        sequences[-1][0] = (sequences[-1][0] + 1) % 49
-    masks = [np.arange(len(s)) >= max(1, p) for s, p in zip(sequences, prefix_lens, strict=True)]
-    if not even:
-        masks[5][-2:] = False
-    offsets = np.concatenate([[0], np.cumsum([len(s) for s in sequences])])
-    zeros = np.zeros(offsets[-1], np.float32)
-    return TokenBatch(np.concatenate(sequences), np.concatenate(masks), zeros, zeros, zeros, offsets, group_ids, prefix_lens)
-
-
-def one_by_one(model, batch, temperature=1.0):
-    """[M] log-probabilities and entropies, each sequence in its own forward with sdpa."""
-    logprobs, entropies = [], []
-    for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
-        tokens = torch.from_numpy(batch.tokens[start:stop].astype(np.int64))
-        table = log_softmax(model(input_ids=tokens[None], use_cache=False).logits[0] / temperature, dim=-1)
-        scored = torch.from_numpy(np.flatnonzero(batch.loss_mask[start:stop]))
-        logprobs.append(table[scored - 1, tokens[scored]])
-        entropies.append(-(table[scored - 1].exp() * table[scored - 1]).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies)
+from row_samples import SIZES, build, make_batch, one_by_one
 
 
 def gradients(model):
@@ -141,22 +87,45 @@ def test_a_dummy_row_reaches_every_parameter_with_a_gradient_of_zero():
 
 
 def test_a_model_that_ignores_the_plan_is_caught():
-    with pytest.raises(ModelError, match="0 of 2 layers"):
-        token_logprobs(build("qwen3", attention="sdpa"), pack_row(make_batch(), share_prefix=False))
+    class Deaf(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.config = inner, inner.config
+
+        def forward(self, input_ids, position_ids, use_cache, attention_plan):
+            return self.inner(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+
+    with pytest.raises(UnpackedError, match="0 of 2 layers"):
+        token_logprobs(Deaf(build("qwen3")), pack_row(make_batch(), share_prefix=False))
 
 
-def test_a_sliding_window_is_refused_only_for_sequences_that_it_would_cut():
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("window", [4, 11, 28, 29])
+def test_a_sliding_window_counts_positions_across_a_shared_prompt(window, share):
+    batch = make_batch()
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window, attn_implementation="packed"))
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    got = token_logprobs(model, pack_row(batch, share_prefix=share))
+    torch.testing.assert_close(got, one_by_one(reference, batch)[0], atol=1e-5, rtol=0)
+
+
+def test_a_sequence_where_rotary_frequencies_change_is_refused_and_shorter_ones_do_not_depend_on_their_row():
+    def longrope(original):
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 9.0],
+                "original_max_position_embeddings": original}
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope, attn_implementation="packed"))
+
     batch = make_batch()
     row = pack_row(batch, share_prefix=True)
-    models = {}
-    for window in (28, 29):
-        torch.manual_seed(0)
-        models[window] = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window, attn_implementation="packed"))
-    with pytest.raises(ModelError, match="window of 28 tokens, but a sequence of 29"):
-        token_logprobs(models[28], row)
-    reference = copy.deepcopy(models[29])
-    reference.set_attn_implementation("sdpa")
-    torch.testing.assert_close(token_logprobs(models[29], row), one_by_one(reference, batch)[0], atol=1e-5, rtol=0)
+    with pytest.raises(ModelError, match="where a sequence passes 28 tokens, and one of 29 came; keep prompt and answer within 28"):
+        token_logprobs(longrope(28), row)
+    model = longrope(30)  # plain transformers also runs the last token, whose place a row need not hold
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    torch.testing.assert_close(token_logprobs(model, row), one_by_one(reference, batch)[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("window", [None, 3])

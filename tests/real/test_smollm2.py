@@ -36,7 +36,7 @@ def test_it_answers_a_sum_in_either_number_format(dtype: str) -> None:
         assert "12" in engine.run(ask)
 
 
-@pytest.mark.parametrize("changes", [("model.dtype", "bfloat16"), ("model.lora.rank", "8")], ids=["whole weights in bfloat16", "an adapter"])
+@pytest.mark.parametrize("changes", [("model.dtype", "bfloat16"), ("model.lora.rank", "8")], ids=["whole weights in bfloat16", "adapter"])
 def test_steps_of_the_example_train_and_publish_it(changes: tuple[str, str], tmp_path: Path) -> None:
     overrides = {
         "run.dir": tmp_path, "run.total_steps": 2, "rollout.consumer_batch_size": 2, "rollout.group_size": 4, "evaluate.num_prompts": 4,

@@ -1,14 +1,22 @@
 """Rows that point into the whole batch, their losses, and a model without dropout. That steps are right is tested with the engines."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+import families
+from family_table import FAMILIES
 from offbeat.algorithms.presets import objective
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.root import Config
 from offbeat.config.train import TrainConfig
+from offbeat.errors import ModelError
 from offbeat.model.logprobs import token_logprobs
+from offbeat.trainer.adapters import AdapterEngine
 from offbeat.trainer.policy import canary_logprobs, load_policy, row_of, score_row
+from ranks import run_alone
 from train_samples import build_model, make_batch
 
 
@@ -61,3 +69,19 @@ def test_a_policy_trains_without_dropout(tmp_path):
     assert model.training
     assert model.dtype == torch.bfloat16
     assert not [module for module in model.modules() if getattr(module, "attention_dropout", 0.0)]
+
+
+def test_a_model_with_layers_that_mix_a_row_trains_without_shared_prompts_only(tmp_path):
+    folder = families.build(next(family for family in FAMILIES if family.name == "Qwen3.5"), str(tmp_path)).folder
+    with pytest.raises(ModelError, match=r"has linear_attention layers, .* set train.share_prefix to false"):
+        load_policy(folder, config=TrainConfig())
+    model = load_policy(folder, config=TrainConfig(share_prefix=False))
+    batch = make_batch(3, 2)
+    batch = replace(batch, tokens=batch.tokens % 64)
+    row = row_of(batch, np.arange(6), share_prefix=False)
+    scored = score_row(model, batch, row, chosen=objective("ppo", config=AlgorithmConfig(behave_weight="none")), temperature=1.0)
+    scored.losses.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(ModelError, match="many adapters in one pass"):
+        config = Config.model_validate({"model": {"path": folder, "lora": {"rank": 2}}, "train": {"share_prefix": False}})
+        run_alone(lambda groups, _: AdapterEngine.build(folder, config=config, groups=groups))

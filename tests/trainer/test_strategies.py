@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.model import LoraConfig
 from offbeat.config.train import OptimizerConfig
-from offbeat.errors import RunError
+from offbeat.errors import ModelError, RunError
 from offbeat.model.load import load_causal_lm
 from offbeat.trainer.optim import learning_rate
 from offbeat.trainer.strategies import Alone, Sharded, choose, whole
@@ -36,6 +36,12 @@ def test_one_rank_holds_the_model_bare_or_sharded(name, kind, tmp_path):
     strategy = run_alone(lambda groups, _: choose(name, model, groups=groups))
     assert type(strategy) is kind
     assert strategy.model is model
+
+
+def test_a_model_whose_sequences_run_one_by_one_is_not_sharded(tmp_path):
+    model = load_causal_lm(build_model(tmp_path), attention=None)
+    with pytest.raises(ModelError, match=r'cannot pack its rows, which train.strategy = "fsdp" needs; use "ddp"'):
+        run_alone(lambda groups, _: choose("fsdp", model, groups=groups))
 
 
 def test_every_decoder_layer_is_a_unit_of_its_own(tmp_path):

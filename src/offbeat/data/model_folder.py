@@ -5,6 +5,7 @@ Called by the controller and the command line before any process starts, and by 
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def read_model_config(path: str) -> dict[str, Any]:
 
 
 def read_context_length(path: str) -> int:
-    """Longest sequence in tokens that the model's config.json allows.
+    """Longest sequence in tokens that the model's config.json allows, and that is the same in every company; see `rope_limit`.
 
     Raises:
         ModelError: as `read_model_config`, or it names none.
@@ -65,7 +66,8 @@ def read_context_length(path: str) -> int:
     text_config = config.get("text_config") or config
     for name in CONTEXT_LENGTH_NAMES:
         if isinstance(length := text_config.get(name), int):
-            return length
+            ropes, original = text_config.get("rope_parameters") or text_config.get("rope_scaling"), "original_max_position_embeddings"
+            return min(length, rope_limit(ropes, context=length, original=text_config.get(original)) or length)
     raise ModelError(f"the configuration of {path} names no max_position_embeddings; add it to its config.json")
 
 
@@ -88,6 +90,27 @@ def read_end_token_ids(folder: str) -> tuple[int, ...]:
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ModelError(f"eos_token_id of {file} must be a token id or a list of them, got {ids!r}")
     return tuple(ids)
+
+
+def rope_limit(ropes: Mapping[str, Any] | None, *, context: int, original: int | None = None) -> int | None:
+    """Longest sequence up to which a model's rotary frequencies are the same for all sequences; None where they always are.
+
+    LongRoPE changes them for a whole call where its longest sequence passes the original context, and dynamic NTK where it passes the
+    configured one, so that the numbers of a longer sequence would depend on its neighbours, on the engine, and on how far it got.
+
+    Args:
+        ropes: `rope_parameters` of a configuration, or `rope_scaling` of an older one; of each kind of layers where these differ.
+        context: that is configured.
+        original: `original_max_position_embeddings` of the configuration, where it is not among the parameters.
+    """
+    limits = []
+    for rope in (ropes, *ropes.values()) if ropes else ():
+        kind = (rope.get("rope_type") or rope.get("type") or "") if isinstance(rope, Mapping) else ""
+        if kind in ("longrope", "su"):
+            limits.append(rope.get("original_max_position_embeddings") or original or context)
+        elif "dynamic" in kind:
+            limits.append(context)
+    return min(limits, default=None)
 
 
 def _local(path: str) -> Path | None:

@@ -2,11 +2,12 @@
 
 `build_plan` turns the segments of a PackedRow into index tensors once per row; every layer then computes segments of like length together,
 one scaled_dot_product_attention call per bucket, and no token ever sees another sequence. The plan reaches the layers as the keyword
-`attention_plan` of the model's forward. Without a plan a row is one sequence, computed as transformers' own "sdpa" does.
+`attention_plan` of the model's forward. Without a plan a row is one sequence, computed as transformers' own "sdpa" does. Scores that are
+capped, and sinks, torch's function does not know: `explicit_attention` writes those out.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from offbeat.errors import ModelError
 
 PACKED = "packed"
 
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
+"""Layers, as configurations call them in `layer_types`, whose attention packed rows have; others mix what stands in a row."""
+
 _MAX_WASTE = 0.25
 """Largest share of padding in a bucket. More buckets cost a kernel launch per layer each; padding costs time on every token."""
 
@@ -33,12 +37,20 @@ class Bucket:
     Attributes:
         n, num_queries, num_keys: n, Lq, Lk.
         mask: [n or 1, 1, Lq, Lk] bool, True where a query attends; None for plain causal attention, where Lq = Lk.
+        prefix_lengths: [n] int64, tokens before each segment's own.
     """
 
     n: int
     num_queries: int
     num_keys: int
     mask: Tensor | None
+    prefix_lengths: np.ndarray
+
+    def window_mask(self, window: int) -> Tensor | None:
+        """The mask where a query attends to the last `window` tokens of its sequence only, on the CPU; None for plain causal attention."""
+        if window < self.num_keys:
+            return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries, window))
+        return self.mask
 
 
 @dataclass(eq=False)
@@ -60,6 +72,16 @@ class AttentionPlan:
     restore: Tensor | None
     longest_span: int
     num_calls: int = 0
+    _masks: dict[int, list[Tensor | None]] = field(default_factory=dict)
+
+    def masks(self, window: int | None, device: torch.device) -> list[Tensor | None]:
+        """The mask of each bucket for layers with this sliding window; made once, on the device of the first layer that asks."""
+        if window is None or window >= self.longest_span:
+            return [bucket.mask for bucket in self.buckets]
+        if window not in self._masks:
+            masks = [bucket.window_mask(window) for bucket in self.buckets]
+            self._masks[window] = [None if mask is None else mask.to(device) for mask in masks]
+        return self._masks[window]
 
 
 def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionPlan:
@@ -76,7 +98,7 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionP
     segments = row.segments
     order = np.lexsort((segments.prefix_lengths, segments.lengths, segments.prefix >= 0))
     buckets, queries, keys, real = [], [], [], []
-    for low, high in _bucket_bounds(segments.lengths[order], segments.prefix_lengths[order]):
+    for low, high in bucket_bounds(segments.lengths[order], segments.prefix_lengths[order]):
         chosen = order[low:high]
         starts, lengths, prefix = segments.starts[chosen], segments.lengths[chosen], segments.prefix[chosen]
         own = _padded_ranges(starts, lengths)
@@ -90,7 +112,7 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionP
             prefix_lengths = segments.lengths[prefix]
             keys.append(np.concatenate([_padded_ranges(segments.starts[prefix], prefix_lengths), own], axis=1))
             mask = torch.from_numpy(_prefix_mask(prefix_lengths, own.shape[1])).to(device)
-        buckets.append(Bucket(own.shape[0], own.shape[1], keys[-1].shape[1], mask))
+        buckets.append(Bucket(own.shape[0], own.shape[1], keys[-1].shape[1], mask, segments.prefix_lengths[chosen]))
     query_index = _joined(queries)
     place = np.flatnonzero(_joined(real))
     restore = np.empty(len(row), np.int64)
@@ -124,8 +146,9 @@ def packed_attention(
         query: [1, H, R, D].
         key, value: [1, Hkv, R, D]; H is a multiple of Hkv.
         attention_mask: must be None when a plan is given.
-        sliding_window: with a plan, accepted when no token attends further back than that.
+        sliding_window: tokens that each token attends to at most, itself included, by their positions in their own sequence.
         attention_plan: of this row; None computes each row of a batch as one causal sequence.
+        kwargs: `softcap` and `s_aux` as for `explicit_attention`.
 
     Returns:
         [1, R, H, D] and None.
@@ -133,48 +156,115 @@ def packed_attention(
     Raises:
         ModelError: the layer needs a form of attention that packed rows do not have.
     """
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if attention_plan is None:
-        if attention_mask is None and sliding_window is not None and query.shape[2] == key.shape[2]:
-            attention_mask = _window_mask(query.shape[2], sliding_window, query.device)
+        if attention_mask is None and query.shape[2] == key.shape[2]:
+            attention_mask = window_mask(query.shape[2], sliding_window, query.device)
+        if softcap is not None or sinks is not None:
+            output = explicit_attention(query, key, value, attention_mask, scale=scaling, softcap=softcap, sinks=sinks, dropout=dropout)
+            return output.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    _refuse_unsupported(query, attention_mask, sliding_window, attention_plan, kwargs)
+    refuse_unknown(module, sliding_window, kwargs)
+    if query.shape[0] != 1 or attention_mask is not None:
+        raise ModelError(
+            f"packed attention takes one row and no attention_mask, got {query.shape[0]} rows"
+            f"{'' if attention_mask is None else ' and a mask'}; put all sequences in one row"
+        )
     attention_plan.num_calls += 1
+    buckets, masks = attention_plan.buckets, attention_plan.masks(sliding_window, query.device)
     # [R, heads, D]: in transformers' layers this is the order in memory.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    queries = _gather(query, attention_plan.query_index).split([bucket.n * bucket.num_queries for bucket in attention_plan.buckets])
+    queries = _gather(query, attention_plan.query_index).split([bucket.n * bucket.num_queries for bucket in buckets])
     keys, values = (
-        _gather(x, attention_plan.key_index).split([bucket.n * bucket.num_keys for bucket in attention_plan.buckets]) for x in (key, value)
+        _gather(x, attention_plan.key_index).split([bucket.n * bucket.num_keys for bucket in buckets]) for x in (key, value)
     )
     outputs = [
-        _attend(bucket, *parts, dropout=dropout, scale=scaling)
-        for bucket, *parts in zip(attention_plan.buckets, queries, keys, values, strict=True)
+        _attend(bucket, q, k, v, mask, dropout=dropout, scale=scaling, softcap=softcap, sinks=sinks)
+        for bucket, q, k, v, mask in zip(buckets, queries, keys, values, masks, strict=True)
     ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return _gather(output, attention_plan.restore).unsqueeze(0), None
 
 
-def _refuse_unsupported(query: Tensor, mask: Tensor | None, window: int | None, plan: AttentionPlan, kwargs: dict[str, Any]) -> None:
-    if query.shape[0] != 1 or mask is not None:
-        raise ModelError(
-            f"packed attention takes one row and no attention_mask, got {query.shape[0]} rows{'' if mask is None else ' and a mask'}; "
-            "put all sequences in one row"
-        )
-    if window is not None and window < plan.longest_span:
-        raise ModelError(
-            f"this model attends over a sliding window of {window} tokens, but a sequence of {plan.longest_span} is longer; "
-            "use shorter sequences or another model"
-        )
-    special = sorted(name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None)
-    if special:
-        raise ModelError(f"packed attention does not compute {', '.join(special)}, which this model's layers ask for; use another model")
+def refuse_unknown(module: torch.nn.Module, window: int | None, kwargs: dict[str, Any]) -> None:
+    """Raises:
+        ModelError: the layer asks for a form of attention that nothing here computes, or says of itself what it does not ask for.
+    """
+    name = type(module).__name__
+    if kwargs.get("position_bias") is not None:
+        raise ModelError(f"{name} adds its own bias to the scores of attention (position_bias), which is not computed; use another model")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{name} lets tokens attend to later ones, so it cannot score what it generates; use another model")
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    kind = layer_types[module.layer_idx] if layer_types and isinstance(getattr(module, "layer_idx", None), int) else "full_attention"
+    if kind not in ATTENTION_KINDS or (kind == "sliding_attention" and window is None):
+        raise ModelError(f"{name} is of kind {kind} but asks for plain causal attention, which would be silently wrong; use another model")
 
 
-def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, scale: float | None) -> Tensor:
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention with what `scaled_dot_product_attention` lacks; holds all scores at once, [N, H, Lq, Lk].
+
+    Args:
+        query: [N, H, Lq, D].
+        key, value: [N, Hkv, Lk, D]; H is a multiple of Hkv.
+        mask: [N or 1, 1, Lq, Lk] or [Lq, Lk], bool or added to the scores; None is causal, where Lq = Lk.
+        scale: of the scores; None is D ** -0.5.
+        softcap: c, scores s become c tanh(s / c), as in Gemma 2.
+        sinks: [H], one more score for each head, whose share of the softmax goes nowhere, as in GPT-OSS.
+
+    Returns:
+        [N, H, Lq, D].
+    """
+    n, num_heads, length, head_dim = query.shape
+    factor = head_dim**-0.5 if scale is None else scale
+    grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [N, Hkv, H / Hkv * Lq, D]: queries of one key head side by side
+    scores = (grouped @ key.transpose(2, 3)).view(n, num_heads, length, -1) * factor
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(n, -1, length, 1)], dim=-1)
+    shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    if sinks is not None:
+        shares = shares[..., :-1]
+    if dropout:
+        shares = torch.dropout(shares, dropout, train=True)
+    attended = shares.reshape(n, key.shape[1], -1, key.shape[2]) @ value
+    return attended.view(n, num_heads, length, -1)
+
+
+def _attend(
+    bucket: Bucket,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """[n * Lq, H, D] queries, [n * Lk, Hkv, D] keys and values to [n * Lq, H, D]."""
     q, k, v = (x.reshape(bucket.n, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-    output = scaled_dot_product_attention(
-        q, k, v, attn_mask=bucket.mask, dropout_p=dropout, is_causal=bucket.mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    if softcap is not None or sinks is not None:
+        output = explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
+    else:
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return output.transpose(1, 2).reshape(len(query), *output.shape[1::2])
 
 
@@ -185,7 +275,7 @@ def _gather(rows: Tensor, index: Tensor | None) -> Tensor:
     return embedding(index, rows.reshape(len(rows), -1)).view(len(index), *rows.shape[1:])
 
 
-def _bucket_bounds(lengths: np.ndarray, prefix_lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+def bucket_bounds(lengths: np.ndarray, prefix_lengths: np.ndarray) -> Iterator[tuple[int, int]]:
     """Neighbouring segments, all with a prefix or all without, that waste at most _MAX_WASTE of a bucket."""
     low, queries, keys = 0, _Padding(), _Padding()
     for i, (length, prefix_length) in enumerate(zip(lengths.tolist(), prefix_lengths.tolist(), strict=True)):
@@ -214,15 +304,19 @@ class _Padding:
         self.count, self.total, self.longest = self.count + 1, self.total + length, max(self.longest, length)
 
 
-def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int) -> np.ndarray:
-    """[n, 1, Lq, width + Lq] bool: all of the prefix, then causal; n is 1 where all prefixes are equally long."""
-    width = int(prefix_lengths.max())
-    in_prefix = np.arange(width) < prefix_lengths[:, None]
-    if in_prefix.all():
-        in_prefix = in_prefix[:1]
-    mask = np.empty((len(in_prefix), 1, num_queries, width + num_queries), bool)
-    mask[..., :width] = in_prefix[:, None, None]
+def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int, window: int | None = None) -> np.ndarray:
+    """[n, 1, Lq, width + Lq] bool: all of the prefix, then causal, the last `window` tokens of it; n is 1 where all prefixes are equal."""
+    width = int(prefix_lengths.max(initial=0))
+    if (prefix_lengths == width).all():
+        prefix_lengths = prefix_lengths[:1]
+    mask = np.empty((len(prefix_lengths), 1, num_queries, width + num_queries), bool)
+    mask[..., :width] = (np.arange(width) < prefix_lengths[:, None])[:, None, None]
     mask[..., width:] = np.tri(num_queries, dtype=bool)
+    if window is not None:
+        # By positions: between a prefix and what follows it may stand padding.
+        query = prefix_lengths[:, None] + np.arange(num_queries)
+        key = np.concatenate([np.broadcast_to(np.arange(width), (len(query), width)), query], axis=1)
+        mask &= (query[:, :, None] - key[:, None, :] < window)[:, None]
     return mask
 
 
@@ -235,9 +329,9 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([part.ravel() for part in parts])
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor | None:
+def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
     """[L, L] bool, each token over the last `window` ones; None where that is plain causal attention."""
-    if length <= window:
+    if window is None or length <= window:
         return None
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 

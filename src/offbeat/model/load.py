@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from offbeat.data.model_folder import CONTEXT_LENGTH_NAMES, check_model_folder
+from offbeat.data.model_folder import CONTEXT_LENGTH_NAMES, check_model_folder, rope_limit
 from offbeat.errors import ModelError
 from offbeat.model.attention import PACKED
 from offbeat.model.norm import use_fast_norms
@@ -21,16 +21,17 @@ disable_progress_bar()
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_causal_lm(path: str, *, dtype: str = "float32", attention: str = PACKED) -> PreTrainedModel:
+def load_causal_lm(path: str, *, dtype: str = "float32", attention: str | None = PACKED) -> PreTrainedModel:
     """Load a model onto the CPU, in eval mode.
 
     Args:
         path: folder or hub id.
         dtype: "float32" or "bfloat16", number format of the weights.
-        attention: "packed" for rows of several sequences (`offbeat.model.attention`); "sdpa" or "eager" for plain use.
+        attention: "packed" for rows of several sequences (`offbeat.model.attention`); "sdpa" or "eager" for plain use, None for the better
+            of these that the model has.
 
     Raises:
-        ModelError: no such model, an unknown architecture, missing or misshapen weights, or layers that packed rows cannot use.
+        ModelError: no such model, an unknown architecture, or missing or misshapen weights.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -45,14 +46,12 @@ def load_causal_lm(path: str, *, dtype: str = "float32", attention: str = PACKED
     wrong = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if wrong:
         raise ModelError(f"{folder} lacks or misshapes {len(wrong)} weights, {wrong[0]!r} first; its config.json must describe its weights")
-    if attention == PACKED:
-        _check_packable(model)
     use_fast_norms(model)
     return model
 
 
 def context_length(config: Any) -> int:
-    """Longest sequence in tokens that a model's configuration allows.
+    """Longest sequence in tokens that a model's configuration allows, and that is the same in every company; see `rope_limit`.
 
     Raises:
         ModelError: the configuration names none.
@@ -60,15 +59,15 @@ def context_length(config: Any) -> int:
     text_config = config.get_text_config()
     for name in CONTEXT_LENGTH_NAMES:
         if isinstance(length := getattr(text_config, name, None), int):
-            return length
+            return min(length, rope_limit_of(config) or length)
     raise ModelError(f"the configuration of model type {config.model_type!r} names no max_position_embeddings; add it to config.json")
 
 
-def _check_packable(model: PreTrainedModel) -> None:
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    foreign = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if foreign:
-        raise ModelError(f"{type(model).__name__} has {foreign[0]} layers, which would mix a packed row's sequences; use another model")
+def rope_limit_of(config: Any) -> int | None:
+    """See `rope_limit`."""
+    text_config = config.get_text_config()
+    ropes, context = getattr(text_config, "rope_parameters", None), getattr(text_config, "max_position_embeddings", 0)
+    return rope_limit(ropes, context=context, original=getattr(text_config, "original_max_position_embeddings", None))
 
 
 def _first_line(exc: Exception) -> str:

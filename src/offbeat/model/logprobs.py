@@ -13,8 +13,25 @@ from transformers import PreTrainedModel
 
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
-from offbeat.model.attention import AttentionPlan, build_plan
+from offbeat.model.apart import apart_logits
+from offbeat.model.attention import PACKED, AttentionPlan, build_plan
 from offbeat.model.head import Picks, fused_head, never_fuse, pick
+from offbeat.model.load import rope_limit_of
+
+
+class UnpackedError(ModelError):
+    """A model has layers that did not use packed attention, though it was asked to."""
+
+    def __init__(self, message: str, *, num_calls: int, num_layers: int) -> None:
+        super().__init__(message)
+        self.num_calls = num_calls
+        self.num_layers = num_layers
+
+
+def packs_rows(model: nn.Module) -> bool:
+    """Whether all sequences of a row run in one forward pass; otherwise each runs by itself."""
+    bare: Any = getattr(model, "module", model)
+    return bare.config._attn_implementation == PACKED
 
 
 @overload
@@ -27,7 +44,8 @@ def token_logprobs(
     """Score a row's target tokens under the model.
 
     Args:
-        model: from `load_causal_lm`, bare or wrapped; its row has R tokens, of which M are scored.
+        model: from `load_causal_lm`, bare or wrapped; its row has R tokens, of which M are scored. With attention other than "packed"
+            each sequence runs by itself.
         row: at least one token; `dummy_row()` where there is nothing to score.
         temperature: the logits are divided by it, as the engine did when it sampled.
         with_entropy: also return the entropy of each token's whole distribution.
@@ -59,6 +77,9 @@ def _picked(model: nn.Module, row: PackedRow, source: np.ndarray, picks: Picks) 
     bare: Any = getattr(model, "module", model)
     keep = torch.from_numpy(source).to(next(model.parameters()).device)
     selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
+    _check_length(row, bare)
+    if not packs_rows(bare):
+        return pick(apart_logits(model, row, source, keep.device, selects=selects), picks)
     with fused_head(bare, picks, None if selects else keep) as head:
         logits = _forward(model, row, keep=keep if selects else None)
     if head is not None and (logprobs := head.logprobs(logits)) is not None:
@@ -86,10 +107,21 @@ def _forward(model: nn.Module, row: PackedRow, *, keep: Tensor | None) -> Tensor
     return logits
 
 
+def _check_length(row: PackedRow, model: PreTrainedModel) -> None:
+    limit = rope_limit_of(model.config)
+    if limit is not None and (longest := int(row.positions.max(initial=0)) + 1) > limit:
+        raise ModelError(
+            f"{type(model).__name__} changes its rotary frequencies where a sequence passes {limit} tokens, and one of {longest} came;"
+            f" keep prompt and answer within {limit}"
+        )
+
+
 def _check_plan_was_used(plan: AttentionPlan, model: PreTrainedModel) -> None:
     num_layers = model.config.get_text_config().num_hidden_layers
     if plan.num_calls < num_layers:
-        raise ModelError(
+        raise UnpackedError(
             f"{type(model).__name__} used packed attention in {plan.num_calls} of {num_layers} layers, so sequences leak into each other; "
-            'load it with load_causal_lm(attention="packed"), or use a model whose layers are all softmax attention'
+            "load it with load_causal_lm(attention=None), so that each runs by itself",
+            num_calls=plan.num_calls,
+            num_layers=num_layers,
         )

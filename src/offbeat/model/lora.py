@@ -300,7 +300,7 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
         ModelError: a target matches none; says which there are.
     """
     stacks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.startswith(stacks)}
+    linear = {name: module for name, module in adaptable(model).items() if name.startswith(stacks)}
     if not linear:
         raise ModelError(f"{type(model).__name__} has no linear layers in its decoder's layers, which model.lora could adapt")
     if ALL_LINEAR in targets:
@@ -310,6 +310,12 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
             there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ModelError(f"model.lora.targets has {target!r}, which is no linear layer of the decoder; use {there} or {ALL_LINEAR}")
     return {name: module for name, module in linear.items() if any(_is_named(name, target) for target in targets)}
+
+
+def adaptable(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model by name; routers of experts, which some families derive from one, answer with more than a product."""
+    return {name: module for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and "Router" not in type(module).__name__}
 
 
 def layer_kind(name: str) -> str:

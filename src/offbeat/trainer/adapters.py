@@ -27,8 +27,8 @@ from offbeat.data.datums import DatumBatch
 from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.dist.mesh import ProcessGroups
 from offbeat.dist.platform import current_platform
-from offbeat.errors import ConfigError, DataError, StorageError, UserError
-from offbeat.model.logprobs import token_logprobs
+from offbeat.errors import ConfigError, DataError, ModelError, StorageError, UserError
+from offbeat.model.logprobs import packs_rows, token_logprobs
 from offbeat.model.lora import LAYER_KINDS, AdapterBank
 from offbeat.model.lora_routes import Route
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
@@ -71,7 +71,7 @@ class AdapterEngine:
 
         Raises:
             ConfigError: model.lora.rank is 0, or model.lora.dropout is not.
-            ModelError: no such model, or it has none of the targets.
+            ModelError: no such model, it cannot pack its rows, or it has none of the targets.
         """
         lora = config.model.lora
         if not lora.rank:
@@ -80,6 +80,8 @@ class AdapterEngine:
             raise ConfigError(
                 f"model.lora.dropout must be 0 to train many adapters, got {lora.dropout}; what one drops would depend on the others")
         model = load_policy(str(model_folder), config=config.train, dtype=config.model.dtype)
+        if not packs_rows(model):
+            raise ModelError(f"{type(model).__name__} cannot pack its rows, which many adapters in one pass need; train one at a time")
         return cls(model, base=str(model_folder), config=config, groups=groups)
 
     @property

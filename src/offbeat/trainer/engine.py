@@ -86,8 +86,9 @@ class TrainEngine:
             strategy = Adapted(model, groups, lora=lora, seed=seed)
             product = AdapterOfModel(strategy.model, strategy.slot, model=model, base=str(model_folder), dropout=lora.dropout)
         else:
-            strategy = choose(config.strategy, load_policy(str(model_folder), config=config), groups=groups)
-            product = WholeModel(strategy.model, folder)
+            model = load_policy(str(model_folder), config=config)
+            strategy = choose(config.strategy, model, groups=groups)
+            product = WholeModel(model, folder)
         return cls(
             strategy=strategy, product=product, optimizer=build_optimizer(strategy.model, config=optimizer),
             chosen=objective(objective_name, config=algorithm), config=config, optimizer_config=optimizer, total_steps=total_steps,

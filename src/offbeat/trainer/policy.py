@@ -16,6 +16,7 @@ from offbeat.data.packing import PackedRow, pack_row
 from offbeat.dist.platform import current_platform
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import token_logprobs
+from offbeat.model.rows import settle_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +37,16 @@ class ScoredRow:
 
 
 def load_policy(model_folder: str, *, config: TrainConfig, dtype: str = "float32") -> PreTrainedModel:
-    """A model in training mode, on the CPU."""
-    model = load_causal_lm(model_folder, dtype=dtype, attention="packed")
+    """A model on the CPU, with rows that are proven to give each sequence its own log-probabilities.
+
+    Raises:
+        ModelError: as `load_causal_lm` and `settle_rows`.
+    """
+    model = load_causal_lm(model_folder, dtype=dtype, attention=None)
     _silence_dropout(model)
-    model.train()
+    # Some families route experts at random in training mode, as no engine does; but gradients are checkpointed in no other.
+    model.train(config.gradient_checkpointing)
+    settle_rows(model, share_prefix=config.share_prefix)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from offbeat.checkpoint.export import export_folder
 from offbeat.data.model_folder import check_model_folder
 from offbeat.dist.offer import Offer
+from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter, write_adapter
@@ -59,10 +61,10 @@ class ModelCopy:
     """A whole model.
 
     Attributes:
-        state: all weights as CPU tensors by checkpoint name, tied ones once; empty where they were not kept.
+        state: all weights as CPU tensors by the names of their modules, tied ones once; empty where they were not kept.
     """
 
-    model: nn.Module
+    model: PreTrainedModel
     model_folder: Path
     state: dict[str, Tensor]
     dtype: Dtype
@@ -73,15 +75,17 @@ class ModelCopy:
 
     def publish(self, folder: Path) -> None:
         """See `Copy.publish`; a Hugging Face folder."""
-        self._write(folder, self.state)
+        self._write(folder, published_names(self.model, self.state))
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> Offer:
         """See `Copy.offer`."""
-        return Offer(self.state, host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder))
+        state = published_names(self.model, self.state)
+        return Offer(state, host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder))
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
         """See `Copy.export`."""
-        export_folder(self.state, folder, model_folder=self.model_folder, tokenizer_folder=tokenizer_folder, dtype=self.dtype)
+        state = published_names(self.model, self.state)
+        export_folder(state, folder, model_folder=self.model_folder, tokenizer_folder=tokenizer_folder, dtype=self.dtype)
 
     def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         export_folder(state, folder, model_folder=self.model_folder, dtype=self.dtype)
@@ -90,7 +94,7 @@ class ModelCopy:
 class WholeModel:
     """The model of a strategy."""
 
-    def __init__(self, model: nn.Module, model_folder: Path) -> None:
+    def __init__(self, model: PreTrainedModel, model_folder: Path) -> None:
         self._model = model
         self._model_folder = model_folder
 
@@ -104,7 +108,7 @@ class AdapterCopy:
     """An adapter, always in float32, and the frozen model beside it; `base` names that in the adapter's folder."""
 
     adapter: Adapter
-    model: nn.Module
+    model: PreTrainedModel
     base: str
     dropout: float
     dtype: Dtype
@@ -137,13 +141,13 @@ class AdapterCopy:
         state = full_state(self.model, dtype="float32", keep=True)
         for layer, (a, b) in self.adapter.pairs.items():
             state[f"{layer}.weight"].addmm_(b, a, alpha=self.adapter.scaling)
-        return as_dtype(state, self.dtype)
+        return as_dtype(published_names(self.model, state), self.dtype)
 
 
 class AdapterOfModel:
     """The adapter in one slot of a bank over a whole, frozen model."""
 
-    def __init__(self, bank: AdapterBank, slot: int, *, model: nn.Module, base: str, dropout: float) -> None:
+    def __init__(self, bank: AdapterBank, slot: int, *, model: PreTrainedModel, base: str, dropout: float) -> None:
         self._bank = bank
         self._slot = slot
         self._model = model

@@ -1,4 +1,4 @@
-"""A model's whole weights on rank 0, by the names and in the number format in which they are published."""
+"""A model's whole weights on rank 0, in the number format in which they are published."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -6,7 +6,9 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from offbeat.model.checkpoint_names import published_names
 from offbeat.trainer.strategies import whole
 
 Dtype = Literal["float32", "bfloat16"]
@@ -23,7 +25,7 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
         keep: whether this rank wants them; the others take part and get an empty dictionary.
 
     Returns:
-        Parameters, tied ones once, and the buffers that a checkpoint holds.
+        Parameters, tied ones once, and the buffers that a checkpoint holds; by the names of `model.state_dict()`.
     """
     state = {}
     for name, tensor in _owned(model):
@@ -39,10 +41,10 @@ def as_dtype(state: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
     return {name: tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
-def parameter_bytes(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, [bytes] uint8) of each parameter in `state`, as `offbeat.model.tensors.named_bytes` gives of a model that holds them."""
-    for name, _ in model.named_parameters():
-        yield name, state[name].contiguous().view(-1).view(torch.uint8).numpy()
+def parameter_bytes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
+    """(published name, [bytes] uint8) of each parameter in `state`; an engine finds the same in the files that it loads."""
+    for name, tensor in published_names(model, {name: state[name] for name, _ in model.named_parameters()}).items():
+        yield name, tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

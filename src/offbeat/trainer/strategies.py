@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from offbeat.config.model import LoraConfig
 from offbeat.dist.mesh import ProcessGroups
 from offbeat.dist.platform import current_platform
+from offbeat.errors import ModelError
+from offbeat.model.logprobs import packs_rows
 from offbeat.model.lora import AdapterBank
 
 
@@ -141,7 +143,13 @@ class Adapted:
 
 
 def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: ProcessGroups) -> Strategy:
-    """Lay `model` over the ranks; collective. "ddp" on a single rank is the bare model."""
+    """Lay `model` over the ranks; collective. "ddp" on a single rank is the bare model.
+
+    Raises:
+        ModelError: its sequences run one by one, which takes ranks different numbers of forward passes, and each is a collective of FSDP.
+    """
+    if name == "fsdp" and not packs_rows(model):
+        raise ModelError(f'{type(model).__name__} cannot pack its rows, which train.strategy = "fsdp" needs; use "ddp"')
     if name == "fsdp":
         return Sharded(model, groups)
     return Alone(model) if groups.world == 1 else Replicated(model, groups)

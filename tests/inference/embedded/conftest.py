@@ -18,6 +18,10 @@ SIZES = {
 }  # fmt: skip
 GPT2_SIZES = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}  # fmt: skip
 KINDS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "qwen3": (Qwen3Config, {**SIZES, "tie_word_embeddings": True}),
     "qwen3-untied": (Qwen3Config, {**SIZES, "tie_word_embeddings": False}),
@@ -25,6 +29,9 @@ KINDS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "llama": (LlamaConfig, {**SIZES, "tie_word_embeddings": False}),
     "mistral": (MistralConfig, {**SIZES, "sliding_window": None}),
     "llama-scaled-rope": (LlamaConfig, {**SIZES, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama3-rope": (LlamaConfig, {**SIZES, "rope_parameters": LLAMA3_ROPE}),
+    "yarn": (Qwen3Config, {**SIZES, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                                       "original_max_position_embeddings": 40}}),
     "qwen2-sliding": (Qwen2Config, {**SIZES, **SLIDING}),
     "gpt2": (GPT2Config, GPT2_SIZES),
     "gpt2-untied": (GPT2Config, {**GPT2_SIZES, "tie_word_embeddings": False}),

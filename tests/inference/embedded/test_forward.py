@@ -20,8 +20,8 @@ from offbeat.inference.embedded.versions import fingerprint_tensors, read_weight
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.tensors import named_bytes
 
-DIRECT = ["qwen3", "qwen3-untied", "qwen2", "llama", "mistral"]
-PATHS = [("direct", kind) for kind in DIRECT] + [("hf", kind) for kind in (*DIRECT, "llama-scaled-rope", "qwen2-sliding", "gpt2")]
+DIRECT = ["qwen3", "qwen3-untied", "qwen2", "llama", "mistral", "llama-scaled-rope", "llama3-rope", "yarn"]
+PATHS = [("direct", kind) for kind in DIRECT] + [("hf", kind) for kind in (*DIRECT, "qwen2-sliding", "gpt2")]
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33]]
 CONTINUATION = [[8, 19], [21, 7], [5, 30]]
 
@@ -82,7 +82,7 @@ def test_installed_weights_serve_and_prepared_ones_do_not(path, kind, model_fold
 
 def test_auto_takes_the_direct_path_where_it_is_exact(model_folder):
     assert isinstance(load(model_folder("llama"), "auto"), DirectForward)
-    assert isinstance(load(model_folder("llama-scaled-rope"), "auto"), HFForward)
+    assert isinstance(load(model_folder("llama3-rope"), "auto"), DirectForward)
     assert isinstance(load(model_folder("qwen2-sliding"), "auto"), HFForward)
     with pytest.raises(ModelError, match=r"gpt2.*use forward = auto or hf"):
         load(model_folder("gpt2"), "direct")

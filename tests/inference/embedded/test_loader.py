@@ -1,8 +1,10 @@
 """Which forward an engine is built with."""
 
 import pytest
+import torch
 
 from offbeat.errors import ModelError
+from offbeat.inference.embedded import forward_direct, loader
 from offbeat.inference.embedded.forward_direct import DirectForward
 from offbeat.inference.embedded.forward_hf import HFForward
 from offbeat.inference.embedded.loader import load_engine, load_forward
@@ -26,3 +28,16 @@ def test_the_tokenizer_may_come_from_another_folder(model_folder, tmp_path) -> N
         load_engine(EngineOptions(model=model_folder("qwen3"), tokenizer=str(tmp_path)))
     other = model_folder("gpt2")
     assert load_engine(EngineOptions(model=model_folder("qwen3"), tokenizer=other)).tokenizer.name == other
+
+
+@pytest.mark.parametrize("path", ["direct", "hf"])
+def test_a_forward_that_disagrees_with_the_models_own_code_does_not_serve(model_folder, monkeypatch, path):
+    """Decoding and scoring would agree with each other, so that nothing else would notice."""
+    if path == "direct":
+        right = forward_direct.DirectForward._rotary
+        monkeypatch.setattr(forward_direct.DirectForward, "_rotary", lambda self, length: right(self, length)[::-1])
+    else:
+        monkeypatch.setattr(HFForward, "_positions", lambda self, length: torch.arange(length)[None] * 3)
+        monkeypatch.setattr(loader, "check_forward", lambda forward: None)
+    with pytest.raises(ModelError, match=r"log-probabilities of Qwen3ForCausalLM are off by \S+ nats on average"):
+        load_forward(EngineOptions(model=model_folder("qwen3"), forward=path))

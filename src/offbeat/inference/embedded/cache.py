@@ -148,6 +148,7 @@ class DecodeStep:
         self._cache = cache
         shape = cache.shape
         self.rows = len(lengths)
+        self.head_dim = shape.head_dim
         self.width = round_up(int(lengths.max()) + 1, BUCKET)
         cache.reserve(slots=self.rows, positions=self.width)
         self.positions = torch.from_numpy(lengths.astype(np.int64)).to(cache.device)

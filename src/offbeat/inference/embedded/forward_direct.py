@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
 from offbeat.inference.embedded.forward import LOGITS_AT_ONCE, take
@@ -34,13 +35,17 @@ FAMILIES = {
 }
 
 
+STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary frequencies that are the same for every token of every sequence."""
+
+
 def supports(config: PreTrainedConfig) -> bool:
     """Whether this path computes the model exactly as its own modules do."""
     layer_types = getattr(config, "layer_types", None) or ()
     return (
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
-        and config.rope_parameters.get("rope_type", "default") == "default"
+        and config.rope_parameters.get("rope_type", "default") in STATIC_ROPES
         and config.rope_parameters.get("partial_rotary_factor", 1.0) == 1.0
         and not getattr(config, "attention_bias", False)
         and not getattr(config, "mlp_bias", False)
@@ -95,7 +100,7 @@ class DirectForward:
         self.cache_shape = CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
         self.lora_groups: Groups = {name: group for i in range(self.num_layers) for name, group in self._layer_groups(i).items()}
         self._scale = self.head_dim**-0.5
-        self._rope_theta = config.rope_parameters["rope_theta"]
+        self._frequencies, self._rotary_scale = _rotary_frequencies(config, self.head_dim)
         self._cos, self._sin = self._rotary(0)
         self.install(self.prepare(state))
 
@@ -272,8 +277,14 @@ class DirectForward:
 
     def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [length, head_dim]; the first half of the sines is negated, so that rotating needs a roll alone."""
-        inverse = 1.0 / (self._rope_theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim))
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
-        cos, sin = angles.cos(), angles.sin()
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies
+        cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
         return torch.cat([cos, cos], -1).to(self.device, self.dtype), torch.cat([-sin, sin], -1).to(self.device, self.dtype)
 
+
+def _rotary_frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[Tensor, float]:
+    """[head_dim / 2] angles per position, and what cosines and sines are multiplied by."""
+    rope = config.rope_parameters
+    if (kind := rope.get("rope_type", "default")) != "default":
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0

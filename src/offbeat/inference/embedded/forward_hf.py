@@ -1,7 +1,8 @@
 """The general path: any Hugging Face causal model, its own modules, with attention over the slot cache. Chosen by `loader`.
 
-Attention is registered with transformers' `AttentionInterface`; the model itself runs without a cache object. Models that keep other
-state (recurrent layers, soft-capped scores, attention sinks) are refused by name or by `check_forward`.
+Attention is registered with transformers' `AttentionInterface`; the model itself runs without a cache object. Before it serves, one token
+shows what its layers store; models that keep other state, such as recurrent layers, are refused in one sentence. Names of weights are those
+of a published checkpoint.
 """
 
 import inspect
@@ -19,7 +20,10 @@ from offbeat.errors import ModelError
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
 from offbeat.inference.embedded.forward import LOGITS_AT_ONCE, take
 from offbeat.inference.embedded.lora import AdapterRows, Groups, Linear
+from offbeat.model.attention import ATTENTION_KINDS, explicit_attention, refuse_unknown, window_mask
+from offbeat.model.checkpoint_names import module_names, published_names
 from offbeat.model.load import context_length
+from offbeat.model.lora import adaptable
 
 ATTENTION = "offbeat_slots"
 
@@ -30,6 +34,13 @@ class PromptStep:
 
     cache: SlotCache | None
     rows: PromptRows | None
+
+
+@dataclass(eq=False)
+class ShapeStep:
+    """A pass that stores nothing and learns what the layers would: by layer, key heads and sizes of a key's and a value's head."""
+
+    layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -55,35 +66,63 @@ def slot_attention(
     attention_mask: Tensor | None,  # noqa: ARG001 (the interface's; causality is all there is to mask)
     scaling: float | None = None,
     sliding_window: int | None = None,
-    offbeat_step: PromptStep | SlotStep | None = None,
+    offbeat_step: ShapeStep | PromptStep | SlotStep | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention for `HFForward`: query [N, heads, L, head_dim], key and value [N, kv_heads, L, head_dim] to [N, L, heads, head_dim]."""
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} wants attention with {name}, which the embedded engine lacks; use another engine")
-    assert offbeat_step is not None, "the model hands its keyword arguments on to attention"
+    """Attention for `HFForward`: query [N, heads, L, head_dim], key and value [N, kv_heads, L, head_dim] to [N, L, heads, head_dim].
+
+    Keys and values of a layer whose heads are smaller than the cache's are filled up with zeros, which change no score and are cut off.
+    """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(offbeat_step, ShapeStep):
+        refuse_unknown(module, sliding_window, kwargs)
+        offbeat_step.layers[layer] = key.shape[1], key.shape[3], value.shape[3]
+        offbeat_step = PromptStep(None, None)
+    if offbeat_step is None:
+        raise ModelError(f"{type(module).__name__} was not handed the keyword arguments of its model's forward; use another engine")
     if isinstance(offbeat_step, PromptStep):
-        return _prompt_attention(query, key, value, layer=layer, step=offbeat_step, scale=scale, window=sliding_window), None
-    keys, values = offbeat_step.step.extend(layer, key[:, :, 0], value[:, :, 0])
-    queries = query.reshape(len(keys), -1, query.shape[-1])
-    attended = attend(queries, keys, values, mask=offbeat_step.mask(sliding_window), scale=scale)
-    return attended.view(query.shape[0], 1, -1, query.shape[-1]), None
+        if offbeat_step.cache is not None and offbeat_step.rows is not None:
+            size = offbeat_step.cache.shape.head_dim
+            offbeat_step.cache.write_prompts(layer, _filled(key, size), _filled(value, size), offbeat_step.rows)
+        mask = window_mask(query.shape[2], sliding_window, query.device)
+        if softcap is not None or s_aux is not None:
+            attended = explicit_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=s_aux)
+        else:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        return attended.transpose(1, 2).contiguous(), None
+    step, size = offbeat_step.step, value.shape[3]
+    keys, values = step.extend(layer, _filled(key, step.head_dim)[:, :, 0], _filled(value, step.head_dim)[:, :, 0])
+    queries = _filled(query, step.head_dim).reshape(len(keys), -1, step.head_dim)
+    mask = offbeat_step.mask(sliding_window)
+    if softcap is not None or s_aux is not None:
+        sinks = None if s_aux is None else s_aux.view(key.shape[1], -1).repeat(len(query), 1)
+        attended = _attend_explicitly(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
+    else:
+        attended = attend(queries, keys, values, mask=mask, scale=scale)
+    return attended[..., :size].reshape(len(query), 1, -1, size), None
 
 
-def _prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, layer: int, step: PromptStep, scale: float, window: int | None) -> Tensor:
-    if step.cache is not None and step.rows is not None:
-        step.cache.write_prompts(layer, k, v, step.rows)
-    length = q.shape[2]
-    mask = None
-    if window is not None and window < length:
-        position = torch.arange(length, device=q.device)
-        distance = position[:, None] - position
-        mask = (distance >= 0) & (distance < window)
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-    return attended.transpose(1, 2).contiguous()
+def _attend_explicitly(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """As `cache.attend`, of scores that are capped, with a sink for each query head [B * num_kv_heads, G]; see `explicit_attention`."""
+    scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is None:
+        return torch.bmm(torch.softmax(scores, dim=-1), values)
+    shares = torch.softmax(torch.cat([scores, sinks.to(scores.dtype).unsqueeze(-1)], dim=-1), dim=-1)
+    return torch.bmm(shares[..., :-1], values)
+
+
+def _filled(heads: Tensor, size: int) -> Tensor:
+    missing = size - heads.shape[-1]
+    return F.pad(heads, (0, missing)) if missing else heads
 
 
 AttentionInterface.register(ATTENTION, slot_attention)
@@ -94,32 +133,24 @@ class HFForward:
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> None:
         config = model.config.get_text_config()
-        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS)
         if others:
-            raise ModelError(
-                f"the embedded engine serves full and sliding attention, and this {config.model_type} has {sorted(others)}; "
-                "use another engine"
-            )
+            raise ModelError(f"{type(model).__name__} has {others[0]} layers, which the embedded engine cannot decode; use another engine")
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise ModelError(f"{type(model).__name__} cannot limit its logits to the last token (logits_to_keep); use another engine")
-        try:
-            model.set_attn_implementation(ATTENTION)
-        except ValueError as exc:
-            raise ModelError(f"{type(model).__name__} does not take another attention ({exc}); use another engine") from exc
-        self._model = nn.Module.to(model, device).eval().requires_grad_(False)  # transformers' own `to` hides its types
+        self._model = model
+        nn.Module.to(model, device).eval().requires_grad_(False)  # transformers' own `to` hides its types
         # Else some models look for the padding token in every input: a wait for the device, and a warning. Causality hides padding.
         model.config.pad_token_id = None
         self.device = device
         self.dtype = dtype
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.cache_shape = CacheShape(config.num_hidden_layers, heads, head_dim, dtype)
+        self.cache_shape = _find_cache_shape(model, dtype=dtype, device=device)
         self.vocab_size = config.vocab_size
         self.max_positions = context_length(config)
         self.max_score_tokens = max(LOGITS_AT_ONCE // self.vocab_size, 1)
         # Without the head: it sees the last token of each row alone.
         head = model.get_output_embeddings()
-        self._linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+        self._linears = {name: m for name, m in adaptable(model).items() if m is not head}
         self.lora_groups: Groups = {name: (Linear(name, m.in_features, m.out_features),) for name, m in self._linears.items()}
         self._lora: AdapterRows | None = None
         self._hooked = False
@@ -155,12 +186,45 @@ class HFForward:
             x = inputs[0]
             self._lora.add(name, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
 
+    # As the model was made: parameters of one kind that hold tensors of the other fail in some layers.
+    @torch.inference_mode()
     def prepare(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: take(state, name, shape=p.shape, dtype=self.dtype, device=self.device) for name, p in self._model.named_parameters()}
+        own = module_names(self._model, state)
+        return {name: take(own, name, shape=p.shape, dtype=self.dtype, device=self.device) for name, p in self._model.named_parameters()}
 
+    @torch.inference_mode()
     def install(self, prepared: dict[str, Tensor]) -> None:
         for name, parameter in self._model.named_parameters():
             parameter.data = prepared[name]
 
+    @torch.inference_mode()
     def tensors(self) -> dict[str, Tensor]:
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        return published_names(self._model, {name: parameter.data for name, parameter in self._model.named_parameters()})
+
+
+def _find_cache_shape(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> CacheShape:
+    """What the layers store for a token, as one token shows it.
+
+    Raises:
+        ModelError: not all layers are attention that the slot cache can hold.
+    """
+    name, seen = type(model).__name__, ShapeStep()
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    try:
+        model.set_attn_implementation(ATTENTION)
+        if model.config._attn_implementation == ATTENTION:
+            with torch.inference_mode():
+                model(input_ids=zero, position_ids=zero, use_cache=False, logits_to_keep=1, offbeat_step=seen)
+    except ModelError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, AssertionError) as exc:
+        first_line = str(exc).strip().split("\n", 1)[0]
+        raise ModelError(f"{name} cannot run with the embedded engine's attention ({first_line}); use another engine") from exc
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(seen.layers) != list(range(num_layers)):
+        raise ModelError(f"{name} used the embedded engine's attention in {len(seen.layers)} of {num_layers} layers; use another engine")
+    heads = {heads for heads, _, _ in seen.layers.values()}
+    if len(heads) > 1:
+        raise ModelError(f"{name} has layers of {min(heads)} and of {max(heads)} key heads, which no cache here holds; use another engine")
+    head_dim = max(max(key, value) for _, key, value in seen.layers.values())
+    return CacheShape(num_layers, heads.pop(), head_dim, dtype)

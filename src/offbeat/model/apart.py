@@ -1,0 +1,61 @@
+"""Rows of a model that cannot pack them: each sequence runs by itself, beside others of like length in padded batches.
+
+Called by `logprobs` where a model's attention is not "packed". Padding stands right of a sequence, where neither attention nor a recurrent
+layer looks. A shared prompt is run again for each sequence that begins with it.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.data.packing import PackedRow, Segments
+from offbeat.model.attention import bucket_bounds
+
+
+def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.device, *, selects: bool) -> Tensor:
+    """Logits at some positions of a row, by as many forward passes as there are buckets of like lengths.
+
+    Args:
+        model: what to call for a forward pass.
+        source: [U] int64, positions in the row, rising.
+        selects: whether the model takes `logits_to_keep`.
+
+    Returns:
+        [U, V].
+    """
+    segments = row.segments
+    of_source = np.searchsorted(segments.starts, source, side="right") - 1
+    place = source - segments.starts[of_source] + segments.prefix_lengths[of_source]
+    used = np.unique(of_source)
+    lengths = (segments.lengths + segments.prefix_lengths)[used]
+    order = np.argsort(lengths, kind="stable")
+    parts, positions = [], []
+    for low, high in bucket_bounds(lengths[order], np.zeros_like(lengths)):
+        batch = used[order[low:high]]
+        index_NL = _padded([_tokens_of(segments, segment) for segment in batch])
+        wanted = [np.flatnonzero(of_source == segment) for segment in batch]
+        keep_NK = torch.from_numpy(_padded([place[which] for which in wanted])).to(device)
+        logits = model(
+            input_ids=torch.from_numpy(row.tokens[index_NL].astype(np.int64)).to(device), use_cache=False,
+            **({"logits_to_keep": keep_NK} if selects else {})).logits
+        counts = torch.tensor([len(which) for which in wanted], device=device)
+        picked = torch.arange(keep_NK.shape[1], device=device) < counts[:, None]
+        if not selects:
+            logits = logits[torch.arange(len(batch), device=device)[:, None], keep_NK]
+        parts.append(logits[picked])
+        positions.append(np.concatenate(wanted))
+    return torch.cat(parts)[torch.from_numpy(np.argsort(np.concatenate(positions))).to(device)]
+
+
+def _tokens_of(segments: Segments, segment: int) -> np.ndarray:
+    """Row indices of a segment's tokens, and of its prefix before them."""
+    parts = [segment] if segments.prefix[segment] < 0 else [segments.prefix[segment], segment]
+    return np.concatenate([segments.starts[part] + np.arange(segments.lengths[part]) for part in parts])
+
+
+def _padded(rows: list[np.ndarray]) -> np.ndarray:
+    """[N, longest]; shorter rows repeat their last element."""
+    longest = max(map(len, rows))
+    return np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])

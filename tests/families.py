@@ -1,0 +1,360 @@
+"""What works with which family of models: tries every row of `family_table.py` and makes the table of docs/models.md.
+
+`python tests/families.py` compares the file with what the code does now, `--write` writes it. A cell is "yes" when the numbers equal
+those of transformers' own eager forward of each sequence alone, or the one sentence with which it is refused. Anything else raises.
+"""
+
+import copy
+import re
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from family_table import FAMILIES, SIZES, Family
+from offbeat.config.train import TrainConfig
+from offbeat.data.batch import TokenBatch
+from offbeat.data.packing import pack_row
+from offbeat.errors import ModelError
+from offbeat.inference.embedded.cache import PromptRows, SlotCache
+from offbeat.inference.embedded.forward import Forward
+from offbeat.inference.embedded.loader import load_forward
+from offbeat.inference.embedded.lora import AdapterRows, AdapterStack
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.versions import fingerprint_tensors, read_weights
+from offbeat.model.hf_io import read_safetensors
+from offbeat.model.logprobs import packs_rows, token_logprobs
+from offbeat.model.lora import AdapterBank
+from offbeat.model.peft_io import Adapter
+from offbeat.trainer.policy import load_policy
+from offbeat.trainer.products import WholeModel
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
+PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 30], [17, 6, 5, 33]]
+SAMPLES = [(0, [8, 19, 2, 60, 11, 45, 13]), (0, [21, 7, 9]), (1, [5, 30, 44, 6, 12])]
+"""(prompt, answer) pairs; two answers share a prompt."""
+
+SEQUENCES = [PROMPTS[prompt] + answer for prompt, answer in SAMPLES]
+TOLERANCE = 2e-4
+YES = "yes"
+COLUMNS = {
+    "packed": (
+        "Trainer, packed", "Several sequences in one row, with shared prompts and without (the default). Log-probabilities are those of"
+        " each sequence alone, sliding windows shorter than a sequence included."),
+    "unpacked": (
+        "Trainer, apart", "With `train.share_prefix = false`, where a model that cannot pack runs each sequence by itself, padded beside"
+        ' others of like length. Such a model trains on one rank or with `train.strategy = "ddp"`, and one adapter at a time.'),
+    "fast": ("Embedded, fast", "The embedded engine's own forward. It is chosen by itself where it says yes."),
+    "hf": (
+        "Embedded, general", "The embedded engine over transformers' modules, chosen elsewhere. Where it says no, use vLLM or SGLang."),
+    "names": (
+        "Published names", "What is published has the names of the family's own checkpoints (each expert by itself, for one), which vLLM"
+        " and SGLang load. The fingerprint is taken under these names, and is equal on the embedded engine."),
+    "lora": (
+        "LoRA", "An adapter over all linear layers, in the trainer and in the embedded engine where that serves the model. Experts that"
+        " transformers fuses into one tensor are not linear layers and stay as they are."),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A family's tiny model in a folder, and what is true of it."""
+
+    family: Family
+    folder: str
+    engines: dict[str, Forward | ModelError] = field(default_factory=dict)
+
+    @cached_property
+    def reference(self) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="eager").eval()
+
+    @cached_property
+    def expected(self) -> list[torch.Tensor]:
+        return alone(self.reference)
+
+    @cached_property
+    def policy(self) -> PreTrainedModel:
+        """As it trains without shared prompts."""
+        return load_policy(self.folder, config=TrainConfig(share_prefix=False))
+
+    def engine(self, path: str) -> Forward:
+        """The embedded engine's forward on a path, loaded once; or the refusal."""
+        if path not in self.engines:
+            try:
+                self.engines[path] = load_forward(EngineOptions(model=self.folder, forward=path))
+            except ModelError as exc:
+                self.engines[path] = exc
+        if isinstance(found := self.engines[path], ModelError):
+            raise found
+        return found
+
+    def served(self) -> list[Forward]:
+        """On every path that serves it."""
+        for path in ("direct", "hf"):
+            with suppress(ModelError):
+                self.engine(path)
+        return [found for found in self.engines.values() if not isinstance(found, ModelError)]
+
+
+def build(family: Family, folder: str) -> Trial:
+    """Write a family's tiny model with strong weights."""
+    settings = {**SIZES, **family.settings}
+    kept = {name: value for name, value in settings.items() if value is not None or name in ("bos_token_id", "sliding_window")}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family.model_type](**kept))
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name or "ln_" in name
+            parameter.data.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.2)
+    model.save_pretrained(folder)
+    return Trial(family, folder)
+
+
+def try_all(family: Family) -> dict[str, str]:
+    """Each column's cell; see the module.
+
+    Raises:
+        AssertionError: numbers are wrong though nothing was refused.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        trial = build(family, folder)
+        return {column: _cell(trial, check) for column, check in CHECKS.items()}
+
+
+def _cell(trial: Trial, check: Callable[[Trial], None]) -> str:
+    try:
+        check(trial)
+    except ModelError as exc:
+        assert "\n" not in str(exc)
+        return str(exc).replace(trial.folder, "it")
+    return YES
+
+
+# -- the columns -------------------------------------------------------------------------------------------------------------------------
+
+
+def check_packed(trial: Trial) -> None:
+    """Rows of several sequences, with shared prompts and without."""
+    policy = load_policy(trial.folder, config=TrainConfig())
+    assert packs_rows(policy)
+    for share_prefix in (True, False):
+        _compare(_trained(policy, share_prefix=share_prefix), _answers(trial.expected))
+
+
+def check_unpacked(trial: Trial) -> None:
+    """Each sequence by itself: in a row of its own, or as models run that do not pack."""
+    policy = trial.policy
+    if not packs_rows(policy):
+        _compare(_trained(policy, share_prefix=False), _answers(trial.expected))
+    for i, expected in enumerate(_answers(trial.expected)):
+        _compare([token_logprobs(policy, pack_row(_batch([i]), share_prefix=False))], [expected])
+
+
+def check_fast(trial: Trial) -> None:
+    """The embedded engine's own forward."""
+    _check_engine(trial, trial.engine("direct"))
+
+
+def check_hf(trial: Trial) -> None:
+    """The embedded engine over transformers' modules."""
+    _check_engine(trial, trial.engine("hf"))
+
+
+def check_names(trial: Trial) -> None:
+    """What is published has the names of the family's checkpoints, loads as it was, and has one fingerprint wherever it serves."""
+    policy = copy.deepcopy(trial.policy)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.01)
+    copied = WholeModel(policy, Path(trial.folder)).copy("float32", keep=True)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "v1"
+        copied.publish(folder)
+        tensors = dict(read_safetensors(folder))
+        assert tensors.keys() == dict(read_safetensors(trial.folder)).keys() >= set(trial.family.names), sorted(tensors)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        expected = _answers(alone(loaded))
+        _compare(_trained(policy, share_prefix=False), expected)
+        for forward in trial.served():
+            before = forward.tensors()
+            forward.install(read_weights(forward, str(folder)))
+            assert fingerprint_tensors(forward.tensors()) == copied.fingerprint()
+            _compare(_answers(_scored(forward)), expected)
+            forward.install(forward.prepare(before))
+
+
+def check_lora(trial: Trial) -> None:
+    """An adapter in the trainer, and in the engine where that serves the model, against weights with its products added."""
+    policy = trial.policy
+    merged = copy.deepcopy(trial.reference)
+    bank = AdapterBank(policy, rank=2)
+    fresh = bank.adapter(bank.add(rank=2, scaling=1.5, seed=0))
+    generator = torch.Generator().manual_seed(1)
+    pairs = {name: (a, torch.randn(b.shape, generator=generator) * 0.1) for name, (a, b) in fresh.pairs.items()}
+    adapter = Adapter(2, 1.5, pairs)
+    for name, (a, b) in pairs.items():
+        merged.get_submodule(name).weight.data += 1.5 * (b @ a)
+    expected = alone(merged)
+    assert max((one - other).abs().max() for one, other in zip(expected, trial.expected, strict=True)) > 0.05
+    with bank.using(bank.route_all(bank.put(adapter))):
+        _compare(_trained(policy, share_prefix=packs_rows(policy)), _answers(expected))
+    for forward in trial.served():
+        _compare(_scored(forward, adapter), expected)
+
+
+CHECKS = {"packed": check_packed, "unpacked": check_unpacked, "fast": check_fast, "hf": check_hf, "names": check_names, "lora": check_lora}
+assert list(CHECKS) == list(COLUMNS)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def alone(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Log-probabilities [L - 1] of each sequence's tokens after the first, from transformers' own code."""
+    found = []
+    for tokens in map(torch.tensor, SEQUENCES):
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+        found.append(logits[:-1].gather(1, tokens[1:, None])[:, 0])
+    return found
+
+
+def _answers(logprobs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [own[-len(answer) :] for own, (_, answer) in zip(logprobs, SAMPLES, strict=True)]
+
+
+def _compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.detach(), theirs, atol=TOLERANCE, rtol=0)
+
+
+def _batch(chosen: list[int]) -> TokenBatch:
+    sequences = [SEQUENCES[i] for i in chosen]
+    prompts = np.array([len(SEQUENCES[i]) - len(SAMPLES[i][1]) for i in chosen])
+    zeros = np.zeros(sum(map(len, sequences)), np.float32)
+    return TokenBatch(
+        tokens=np.concatenate(sequences).astype(np.int32),
+        loss_mask=np.concatenate([np.arange(len(sequence)) >= prompt for sequence, prompt in zip(sequences, prompts, strict=True)]),
+        rollout_logprobs=zeros, advantages=zeros, loss_weights=zeros, offsets=np.cumsum([0, *map(len, sequences)]),
+        group_ids=np.array([SAMPLES[i][0] for i in chosen]), prefix_lens=prompts)
+
+
+@torch.no_grad()
+def _trained(policy: PreTrainedModel, *, share_prefix: bool) -> list[torch.Tensor]:
+    """Log-probabilities of the answers, all in one row."""
+    row = pack_row(_batch(list(range(len(SAMPLES)))), share_prefix=share_prefix)
+    return list(token_logprobs(policy, row).split([len(answer) for _, answer in SAMPLES]))
+
+
+@torch.inference_mode()
+def _scored(forward: Forward, adapter: Adapter | None = None) -> list[torch.Tensor]:
+    length = max(map(len, SEQUENCES))
+    tokens = torch.tensor([sequence + [0] * (length - len(sequence)) for sequence in SEQUENCES])
+    lora = None
+    if adapter is not None:
+        stack = AdapterStack(forward.lora_groups, device=forward.device)
+        stack.place([adapter])
+        lora = AdapterRows(stack, np.zeros(tokens.numel(), np.int64))
+    logits = torch.cat(list(forward.score(tokens, lora=lora))).unflatten(0, tokens.shape).log_softmax(-1)
+    picked = logits[:, :-1].gather(2, tokens[:, 1:, None])[:, :, 0]
+    return [own[: len(sequence) - 1] for own, sequence in zip(picked, SEQUENCES, strict=True)]
+
+
+@torch.inference_mode()
+def _check_engine(trial: Trial, forward: Forward) -> None:
+    """A prefill of all prompts together, then the answers token by token; then all tokens at once."""
+    prompts = [PROMPTS[prompt] for prompt, _ in SAMPLES]
+    lengths = np.array(list(map(len, prompts)))
+    tokens = torch.tensor([prompt + [0] * (lengths.max() - len(prompt)) for prompt in prompts])
+    cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=len(prompts), max_positions=64)
+    cache.reserve(slots=len(prompts), positions=int(lengths.max()))
+    index = torch.arange(len(prompts))
+    steps = [forward.prefill(tokens, torch.from_numpy(lengths), cache=cache, rows=PromptRows(index, index))]
+    answers = [answer for _, answer in SAMPLES]
+    for i in range(max(map(len, answers)) - 1):
+        steps.append(forward.decode(torch.tensor([(answer + [0] * 9)[i] for answer in answers]), cache.step(lengths + i)))
+    logprobs = torch.stack(steps, dim=1).log_softmax(-1)
+    decoded = [own[: len(answer)].gather(1, torch.tensor(answer)[:, None])[:, 0] for own, answer in zip(logprobs, answers, strict=True)]
+    _compare(decoded, _answers(trial.expected))
+    _compare(_scored(forward), trial.expected)
+
+
+# -- the document ------------------------------------------------------------------------------------------------------------------------
+
+HEAD = """\
+# Which models work
+
+This table is made by `python tests/families.py --write`; `make check` compares it with what the code does. Each row is a tiny model
+with random weights of that family, built from transformers' own configuration class, in float32. A cell says yes where the numbers are
+those of transformers' eager forward of each sequence alone, to {tolerance:g} nats; else it has the number of the sentence with which the
+model is refused before anything starts. A family that is not listed is checked in the same way when its model is loaded: a row of
+sequences, and the embedded engine's forward, must agree with transformers' own code, or the model is refused.
+"""
+
+TAIL = """\
+## What is bounded
+
+- LongRoPE (Phi-3 long) changes its rotary frequencies for a whole call as soon as one sequence in it passes the original context, and
+  dynamic NTK where one passes the configured context. Up to there all sequences have the same frequencies; that length is taken as the
+  model's context, and a longer sequence is refused. vLLM uses the long frequencies for all sequences if its `--max-model-len` passes the
+  original context: set `inference.max_context` to at most that.
+- Soft caps (Gemma 2) and sinks (GPT-OSS) are not in torch's fused attention. The trainer and the embedded engine write the scores out,
+  which takes memory for all pairs of tokens of the sequences that are computed together.
+- Keys and values of all layers lie in one cache, with heads as large as the largest of any layer (Gemma 4), of keys or of values
+  (DeepSeek).
+- Of a model with parts for pictures or sound, the text model is trained and published; the other parts are not in what is published.
+"""
+
+
+def document(cells: dict[str, dict[str, str]]) -> str:
+    """The whole of docs/models.md.
+
+    Args:
+        cells: what `try_all` returns, by the family's name.
+    """
+    notes: dict[str, int] = {}
+    lines = [HEAD.format(tolerance=TOLERANCE), "| Family | `model_type` | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
+    lines.append("|---|---|" + "---|" * len(COLUMNS))
+    for family in FAMILIES:
+        row = [_shown(cell, notes) for cell in cells[family.name].values()]
+        name = family.name + (f" ({family.remark})" if family.remark else "")
+        lines.append(f"| {name} | {family.model_type} | " + " | ".join(row) + " |")
+    lines += ["", *(f"{number}. {note}" for note, number in notes.items()), "", "## The columns", ""]
+    lines += [textwrap.fill(f"- **{title}.** {text}", 138, subsequent_indent="  ") for title, text in COLUMNS.values()]
+    return "\n".join([*lines, "", TAIL])
+
+
+def _shown(cell: str, notes: dict[str, int]) -> str:
+    """"yes", or the number of its sentence; sentences that differ in names alone share one."""
+    if cell == YES:
+        return YES
+    note = re.sub(r"\w+(ForCausalLM|LMHeadModel|Attention)\b", "The model", cell)
+    note = re.sub(r" \(model type '\w+'\)", "", re.sub(r"has \w+ layers", "has layers of another kind than attention", note))
+    note = note[0].upper() + note[1:] + "."
+    return f"no, {notes.setdefault(note, len(notes) + 1)}"
+
+
+def main(arguments: list[str]) -> int:
+    """Write or compare; 1 where the document is not what the code makes."""
+    logging.set_verbosity_error()
+    made = document({family.name: try_all(family) for family in FAMILIES})
+    if "--write" in arguments:
+        DOCUMENT.write_text(made, encoding="utf-8")
+    elif DOCUMENT.read_text(encoding="utf-8") != made:
+        print(f"{DOCUMENT} is not what the code makes; run `python tests/families.py --write` and look at what changed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
