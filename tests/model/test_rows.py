@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from families import build
 from family_table import FAMILIES
-
 from offbeat.errors import ModelError
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import packs_rows
