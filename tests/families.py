@@ -312,7 +312,8 @@ TAIL = """\
   which takes memory for all pairs of tokens of the sequences that are computed together.
 - Keys and values of all layers lie in one cache, with heads as large as the largest of any layer (Gemma 4), of keys or of values
   (DeepSeek).
-- Of a model with parts for pictures or sound, the text model is trained and published; the other parts are not in what is published.
+- A model with parts for pictures or sound trains on text alone. Where transformers loads its text model by itself (Qwen3.5), the other
+  parts are not in what is published, under the names of the whole; where it loads all (Gemma 3), all of it is.
 """
 
 
