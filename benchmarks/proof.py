@@ -36,7 +36,7 @@ from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.trainer.policy import canary_logprobs
-from offbeat.trainer.state import Dtype, full_state, parameter_bytes
+from offbeat.trainer.state import Dtype, full_state, parameter_bytes, rounded
 from offbeat.weights.proof import Judge, Outcome, Verdict
 from offbeat.weights.protocol import Manifest, Proof
 
@@ -73,7 +73,7 @@ class Trainer:
             version, str(folder), fingerprint(parameter_bytes(self.model, state)), self.canary, self.score())
 
     def score(self) -> tuple[float, ...]:
-        with torch.no_grad():
+        with torch.no_grad(), rounded(self.model, self._dtype):
             return canary_logprobs(self.model, self.canary)
 
 
