@@ -13,18 +13,19 @@ from dataclasses import dataclass
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from offbeat.trainer.state import rounded
 from offbeat.weights.proof import Judge, Outcome, Verdict
 from offbeat.weights.protocol import Manifest, Proof
 
 DTYPES = ("float32", "bfloat16")
 FAULTS = ("", "stale", "half loaded", "one layer stale", "one layer wrong", "tied head stale")
 FAULTY_FROM = 5
-VOCAB, LENGTH = 64, 48
 """The version after which an engine with a fault goes wrong."""
+VOCAB, LENGTH = 64, 48
 
 
 def build(seed: int) -> Qwen3ForCausalLM:
-    """A model with strong weights, so that every token depends on its context."""
+    """A model with strong weights, so that every token depends on its context; in bfloat16, as models are that others have trained."""
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
         intermediate_size=96, max_position_embeddings=128, tie_word_embeddings=True, attn_implementation="sdpa")
@@ -33,6 +34,7 @@ def build(seed: int) -> Qwen3ForCausalLM:
         model = Qwen3ForCausalLM(config)
         for name, parameter in model.named_parameters():
             parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.1)
+            parameter.data = parameter.data.bfloat16().float()
     return model
 
 
@@ -46,8 +48,9 @@ def score(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> tuple[float, ...]:
 class Trainer:
     """A model that learns random text by AdamW."""
 
-    def __init__(self, *, lr: float, seed: int = 0) -> None:
+    def __init__(self, dtype: str, *, lr: float, seed: int = 0) -> None:
         self.model = build(seed)
+        self._dtype = dtype
         self.canary = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(100))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self._random = torch.Generator().manual_seed(seed + 1)
@@ -60,7 +63,9 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def manifest(self, version: int) -> Manifest:
-        return Manifest(version, "", "the trainer's", tuple(self.canary.tolist()), score(self.model, self.canary))
+        """What it publishes in its engines' number format."""
+        with rounded(self.model, self._dtype):
+            return Manifest(version, "", "the trainer's", tuple(self.canary.tolist()), score(self.model, self.canary))
 
 
 class Engine:
@@ -110,10 +115,12 @@ class Drill:
     Attributes:
         verdicts: by version; the last is the refusal, if there was one.
         moved: root mean square, over the canary's tokens, of the trainer's move since the engine went wrong.
+        off: the largest root mean square of what trainer and engine differed by.
     """
 
     verdicts: tuple[Verdict, ...]
     moved: float
+    off: float
 
     def count(self, outcome: Outcome) -> int:
         return sum(verdict.outcome is outcome for verdict in self.verdicts)
@@ -121,23 +128,29 @@ class Drill:
 
 def play(dtype: str, lr: float, num_publishes: int, faults: tuple[str, ...] = FAULTS) -> dict[str, Drill]:
     """Publish, and judge one engine of each fault until it is refused."""
-    trainer, judge = Trainer(lr=lr), Judge(tolerance={"float32": 1e-3, "bfloat16": 0.1}[dtype])
+    trainer, judge = Trainer(dtype, lr=lr), Judge.of(0.0, dtype)
     engines = {fault: Engine(dtype, fault) for fault in faults}
     verdicts: dict[str, list[Verdict]] = {fault: [] for fault in faults}
-    moved, before = dict.fromkeys(faults, 0.0), ()
+    moved, off, before = dict.fromkeys(faults, 0.0), dict.fromkeys(faults, 0.0), ()
     for version in range(num_publishes):
         if version:
             trainer.step()
         manifest = trainer.manifest(version)
         before = manifest.canary_logprobs if version <= FAULTY_FROM else before
-        move = (torch.tensor(manifest.canary_logprobs) - torch.tensor(before)).square().mean().sqrt().item()
+        move = rms(manifest.canary_logprobs, before)
         for fault, engine in engines.items():
             if verdicts[fault] and verdicts[fault][-1].refused:
                 continue
             engine.load(trainer.model, version)
-            verdicts[fault].append(judge.judge(fault, manifest, engine.prove(manifest)))
-            moved[fault] = move
-    return {fault: Drill(tuple(verdicts[fault]), moved[fault]) for fault in faults}
+            proof = engine.prove(manifest)
+            verdicts[fault].append(judge.judge(fault, manifest, proof))
+            moved[fault], off[fault] = move, max(off[fault], rms(proof.canary_logprobs, manifest.canary_logprobs))
+    return {fault: Drill(tuple(verdicts[fault]), moved[fault], off[fault]) for fault in faults}
+
+
+def rms(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Root mean square of a difference."""
+    return (torch.tensor(one) - torch.tensor(other)).square().mean().sqrt().item()
 
 
 def lines(num_publishes: int) -> Iterator[dict[str, object]]:
@@ -150,7 +163,8 @@ def lines(num_publishes: int) -> Iterator[dict[str, object]]:
                     "benchmark": "proof", "dtype": dtype, "lr": lr, "engine": fault or "right", "publishes": len(drill.verdicts),
                     "refused": refused, "versions_until_refused": len(drill.verdicts) - 1 - FAULTY_FROM if refused else None,
                     "moved_since_nats_per_token": round(drill.moved, 7), "proven": drill.count(Outcome.PROVEN),
-                    "inconclusive": drill.count(Outcome.UNSURE), "largest_gap": max(verdict.gap for verdict in drill.verdicts),
+                    "inconclusive": drill.count(Outcome.UNSURE), "largest_rms": drill.off,
+                    "largest_gap": max(verdict.gap for verdict in drill.verdicts),
                     "reason": drill.verdicts[-1].reason if refused else ""}
 
 

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.serving import make_dialect, open_serving
@@ -16,9 +17,12 @@ from offbeat.inference.dialects.sglang import SGLangDialect
 from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
+from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
+from offbeat.weights.proof import Outcome
+from offbeat.weights.protocol import Manifest, Proof
 from small_run import small_config
 
 
@@ -81,6 +85,57 @@ def test_an_engine_by_url_has_to_serve_the_model_and_the_rank_and_gets_its_key(
             opened(small_config(tmp_path, **settings | {"model__lora__rank": "5"}), url, tmp_path, model=model_dir)
     finally:
         server.stop()
+
+
+def test_a_run_that_starts_again_unloads_what_it_has_left_in_engines_by_url_and_nothing_of_others(tmp_path: Path, model_dir: str) -> None:
+    server = EngineServer(EngineOptions(model=model_dir))
+    url = server.start()
+    config = small_config(tmp_path, inference__urls=f'["{url}"]', model__lora__rank="4")
+    weights, others = config.weights_dir.resolve(), tmp_path / "others"
+    left = {"policy@60": weights / "v00000060", "policy.3fa9c1@61": weights / "v00000061-3fa9c1"}
+    stays = {"policy.77aa00@3": others / "v00000003-77aa00", "alice@3": weights / "alice" / "v00000003"}
+    for folder in (left | stays).values():
+        pair = (torch.randn(4, 32), torch.randn(32, 4))
+        write_adapter(Adapter(4, 0.1, {"model.layers.0.self_attn.o_proj": pair}), folder, base_model="base")
+
+    async def main(record: RunRecord) -> None:
+        async with AsyncExitStack() as stack:
+            serving = await open_serving(stack, EngineGroup(config), {"engine 0": url}, config, record, model=model_dir)
+            client = serving.pool.client("engine 0")
+            for name, folder in (left | stays).items():
+                await client.load_adapter(name, str(folder), timeout_s=20)
+            await serving.unload_leftovers(weights)
+            assert await client.adapters(timeout_s=5) == {name: str(folder) for name, folder in stays.items()}
+            assert serving.pool.healthy
+
+    try:
+        with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
+            asyncio.run(main(record))
+    finally:
+        server.stop()
+    events = read_json_lines(tmp_path / "run" / "events.jsonl")
+    assert {event["adapter"] for event in events if event["kind"] == "leftover"} == set(left)
+
+
+def test_an_engine_that_is_restarted_is_judged_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, engines = small_config(tmp_path), EngineGroup(small_config(tmp_path))
+
+    async def restart(name: str) -> str:
+        return f"another {name}"
+
+    async def main(record: RunRecord) -> None:
+        monkeypatch.setattr(engines, "restart", restart)
+        async with AsyncExitStack() as stack:
+            serving = await open_serving(stack, engines, {"engine 0": "http://127.0.0.1:9"}, config, record, model="model")
+            for version, logprob in ((1, -1.0), (2, -1.0004)):
+                wanted = Manifest(version, "", "", (1, 2), (logprob,))
+                verdict = serving.judge.judge("engine 0", wanted, Proof(version, None, (-1.0,)))
+            assert verdict.refused
+            assert await serving._restart("engine 0") == "another engine 0"
+            assert serving.judge.judge("engine 0", wanted, Proof(2, None, (-1.0,))).outcome is Outcome.UNSURE
+
+    with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
+        asyncio.run(main(record))
 
 
 @pytest.mark.parametrize(("engine", "dialect"), [("embedded", EmbeddedDialect), ("vllm", VllmDialect), ("sglang", SGLangDialect)])

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from offbeat.errors import StorageError
@@ -212,5 +213,17 @@ def test_what_a_dead_server_has_left_half_done_is_removed_at_the_next_start(tmp_
         again = world.open()
         await again.clean()
         assert world.folders == {kept}
+
+    run(tmp_path, body)
+
+
+def test_a_manifest_with_the_mean_of_the_canary_alone_is_still_read(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        folder = await world.make(CheckpointPath(RUN, "sampler", "one"))
+        (file,) = world.checkpoints.path(folder).glob("*.json")
+        manifest = msgspec.json.decode(file.read_bytes())
+        manifest["adapter"] |= {"canary_logprob": manifest["adapter"].pop("canary_logprobs")[0], "canary_before": None}
+        file.write_bytes(msgspec.json.encode(manifest))
+        assert (await world.checkpoints.adapter(folder)).canary_logprobs == ADAPTER.canary_logprobs
 
     run(tmp_path, body)

@@ -295,7 +295,7 @@ def test_an_engine_finds_the_fingerprint_and_the_canary_of_what_was_published(dt
         train(engine, batches_of("many"))
         published = engine.publish(tmp_path / "v1", dtype=dtype)
         assert published == engine.fingerprint(dtype) != before
-        return published, engine.canary([5, 6, 7, 8])
+        return published, engine.canary([5, 6, 7, 8], dtype=dtype)
 
     published, canary = run_alone(check)
     model = load_causal_lm(str(tmp_path / "v1"), dtype=dtype)

@@ -5,7 +5,7 @@ import torch
 
 from offbeat.model.load import load_causal_lm
 from offbeat.model.tensors import named_bytes
-from offbeat.trainer.state import full_state, parameter_bytes
+from offbeat.trainer.state import full_state, parameter_bytes, rounded
 from train_samples import build_model
 
 
@@ -39,3 +39,17 @@ def test_bytes_are_those_that_an_engine_fingerprints(tmp_path):
     theirs = dict(named_bytes(model))
     assert mine.keys() == theirs.keys()
     assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_model_computes_with_its_weights_as_they_are_published_and_has_its_own_back_afterwards():
+    model = Small()
+    exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    storage = model.embed.weight.data_ptr()
+    with rounded(model, "bfloat16"):
+        published = full_state(model, dtype="bfloat16", keep=True)
+        assert torch.equal(model.embed.weight, published["embed.weight"].float())
+        assert model.head.weight is model.embed.weight and not torch.equal(model.embed.weight, exact["embed.weight"])
+    assert all(torch.equal(parameter, exact[name]) for name, parameter in model.named_parameters())
+    with rounded(model, "float32"):
+        assert torch.equal(model.embed.weight, exact["embed.weight"])
+    assert model.embed.weight.data_ptr() == storage

@@ -72,7 +72,7 @@ class RankEngine:
         """
         if self._offer is not None:
             self._offer.close()
-        canary_logprobs = self._engine.canary(request.canary)
+        canary_logprobs = self._engine.canary(request.canary, dtype=request.dtype)
         if request.broadcast is None:
             return Published(self._engine.publish(Path(request.folder), dtype=request.dtype), canary_logprobs)
         fingerprint, self._offer = self._engine.offer(

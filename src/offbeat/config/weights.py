@@ -20,4 +20,4 @@ class WeightsConfig(Section):
     switch_timeout_s: float = field(60.0, "Seconds for an engine to switch; with drain, the longest generation.", gt=0)
     proof_tolerance: float = field(
         0.0, "Largest root mean square of what the canary's log-probabilities differ by between trainer and engine, in nats; 0 takes "
-        "what was measured to suit model.dtype, 1e-3 for float32 and 0.1 for bfloat16.", ge=0)
+        "what was measured to suit model.dtype, 1e-3 for float32 and 0.5 for bfloat16.", ge=0)

@@ -127,9 +127,13 @@ class TrainEngine:
             result[row.batch_index] = self._score(row).cpu().numpy()
         return result
 
-    def canary(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Log-probability at temperature 1, without autocast, of each given token but the first; collective, equal on all ranks."""
-        with self.groups.sync.region("canary"), self._strategy.scoring():
+    def canary(self, tokens: Sequence[int], *, dtype: Dtype = "float32") -> tuple[float, ...]:
+        """Log-probability at temperature 1, without autocast, of each given token but the first; collective, equal on all ranks.
+
+        Args:
+            dtype: under the weights as they are published in this number format.
+        """
+        with self.groups.sync.region("canary"), self._product.rounded(dtype), self._strategy.scoring():
             return canary_logprobs(self._strategy.forward, tokens)
 
     def copy(self, dtype: Dtype = "float32") -> Copy:

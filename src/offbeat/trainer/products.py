@@ -4,6 +4,7 @@ A product is copied out by all ranks together; afterwards rank 0 writes the copy
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter, write_adapter
-from offbeat.trainer.state import Dtype, as_dtype, full_state, parameter_bytes
+from offbeat.trainer.state import Dtype, as_dtype, full_state, parameter_bytes, rounded
 
 
 class Copy(Protocol):
@@ -50,6 +51,10 @@ class Copy(Protocol):
 
 class Product(Protocol):
     """What is given out."""
+
+    def rounded(self, dtype: Dtype) -> AbstractContextManager[None]:
+        """Compute with the weights as they are published in `dtype` while the body runs."""
+        ...
 
     def copy(self, dtype: Dtype, *, keep: bool) -> Copy:
         """The present weights in `dtype`, for ranks that want to `keep` them; collective."""
@@ -97,6 +102,10 @@ class WholeModel:
     def __init__(self, model: PreTrainedModel, model_folder: Path) -> None:
         self._model = model
         self._model_folder = model_folder
+
+    def rounded(self, dtype: Dtype) -> AbstractContextManager[None]:
+        """See `Product.rounded`."""
+        return rounded(self._model, dtype)
 
     def copy(self, dtype: Dtype, *, keep: bool) -> ModelCopy:
         """See `Product.copy`."""
@@ -153,6 +162,10 @@ class AdapterOfModel:
         self._model = model
         self._base = base
         self._dropout = dropout
+
+    def rounded(self, dtype: Dtype) -> AbstractContextManager[None]:  # noqa: ARG002
+        """See `Product.rounded`; an adapter is published as it is."""
+        return nullcontext()
 
     def copy(self, dtype: Dtype, *, keep: bool) -> AdapterCopy:  # noqa: ARG002
         """See `Product.copy`; small enough to be kept by all."""

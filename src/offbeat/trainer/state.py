@@ -1,6 +1,7 @@
 """A model's whole weights on rank 0, in the number format in which they are published."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -39,6 +40,27 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
 def as_dtype(state: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
     """`state` with its floating-point tensors in `dtype`."""
     return {name: tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+
+
+@contextmanager
+def rounded(model: nn.Module, dtype: Dtype) -> Iterator[None]:
+    """Let a model compute with its weights as they are published while the body runs, in its own number format otherwise; on every rank.
+
+    A step may be lost in rounding, above all where weights come from a checkpoint of that format: then the policy that engines sample has
+    not moved, whatever the trainer's has. For as long, the weights are there twice.
+    """
+    wanted = _DTYPES[dtype]
+    coarser = [p for p in model.parameters() if p.is_floating_point() and torch.finfo(p.dtype).eps < torch.finfo(wanted).eps]
+    kept = [parameter.detach().clone() for parameter in coarser]
+    with torch.no_grad():
+        for parameter in coarser:
+            parameter.copy_(parameter.to(wanted))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, exact in zip(coarser, kept, strict=True):
+                parameter.copy_(exact)
 
 
 def parameter_bytes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:

@@ -53,11 +53,12 @@ class ReadBack:
     def _places(self, name: str, shapes: Mapping[str, torch.Size]) -> Iterable[tuple[str, nn.Module | None, int]]:
         """Where a tensor serves: a label, the module, and the first of its rows there. The embedding of tied models serves twice."""
         path, _, kind = name.rpartition(".")
-        parent, _, last = path.rpartition(".")
+        last = path.rpartition(".")[2]
+        parent = path.removesuffix(last)
         module, offset = self._modules.get(path), 0
         for fused, parts in self._fused.items() if module is None else ():
-            if last in parts and (module := self._modules.get(f"{parent}.{fused}")) is not None:
-                before = [shapes.get(f"{parent}.{part}.{kind}", (0,)) for part in parts[: list(parts).index(last)]]
+            if last in parts and (module := self._modules.get(f"{parent}{fused}")) is not None:
+                before = [shapes.get(f"{parent}{part}.{kind}", (0,)) for part in parts[: list(parts).index(last)]]
                 offset = sum(shape[0] for shape in before)
                 break
         yield name, module, offset
