@@ -8,7 +8,8 @@ better format of each side at 64 in flight.
 
 step: GRPO on the task `addition`, 4 prompts with 4 samples each of at most 48 new tokens, one AdamW update per step, both from the same
 folder, in float32. Ours is asynchronous, a train process and an engine process of one thread each; TRL runs in one process on
---peer-threads threads. `trainer step` is what is not generation: our `step/train_s`, and TRL's step without generating and scoring its completions.
+--peer-threads threads. `trainer step` is what is not generation: our `step/train_s`, and TRL's step without generating and scoring its
+completions.
 
 vLLM takes part where `.venv-vllm` has it, TRL where `.venv-trl` has it; see `engine.py` and `step.py`.
 """
