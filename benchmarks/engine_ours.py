@@ -1,6 +1,6 @@
-"""The embedded engine as a contestant of `engine.py`, in this process or behind `offbeat engine` over HTTP.
+"""The embedded engine as a contestant of `engine.py` and `real.py`, in this process or behind `offbeat engine` over HTTP.
 
-usage: engine_ours.py {inprocess,http} MODEL
+usage: engine_ours.py {inprocess,http} MODEL [DTYPE]
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from offbeat.inference.embedded.request import Output, Request, SamplingParams
 MAX_RUNNING = 256
 
 
-def run_in_process(model: str) -> None:
+def run_in_process(model: str, dtype: str) -> None:
     """Keep `in_flight` requests in the engine until all are done."""
-    engine = load_engine(EngineOptions(model=model, max_running=MAX_RUNNING))
+    engine = load_engine(EngineOptions(model=model, dtype=dtype, max_running=MAX_RUNNING))  # type: ignore[arg-type]
 
     def run(job: dict[str, Any]) -> dict[str, float]:
         waiting = [
@@ -43,10 +43,11 @@ def run_in_process(model: str) -> None:
     answer_jobs(pipe, run)
 
 
-def run_over_http(model: str) -> None:
+def run_over_http(model: str, dtype: str) -> None:
     """The same through `offbeat engine`, from one client with `in_flight` connections."""
     command = [
-        sys.executable, "-m", "offbeat", "engine", "--model", model, "--port", "0", "--threads", "1", "--max-running", str(MAX_RUNNING)]
+        sys.executable, "-m", "offbeat", "engine", "--model", model, "--port", "0", "--threads", "1", "--max-running", str(MAX_RUNNING),
+        "--dtype", dtype]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None, "is a pipe"
     words = server.stdout.readline().split()
@@ -84,4 +85,4 @@ async def _load(url: str, job: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     pipe = claim_stdout()
-    {"inprocess": run_in_process, "http": run_over_http}[sys.argv[1]](sys.argv[2])
+    {"inprocess": run_in_process, "http": run_over_http}[sys.argv[1]](sys.argv[2], *sys.argv[3:] or ["float32"])

@@ -1,6 +1,7 @@
-"""vLLM on CPU as a contestant of `engine.py`; runs in vLLM's own environment, with vLLM's own defaults for threads and compilation.
+"""vLLM on CPU as a contestant of `engine.py` and `real.py`; runs in vLLM's own environment, with its own defaults for
+threads and compilation.
 
-usage: engine_vllm.py MODEL
+usage: engine_vllm.py MODEL [DTYPE]
 """
 
 import sys
@@ -13,11 +14,11 @@ from vllm import LLM, SamplingParams
 KV_CACHE_BYTES = 512 * 2**20
 
 
-def main(model: str) -> None:
+def main(model: str, dtype: str = "float32") -> None:
     """Keep `in_flight` requests in the engine until all are done."""
     pipe = claim_stdout()
     llm = LLM(
-        model=model, dtype="float32", max_model_len=256, max_num_seqs=256, kv_cache_memory_bytes=KV_CACHE_BYTES, skip_tokenizer_init=True)
+        model=model, dtype=dtype, max_model_len=256, max_num_seqs=256, kv_cache_memory_bytes=KV_CACHE_BYTES, skip_tokenizer_init=True)
     engine = llm.llm_engine
 
     def run(job: dict[str, Any]) -> dict[str, float]:
@@ -41,4 +42,4 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer on the task of `step.py`; runs in TRL's own environment, started by `step.py`.
 
 Reads a job as JSON: model (folder), prompts (file of {"prompt", "answer"} lines, 64 per step), steps, lr, min_lr, warmup_steps, beta2,
-group_size, max_new_tokens, seed, output (folder for the model). Prints {"seconds": [...]}, from each step's beginning to the next.
+group_size, max_new_tokens, seed, output (folder for the model). Prints
+{"seconds": [...], "generation_s": [...]}: from each step's beginning to the next, and what of it generated and scored completions.
 
 usage: trl_step.py JOB
 """
@@ -9,6 +10,7 @@ usage: trl_step.py JOB
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from datasets import Dataset
@@ -25,6 +27,22 @@ class StepClock(TrainerCallback):
 
     def on_step_begin(self, *_args: object, **_kwargs: object) -> None:
         self.begins.append(time.perf_counter())
+
+
+def clocked(owner: object, name: str) -> list[float]:
+    """The seconds of each call of a method from now on."""
+    method: Callable = getattr(owner, name)
+    seconds: list[float] = []
+
+    def timed(*args: object, **kwargs: object) -> object:
+        start = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    setattr(owner, name, timed)
+    return seconds
 
 
 def exact_match(completions: list[str], answer: list[str], **_columns: object) -> list[float]:
@@ -46,10 +64,11 @@ def main(job: dict) -> None:
     clock = StepClock()
     trainer = GRPOTrainer(
         model=job["model"], reward_funcs=exact_match, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock])
+    generation_s = clocked(trainer, "_generate_and_score_completions")
     trainer.train()
     trainer.save_model(job["output"])
     seconds = [end - begin for begin, end in zip(clock.begins, clock.begins[1:], strict=False)]
-    pipe.write(json.dumps({"seconds": seconds}) + "\n")
+    pipe.write(json.dumps({"seconds": seconds, "generation_s": generation_s[: len(seconds)]}) + "\n")
 
 
 if __name__ == "__main__":
