@@ -70,10 +70,11 @@ smollm2: $(SMOLLM2)  ## make SmolLM2-135M-Instruct, a real pretrained model, out
 test-real: $(STAMP) $(SMOLLM2)  ## run the tests of a real pretrained model, which it makes on first use
 	$(BIN)/python -m pytest --timeout=300 tests/real
 
-check: $(STAMP)  ## lint, types, layers
+check: $(STAMP)  ## lint, types, layers, and the table of models in docs/models.md
 	$(BIN)/ruff check
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+	$(BIN)/python tests/families.py
 
 bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON line per figure
 	$(BIN)/python benchmarks/balance.py
