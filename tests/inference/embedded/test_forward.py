@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from offbeat.errors import ModelError
 from offbeat.inference.embedded import forward_direct, forward_hf, matrix
 from offbeat.inference.embedded.cache import PromptRows, SlotCache, attend_by_products
-from offbeat.inference.embedded.forward import Forward, _decoded_logprobs, _full_logprobs, _ordinary_tokens, check_forward
+from offbeat.inference.embedded.forward import Forward, _decoded_logprobs, _full_logprobs, check_forward, ordinary_tokens
 from offbeat.inference.embedded.forward_direct import DirectForward
 from offbeat.inference.embedded.forward_hf import HFForward
 from offbeat.inference.embedded.loader import load_forward
@@ -138,7 +138,7 @@ def test_a_right_model_is_not_refused_for_how_sensitive_it_is_to_rounding(path, 
     folder = shutil.copytree(model_folder("llama", 1), tmp_path / "sharp")
     model.save_pretrained(folder)
     forward = load_forward(EngineOptions(model=str(folder), forward=path, dtype="bfloat16"))
-    tokens = _ordinary_tokens(forward)
+    tokens = ordinary_tokens(forward.vocab_size)
     full, decoded = _full_logprobs(forward, tokens), _decoded_logprobs(forward, tokens)
     assert (decoded - full).abs().max() > 0.25, "the worst of all tokens is far off, and yet all is right"
     before = fingerprint_tensors(forward.tensors())

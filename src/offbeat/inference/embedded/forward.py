@@ -107,31 +107,39 @@ def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype:
 
 
 @torch.inference_mode()
-def check_forward(forward: Forward) -> None:
-    """Prove that decoding from the cache gives what a full forward gives, within the noise that this model has in its number format.
+def check_forward(forward: Forward, reference: Tensor | None = None) -> None:
+    """Prove that a full forward gives what transformers' own gives, and decoding from the cache what a full forward does.
+
+    Each within the noise that this model has in its number format.
+
+    Args:
+        reference: [L, V], transformers' logits after `ordinary_tokens`; None to leave that out.
 
     Raises:
-        ModelError: it does not; the model keeps state that the slot cache does not hold.
+        ModelError: one differs; the model computes something, or keeps state, that the forward path does not.
     """
-    tokens = _ordinary_tokens(forward)
+    tokens = ordinary_tokens(forward.vocab_size).to(forward.device)
     full = _full_logprobs(forward, tokens)
-    error = _difference(_decoded_logprobs(forward, tokens), full)
+    errors = {"decoding with the slot cache differs from a full forward": _difference(_decoded_logprobs(forward, tokens), full)}
+    if reference is not None:
+        own = reference[_CHECK_PROMPT - 1 :].to(forward.device).float().log_softmax(-1)
+        errors["the embedded engine's full forward differs from transformers' own"] = _difference(full, own)
+    what, error = max(errors.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
     if error <= CHECK_TOLERANCE:
         return
     noise = _rounding_noise(forward, tokens, full)
     if not error <= CHECK_NOISE * noise:
         dtype = str(forward.cache_shape.dtype).removeprefix("torch.")
         raise ModelError(
-            f"decoding with the slot cache differs from a full forward by {error:.3g} in log-probability, of which rounding to {dtype} "
-            f"explains {CHECK_NOISE * noise:.3g}; the model keeps state that the embedded engine does not, or is not fit for "
-            f"{dtype}: use another engine, or the other model.dtype"
-        )
+            f"{what} by {error:.3g} in log-probability, of which rounding to {dtype} explains {CHECK_NOISE * noise:.3g}; the model computes"
+            f" something or keeps state that the embedded engine does not, or is not fit for {dtype}: use another engine, or the other"
+            " model.dtype")
 
 
-def _ordinary_tokens(forward: Forward) -> Tensor:
+def ordinary_tokens(vocab_size: int) -> Tensor:
     """[L] int64, spread over the vocabulary: its first tokens are often special, and no text has them one after the other."""
     spread = np.arange(1, _CHECK_LENGTH + 1) * 0.6180339887498949 % 1.0  # of the golden ratio: no two are near
-    return torch.from_numpy((spread * forward.vocab_size).astype(np.int64)).to(forward.device)
+    return torch.from_numpy((spread * vocab_size).astype(np.int64))
 
 
 def _full_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
