@@ -33,7 +33,8 @@ EXAMPLES = [
     STORE, BuildRequest("folder", "{}", 54, 0, None, 7), JoinRequest(1, 4, STORE, "{}", "folder"), Objective("ppo", 10),
     Trained({"train/loss": 0.1, "train/tokens": 3.0}, 1.5, 2.5, 0.75), PublishRequest(3, "v3", "float32", (1, 2, 3)),
     PublishRequest(3, "v3", "float32", (1, 2, 3), BroadcastRequest("10.0.0.1", 2, 60)), BroadcastRequest("10.0.0.1", 2, 60),
-    Published("abc", -1.25), Published("abc", -1.25, "10.0.0.1:99"), Folder("x"), ExportRequest("x", "y"), Loaded(12), EngineStart("{}"), EngineAddress("http://127.0.0.1:1"),
+    Published("abc", (-1.25, -2.0)), Published("abc", (-1.25,), "10.0.0.1:99"), Folder("x"),
+    ExportRequest("x", "y"), Loaded(12), EngineStart("{}"), EngineAddress("http://127.0.0.1:1"),
     ServerStart(("python", "-m", "server"), {"A": "1"}, "127.0.0.1", 5.0),
 ]
 

@@ -34,7 +34,7 @@ EXAMPLES = [
     TenantStart("alice", 8, 16.0, 1, ("attn", "mlp"), "folder"), TenantName("alice"), TenantsUpdate({"alice": AdamParams(lr=1e-3)}),
     TenantsUpdated({"alice": 0.5}, {"alice": 3}), TenantsDiscard(("alice", "bob")), TenantFolder("alice", "folder"),
     TenantRestore("alice", "folder", optimizer=False), TenantRestored(3),
-    TenantPublish("alice", "folder", (1, 2)), TenantPublished("abc", -1.5, 512), BaseCanary((1, 2)), BaseCanaryScored(-1.5)]
+    TenantPublish("alice", "folder", (1, 2)), TenantPublished("abc", (-1.5, -2.0), 512), BaseCanary((1, 2)), BaseCanaryScored((-1.5,))]
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)

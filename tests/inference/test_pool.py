@@ -131,8 +131,9 @@ def test_scores_are_routed_as_samples_are_and_tokens_are_counted(start_engine) -
 
     async def body(pool: EnginePool, failures: list) -> None:
         assert pool.outstanding == {"engine 0": 0, "engine 1": 0} and pool.generated_tokens == 0
-        blocked = threading.Event()
-        first._loop.call(lambda: blocked.wait(10))
+        reached, blocked = threading.Event(), threading.Event()
+        first._loop.call(lambda: (reached.set(), blocked.wait(10)))
+        await until(reached.is_set)
         score = asyncio.create_task(pool.score(PROMPT, top_k=1, targets=((), (5,), (6, 7))))
         await until(lambda: pool.outstanding == {"engine 0": 3, "engine 1": 0})
         stopped = asyncio.create_task(asyncio.to_thread(first.stop))

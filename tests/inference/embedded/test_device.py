@@ -27,7 +27,7 @@ def accelerator(monkeypatch):
 
 
 def load(folder: str, path: str) -> Engine:
-    return load_engine(EngineOptions(model=folder, forward=path, max_running=6, max_prefill_tokens=20))
+    return load_engine(EngineOptions(model=folder, forward=path, max_running=6, max_prefill_tokens=20, max_cache_bytes=1 << 24))
 
 
 def play(
