@@ -50,8 +50,15 @@ def test_accuracy_is_the_share_of_full_rewards_and_failures_count_as_wrong() -> 
     rollouts = Rollouts([1.0, 0.5, None, 2.0, 0.0])
     evaluation = asyncio.run(evaluator(rollouts).run())
     assert evaluation == Evaluation(accuracy=0.4, reward_mean=0.7, num_prompts=5, num_failed=1)
-    assert evaluation.metrics() == {"eval/accuracy": 0.4, "eval/reward_mean": 0.7, "eval/failed_prompts": 1.0}
+    named = {"eval/accuracy": 0.4, "eval/reward_mean": 0.7, "eval/failed_prompts": 1.0}
+    assert evaluation.metrics() == named | {"eval/accuracy_low": evaluation.interval[0], "eval/accuracy_high": evaluation.interval[1]}
     assert rollouts.asked == ([ROWS.row(i) for i in range(5)], 1, Sampling(6, 0.0, top_p=0.9, stop=("\n",)))
+
+
+@pytest.mark.parametrize(("right", "low", "high"), [(0, 0.0, 0.278), (5, 0.237, 0.763), (10, 0.722, 1.0)])
+def test_the_interval_is_wilsons(right: int, low: float, high: float) -> None:
+    # Of 10 prompts, from the formula solved by hand as a quadratic in the share.
+    assert Evaluation(right / 10, 0.0, 10, 0).interval == pytest.approx((low, high), abs=5e-4)
 
 
 def test_fewer_prompts_can_be_asked_for() -> None:

@@ -33,6 +33,5 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         print(json.dumps(evaluation.metrics() | {"eval/prompts": evaluation.num_prompts}))
     else:
         failed = f", {evaluation.num_failed} of them failed" if evaluation.num_failed else ""
-        accuracy, reward = f"held-out accuracy {evaluation.accuracy:.3f}", f"mean reward {evaluation.reward_mean:.3f}"
-        print(f"{accuracy}, {reward}, over {evaluation.num_prompts} prompts{failed}")
+        print(f"{evaluation}, mean reward {evaluation.reward_mean:.3f}, over {evaluation.num_prompts} prompts{failed}")
     return 0

@@ -32,8 +32,23 @@ class Evaluation:
     num_prompts: int
     num_failed: int
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The accuracy on all prompts of this kind, with 95 % confidence. Source: Wilson 1927."""
+        n, z = self.num_prompts, 1.959964
+        centre = (self.accuracy + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * (self.accuracy * (1 - self.accuracy) / n + z * z / (4 * n * n)) ** 0.5
+        return centre - half, centre + half
+
     def metrics(self) -> dict[str, float]:
-        return {"eval/accuracy": self.accuracy, "eval/reward_mean": self.reward_mean, "eval/failed_prompts": float(self.num_failed)}
+        low, high = self.interval
+        return {
+            "eval/accuracy": self.accuracy, "eval/accuracy_low": low, "eval/accuracy_high": high, "eval/reward_mean": self.reward_mean,
+            "eval/failed_prompts": float(self.num_failed)}
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"held-out accuracy {self.accuracy:.3f} ({low:.3f} to {high:.3f} with 95 % confidence)"
 
 
 class Evaluator:
