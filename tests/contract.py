@@ -165,8 +165,10 @@ def embedded(model: str, **options: Any) -> Iterator[Engine]:
     """The embedded engine, on threads of this process."""
     server = EngineServer(
         EngineOptions(model=model, version=-1, max_adapters=MAX_ADAPTERS, max_adapter_rank=MAX_RANK, max_running=64, **options))
-    yield Engine("embedded", server.start(), EmbeddedDialect(), model, model)
-    server.stop()
+    try:
+        yield Engine("embedded", server.start(), EmbeddedDialect(), model, model)
+    finally:
+        server.stop()
 
 
 @contextmanager

@@ -103,16 +103,20 @@ class Engine:
 
     async def pause_generation(self, **_): await self._call("pause")
     async def resume_generation(self): await self._call("resume")
-    async def collective_rpc(self, *_, **__): await self._call("load")
+    async def collective_rpc(self, *_, **__):
+        await self._call("load")
+        return [{"fingerprint": "f", "num_unread": 0}]
+
     async def reset_prefix_cache(self): pass
     async def get_weight_version(self): return self.live
     async def update_weight_version(self, version): self.live = version
 
 async def main():
     engine, inside = Engine(), vllm_inside.Inside(None)
-    inside._folders = {1: "a", 2: "b"}
     for version, fails in ((1, "pause"), (1, "resume"), (1, ""), (1, ""), (2, "load"), (2, "")):
         engine.fails = fails
+        if version != int(engine.live) or inside._broken:
+            inside._staged[version] = vllm_inside.Staged("a", "f", None)
         try:
             await inside._switch(engine, json.dumps({"version": version}).encode())
         except OSError as exc:

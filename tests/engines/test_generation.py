@@ -94,7 +94,8 @@ def test_closing_the_connection_aborts(engine: Engine, models: Models) -> None:
 
     async def body(client: EngineClient) -> None:
         calls = [asyncio.create_task(client.generate((5, 6, n), Sampling(480), n=8, timeout_s=TIMEOUT_S)) for n in range(7, 15)]
-        await until(lambda: num_running(engine) > 0, timeout_s=TIMEOUT_S)
+        await until(lambda: num_running(engine) > 0 or any(call.done() for call in calls), timeout_s=TIMEOUT_S)
+        assert not [call.result() for call in calls if call.done()], "answered before it was seen running"
         for call in calls:
             call.cancel()
         await asyncio.wait(calls)

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="make smollm2 makes t
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_answers_a_sum_in_either_number_format(dtype: str) -> None:
+def test_it_answers_a_question_in_either_number_format(dtype: str) -> None:
     tokenizer = load_tokenizer(MODEL)
-    prompt = tuple(tokenizer.chat([{"role": "user", "content": "What is 7 + 5?"}]))
+    prompt = tuple(tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}]))
 
     async def ask(client: EngineClient) -> str:
         sampling = Sampling(24, temperature=0.0, stop_token_ids=(tokenizer.eos_token_id,))
@@ -33,7 +33,7 @@ def test_it_answers_a_sum_in_either_number_format(dtype: str) -> None:
         return sample.text
 
     with embedded(str(MODEL), dtype=dtype, max_context=128) as engine:
-        assert "12" in engine.run(ask)
+        assert "Paris" in engine.run(ask)
 
 
 @pytest.mark.parametrize("changes", [("model.dtype", "bfloat16"), ("model.lora.rank", "8")], ids=["whole weights in bfloat16", "adapter"])
