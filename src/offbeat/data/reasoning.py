@@ -5,18 +5,17 @@ from, so that the verifier sees the very same puzzle, whatever process it runs i
 """
 
 import hashlib
-import importlib
 import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 from offbeat.data.row import Row
-from offbeat.errors import DataError, MissingExtraError
+from offbeat.data.sources import import_extra
+from offbeat.errors import DataError
 
 PREFIX = "reasoning_gym:"
 REWARD = "offbeat.rollout.rewards.reasoning:reasoning"
@@ -109,12 +108,8 @@ def _entry(family: str, options: str, seed: str) -> tuple[Any, Any]:
     return dataset, dataset[0]
 
 
-@cache
-def _library() -> Any:
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError as exc:
-        raise MissingExtraError(f"data.task = '{PREFIX}…' needs reasoning-gym: pip install 'offbeat[reasoning]'") from exc
+def _library(module: str = "reasoning_gym") -> Any:
+    return import_extra(module, f"make rows for data.task = '{PREFIX}…'", extra="reasoning")
 
 
 def _parse_option(option: str, names: Mapping[str, float]) -> tuple[str, str, Any]:
@@ -133,7 +128,7 @@ def _parse_option(option: str, names: Mapping[str, float]) -> tuple[str, str, An
 
 def _check(family: Family) -> None:
     """Make a first row, so that what reasoning-gym refuses is known before anything starts."""
-    known = importlib.import_module("reasoning_gym.factory").DATASETS if _library() else {}
+    known = _library("reasoning_gym.factory").DATASETS
     if family.name not in known:
         near = get_close_matches(family.name, known, n=3, cutoff=0.4) or sorted(known)
         raise DataError(f"reasoning-gym has no family {family.name!r}; it has {', '.join(near)}")

@@ -111,7 +111,7 @@ def _open_json_lines(path: Path, *, check: Check) -> JsonLines:
 
 
 def _open_parquet(path: str, *, check: Check) -> Table:
-    parquet = _import_extra("pyarrow.parquet", "read Parquet files")
+    parquet = import_extra("pyarrow.parquet", "read Parquet files")
     try:
         table = parquet.read_table(path)
     except (OSError, ValueError) as exc:
@@ -120,7 +120,7 @@ def _open_parquet(path: str, *, check: Check) -> Table:
 
 
 def _open_hub(path: str, *, split: str, check: Check) -> Table:
-    datasets = _import_extra("datasets", "read a hub dataset")
+    datasets = import_extra("datasets", "read a hub dataset")
     name, _, config_name = path.partition(":")
     try:
         dataset = datasets.load_dataset(name, config_name or None, split=split)
@@ -138,12 +138,16 @@ def _checked(source: Table, name: str, check: Check) -> Table:
     return source
 
 
-def _import_extra(module: str, purpose: str) -> Any:
-    # By name and not at the top: optional, and slow to import for those who do not need it.
+def import_extra(module: str, purpose: str, *, extra: str = "hub") -> Any:
+    """A module by name, and not at the top: optional, and slow to import for those who do not need it.
+
+    Raises:
+        MissingExtraError: it is not installed; says for what `purpose` it is needed, and that `offbeat[extra]` has it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as exc:
-        raise MissingExtraError(f"to {purpose}, {module.partition('.')[0]} must be installed: pip install 'offbeat[hub]'") from exc
+        raise MissingExtraError(f"to {purpose}, {module.partition('.')[0]} must be installed: pip install 'offbeat[{extra}]'") from exc
 
 
 def _first_line(exc: Exception) -> str:

@@ -41,7 +41,7 @@ def load_causal_lm(path: str, *, dtype: str = "float32", attention: str | None =
             folder, dtype=_DTYPES[dtype], attn_implementation=attention, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as exc:
-        raise ModelError(f"{folder} cannot be loaded as a causal language model: {_first_line(exc)}") from exc
+        raise ModelError(f"{folder} cannot be loaded as a causal language model: {first_line(exc)}") from exc
     model, report = loaded
     wrong = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if wrong:
@@ -70,5 +70,6 @@ def rope_limit_of(config: Any) -> int | None:
     return rope_limit(ropes, context=context, original=getattr(text_config, "original_max_position_embeddings", None))
 
 
-def _first_line(exc: Exception) -> str:
+def first_line(exc: Exception) -> str:
+    """What an error says first; the rest of torch's and transformers' messages is for their own developers."""
     return str(exc).strip().split("\n", 1)[0]

@@ -15,6 +15,7 @@ from offbeat.data.batch import TokenBatch
 from offbeat.data.packing import pack_row
 from offbeat.errors import ModelError
 from offbeat.model.attention import ATTENTION_KINDS, PACKED
+from offbeat.model.load import first_line
 from offbeat.model.logprobs import UnpackedError, packs_rows, token_logprobs
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -39,7 +40,7 @@ def settle_rows(model: PreTrainedModel, *, share_prefix: bool) -> None:
     except ModelError:
         raise
     except _RAW_ERRORS as exc:
-        raise ModelError(f"{type(model).__name__} cannot run on a row of tokens: {_first_line(exc)}; use another model") from exc
+        raise ModelError(f"{type(model).__name__} cannot run on a row of tokens: {first_line(exc)}; use another model") from exc
     if obstacle and share_prefix:
         raise ModelError(
             f"{type(model).__name__} {obstacle}, so that each sequence must run by itself; set train.share_prefix to false")
@@ -106,7 +107,3 @@ def _sequences(model: PreTrainedModel) -> Iterable[np.ndarray]:
     for number, answer in enumerate(_ANSWERS):
         answer_ids = 11 + 5 * number + 3 * np.arange(answer)
         yield np.concatenate([2 + 7 * np.arange(_PROMPT), answer_ids]) % vocab_size
-
-
-def _first_line(exc: Exception) -> str:
-    return str(exc).strip().split("\n", 1)[0]
