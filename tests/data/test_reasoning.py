@@ -29,6 +29,10 @@ def test_the_verifier_sees_the_row_that_was_asked_after_a_journey():
     assert verify("1", travelled) < 1.0
 
 
+def test_an_answer_that_the_verifier_cannot_read_is_wrong():
+    assert verify("3 = 6", open_reasoning("reasoning_gym:prime_factorization", ()).row(0, seed=1)) == 0.0
+
+
 def test_families_are_drawn_by_their_weights():
     task = open_reasoning("reasoning_gym:chain_sum*3, count_bits", OPTIONS)
     families = [task.row(index, seed=0).extra["family"] for index in range(1000)]

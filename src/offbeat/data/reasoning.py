@@ -93,13 +93,16 @@ def open_reasoning(task: str, options: Sequence[str]) -> ReasoningTask:
 
 
 def verify(completion: str, row: Row) -> float:
-    """What the family's verifier gives an answer, 0 to 1.
+    """What the family's verifier gives an answer, 0 to 1: 0 where it cannot read the answer, on which some verifiers raise.
 
     Raises:
         KeyError: the row is not one of `ReasoningTask`.
     """
     dataset, entry = _entry(row.extra["family"], row.extra["options"], row.extra["seed"])
-    return float(dataset.score_answer(completion, entry))
+    try:
+        return float(dataset.score_answer(completion, entry))
+    except Exception:  # whatever a parser of theirs stumbles over
+        return 0.0
 
 
 def _entry(family: str, options: str, seed: str) -> tuple[Any, Any]:

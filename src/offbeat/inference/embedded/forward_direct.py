@@ -264,12 +264,11 @@ class DirectForward:
         return self._weights.head(self._norm(hidden, self._weights.norm))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension. In float32, which needs no care for rounding, four kernels do; torch's own takes more."""
-        if x.dtype != torch.float32:
-            return F.rms_norm(x, x.shape[-1:], None, self.eps) * weight
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        """RMSNorm over the last dimension, in float32 and rounded before the weight as transformers does; torch takes more kernels."""
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        return (x * scale).mul_(weight)
+        return (wide * scale).to(x.dtype).mul_(weight)
 
     def _grow_rotary(self, length: int) -> None:
         if length > len(self._cos):

@@ -17,6 +17,9 @@ from offbeat.inference.embedded.request import Request
 REFILL_FRACTION = 16
 """With more than 15/16 of the slots busy, freed slots are gathered before a prefill, which costs the same for one prompt as for several."""
 
+MOST_PADDING = 32
+"""Tokens of padding in a batch of prompts: to compute more takes longer than to begin another batch, on tiny models and on large ones."""
+
 
 class Scheduler:
     """Waiting requests and the number of busy slots.
@@ -138,13 +141,15 @@ def plan_prefill(lengths: np.ndarray, *, max_tokens: int) -> list[np.ndarray]:
         max_tokens: most tokens in one batch, padding included, unless it is a single prompt.
 
     Returns:
-        Indices of the prompts of each batch. Lengths in a batch differ by at most a factor of two, so less than half of it is padding.
+        Indices of the prompts of each batch, which holds at most `MOST_PADDING` tokens of padding.
     """
     order = np.argsort(-lengths, kind="stable")
     batches: list[list[int]] = []
+    longest = padding = 0
     for i in order.tolist():
-        longest = lengths[batches[-1][0]] if batches else 0
-        if not batches or 2 * lengths[i] < longest or longest * (len(batches[-1]) + 1) > max_tokens:
+        padding += longest - lengths[i]
+        if not batches or padding > MOST_PADDING or longest * (len(batches[-1]) + 1) > max_tokens:
             batches.append([])
+            longest, padding = lengths[i], 0
         batches[-1].append(i)
     return [np.array(batch) for batch in batches]
