@@ -2,19 +2,24 @@
 
 vLLM fuses weights, and packs them for its kernels, so that most are not there any more as they came. But a linear layer can be asked: rows
 that are zero but for a one give columns of its matrix, exactly, by the kernel that serves. A tensor is compared where that works at all,
-which is tried on the weights that the server was started with; others are counted, and nothing is said of them.
+which is tried on the weights that the server was started with; others are counted, and nothing is said of them. Adapters stay as
+they came, and are compared whole.
 """
 
+import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm_files import read_files
+from vllm_files import files_of, read_files
 
 _NUM_COLUMNS = 8
 _HEAD = "lm_head.weight"
-
+_LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 
 class ReadBack:
@@ -78,3 +83,60 @@ def _live(module: Any, name: str, tensor: Tensor, offset: int) -> tuple[Tensor, 
     weight = module.weight
     told = module.quant_method.apply(module, asked.to(weight.device, weight.dtype))
     return told[:, rows].T, tensor[:, columns]
+
+
+@torch.inference_mode()
+def check_adapter(manager: Any, number: int, folder: str) -> tuple[list[str], list[str]]:
+    """Compare what an adapter computes with against its folder.
+
+    Args:
+        manager: vLLM's `LoRAModelManager`.
+        number: by which it knows the adapter.
+
+    Returns:
+        Names of tensors in the folder that are not computed with, and of layers that compute with something although they are not in it;
+        and names of tensors of which nobody can tell.
+    """
+    tensors = dict(read_files(files_of(folder)))
+    slots = list(getattr(manager, "lora_index_to_id", ()))
+    if number not in slots:  # it has made room, and is read from its folder again when it is asked for
+        return [], list(tensors)
+    slot, scaling = slots.index(number), _scaling(folder)
+    wrong, unread, seen = [], [], set()
+    for name, tensor in tensors.items():
+        match = _LORA.fullmatch(name)
+        place = match and _lora_place(manager, match["module"])
+        if not place:
+            unread.append(name)
+            continue
+        module, part = place
+        live = (module.lora_a_stacked if match["side"] == "A" else module.lora_b_stacked)[part][slot, 0]
+        seen.add((module, part))
+        wanted = torch.zeros_like(live)
+        given = tensor.to(live.dtype) * (1.0 if match["side"] == "A" else scaling)
+        wanted[: given.shape[0], : given.shape[1]] = given
+        wrong += [] if torch.equal(live, wanted) else [name]
+    for name, module in manager.modules.items() if not unread else ():
+        stacked = module.lora_b_stacked  # a tuple, but of the head
+        for part, outputs in enumerate((stacked,) if isinstance(stacked, Tensor) else stacked):
+            wrong += [name] if (module, part) not in seen and outputs[slot].any() else []
+    return wrong, unread
+
+
+def _lora_place(manager: Any, path: str) -> tuple[Any, int] | None:
+    """The layer that an adapted one has become, and which part of it; None where it lies otherwise than it came."""
+    parent, _, last = path.rpartition(".")
+    places = {path: 0} | {
+        f"{parent}.{fused}": list(parts).index(last) for fused, parts in manager.packed_modules_mapping.items() if last in parts}
+    for place, part in places.items():
+        module = manager.modules.get(place)
+        parts = getattr(module, "lora_b_stacked", ())
+        if isinstance(parts, tuple) and part < len(parts) and getattr(module, "tp_size", 1) == 1:
+            return module, part
+    return None
+
+
+def _scaling(folder: str) -> float:
+    """What B is multiplied with when it is loaded."""
+    config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    return config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
