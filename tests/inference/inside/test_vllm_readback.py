@@ -94,6 +94,20 @@ def test_what_a_layer_computes_with_is_told_from_what_it_was_given(
     assert sorted(found) == wrong and unread == ["odd.weight"]
 
 
+def test_every_column_of_a_matrix_has_its_turn(tmp_path: Path) -> None:
+    readback = importlib.import_module("vllm_readback")
+    path, tensors, model = str(tmp_path / "0.safetensors"), weights(0, torch.float32), Model()
+    save_file(tensors, path)
+    model.load(tensors)
+    back = readback.ReadBack(model, [path])
+    for column in range(WIDTH):
+        wrong = tensors["k_proj.weight"].clone()
+        wrong[:, column] += 1
+        model.load(tensors | {"k_proj.weight": wrong})
+        found = [name for _ in range(WIDTH // readback._NUM_COLUMNS + 1) for name in back.check([path])[0]]
+        assert "k_proj.weight" in found, column
+
+
 def test_nothing_is_said_where_nobody_knows_what_the_server_was_started_with(tmp_path: Path) -> None:
     readback = importlib.import_module("vllm_readback")
     path = str(tmp_path / "0.safetensors")

@@ -208,16 +208,17 @@ class Inside:
         logprobs, version = await canary.answer()
         async with self._switching:
             told = await self._fingerprint(engine, b"")
-            if self._loaded is not None and files_of(self._loaded.folder):
+            if self._loaded is not None and self._loaded.folder:
                 await self._compare(engine, self._loaded)
         if told["version"] != version:
             raise RuntimeError(f"it changed from version {version} to {told['version']} during its proof")
         return told | {"logprobs": logprobs}
 
     async def _compare(self, engine: AsyncLLM, loaded: Loaded) -> None:
-        """Compare what is computed with again: it may have changed since it was loaded."""
+        """Compare what is computed with again, for it may have changed since it was loaded; while its folder is there."""
         try:
-            await engine.collective_rpc("offbeat_compare", args=([str(path) for path in files_of(loaded.folder)],))
+            if files := [str(path) for path in files_of(loaded.folder)]:
+                await engine.collective_rpc("offbeat_compare", args=(files,))
         except Exception as exc:
             await self._break(engine, f"version {loaded.version} is no longer what is computed with", exc)
             raise

@@ -30,6 +30,7 @@ class ReadBack:
         self._modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
         self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
         self._tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+        self._turn = 0
         self._readable: set[str] = set()
         self._readable = {name for name, same in self._compare(files, every=True) if same}
 
@@ -41,6 +42,7 @@ class ReadBack:
     @torch.inference_mode()
     def _compare(self, files: Sequence[str], *, every: bool) -> Iterable[tuple[str, bool | None]]:
         """Whether each tensor serves; None where that cannot be read."""
+        self._turn += 1
         shapes: dict[str, torch.Size] = {}
         for name, tensor in read_files(files):
             shapes[name] = tensor.shape
@@ -50,7 +52,7 @@ class ReadBack:
                     yield label, None
                     continue
                 try:
-                    live, wanted = _live(place, name, tensor, offset)
+                    live, wanted = _live(place, name, tensor, offset, self._turn)
                     yield label, live.shape == wanted.shape and torch.equal(live, wanted.to(live.device, live.dtype))
                 except (AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
                     yield label, None if every else False
@@ -71,13 +73,13 @@ class ReadBack:
             yield from ((_HEAD, head, 0) for head in self._modules.values() if type(head).__name__ == "ParallelLMHead")
 
 
-def _live(module: Any, name: str, tensor: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-    """What a module computes with in a tensor's place, and the part of the tensor that it has to be."""
+def _live(module: Any, name: str, tensor: Tensor, offset: int, turn: int) -> tuple[Tensor, Tensor]:
+    """What a module computes with in a tensor's place, and what it has to be: of a matrix, other columns each turn."""
     rows = slice(offset, offset + len(tensor))
     kind = name.rpartition(".")[2]
     if kind != "weight" or tensor.ndim != 2 or not hasattr(module, "quant_method") or type(module).__name__ == "VocabParallelEmbedding":
         return getattr(module, kind)[rows], tensor
-    columns = torch.linspace(0, tensor.shape[1] - 1, _NUM_COLUMNS).long().unique()
+    columns = ((torch.linspace(0, tensor.shape[1] - 1, _NUM_COLUMNS).long() + turn) % tensor.shape[1]).unique()
     asked = torch.zeros(len(columns), tensor.shape[1])
     asked[torch.arange(len(columns)), columns] = 1
     weight = module.weight
