@@ -128,7 +128,8 @@ def test_whole_weights_are_proven_by_the_endpoint_inside_and_the_canary_goes_wit
 
 
 def test_an_adapter_is_proven_one_token_at_a_time_and_ahead_of_others_where_the_server_hears_of_priorities() -> None:
-    wire = Wire({"/v1/completions": scored, "/v1/weights/adapter": {"fingerprint": "f", "priority": -1}})
+    shown = {"fingerprint": "f", "priority": -1, "wrong": [], "num_unread": 2}
+    wire = Wire({"/v1/completions": scored, "/v1/weights/adapter": shown})
     assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="alice@3")) == Proof(3, "f", (-0.1 - 1, -0.2 - 2), live=False)
     bodies = [body for _, path, body in wire.asked if path == "/v1/completions"]
     assert [body["prompt"] for body in bodies] == [(7,), (7, 1)]
@@ -137,6 +138,15 @@ def test_an_adapter_is_proven_one_token_at_a_time_and_ahead_of_others_where_the_
     bare = Wire({"/v1/completions": scored, "/v1/weights/adapter": RefusedError("Not Found")})
     assert asyncio.run(dialect().prove(bare, (7, 1, 2), adapter="alice@3")).fingerprint is None
     assert all("priority" not in body for _, path, body in bare.asked if path == "/v1/completions")
+
+
+def test_an_adapter_that_could_be_compared_whole_is_proven_by_that_and_one_that_differs_is_refused() -> None:
+    shown: dict[str, Any] = {"fingerprint": "f", "priority": 0, "wrong": [], "num_unread": 0}
+    wire = Wire({"/v1/completions": scored, "/v1/weights/adapter": shown})
+    assert asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="alice@3")).live
+    shown |= {"wrong": ["a.lora_A.weight", "a.lora_B.weight"]}
+    with pytest.raises(RefusedError, match="it does not compute with what is in its folder: a.lora_A.weight and 1 other tensors differ"):
+        asyncio.run(dialect().prove(wire, (7, 1, 2), adapter="alice@3"))
 
 
 def test_the_base_of_adapters_is_proven_without_the_endpoint_inside() -> None:

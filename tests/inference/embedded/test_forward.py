@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,3 +162,14 @@ def test_a_model_with_packed_weights_gives_the_same_logits_and_the_same_bytes(mo
     forward = load(model_folder("qwen3-untied"), "direct")
     assert torch.allclose(score(forward, PROMPTS[0]), reference("qwen3-untied").logits(PROMPTS[0]), atol=1e-4)
     assert fingerprint_tensors(forward.tensors()) == fingerprint(named_bytes(reference("qwen3-untied").model))
+
+
+def test_a_tied_head_that_was_packed_and_stayed_old_shows_in_the_fingerprint(model_folder, reference, monkeypatch):
+    monkeypatch.setattr(matrix, "PACK_FROM", 1)
+    forward = load(model_folder("qwen3"), "direct")
+    old = forward._weights.head
+    right = forward.prepare(dict(reference("qwen3", 1).model.state_dict()))
+    forward.install(right)
+    assert fingerprint_tensors(forward.tensors()) == fingerprint(named_bytes(reference("qwen3", 1).model))
+    forward.install(replace(right, head=old))
+    assert fingerprint_tensors(forward.tensors()) != fingerprint(named_bytes(reference("qwen3", 1).model))

@@ -2,11 +2,14 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from offbeat.model.peft_io import Adapter, write_adapter
 
 WIDTH, VOCAB = 16, 12
 
@@ -91,9 +94,91 @@ def test_what_a_layer_computes_with_is_told_from_what_it_was_given(
     assert sorted(found) == wrong and unread == ["odd.weight"]
 
 
+def test_every_column_of_a_matrix_has_its_turn(tmp_path: Path) -> None:
+    readback = importlib.import_module("vllm_readback")
+    path, tensors, model = str(tmp_path / "0.safetensors"), weights(0, torch.float32), Model()
+    save_file(tensors, path)
+    model.load(tensors)
+    back = readback.ReadBack(model, [path])
+    for column in range(WIDTH):
+        wrong = tensors["k_proj.weight"].clone()
+        wrong[:, column] += 1
+        model.load(tensors | {"k_proj.weight": wrong})
+        found = [name for _ in range(WIDTH // readback._NUM_COLUMNS + 1) for name in back.check([path])[0]]
+        assert "k_proj.weight" in found, column
+
+
 def test_nothing_is_said_where_nobody_knows_what_the_server_was_started_with(tmp_path: Path) -> None:
     readback = importlib.import_module("vllm_readback")
     path = str(tmp_path / "0.safetensors")
     save_file(weights(0, torch.float32), path)
     found, unread = readback.ReadBack(Model(), []).check([path])
     assert found == [] and len(unread) == 7  # the tied head, too
+
+
+RANK, MOST = 2, 4
+
+
+class Adapted(nn.Module):
+    """As vLLM builds it: A and B of each part, by slot, with room for a larger rank."""
+
+    def __init__(self, *outputs: int) -> None:
+        super().__init__()
+        self.lora_a_stacked = tuple(torch.zeros(3, 1, MOST, WIDTH) for _ in outputs)
+        self.lora_b_stacked = tuple(torch.zeros(3, 1, size, MOST) for size in outputs)
+
+    def load(self, slot: int, part: int, a: Tensor, b: Tensor) -> None:
+        self.lora_a_stacked[part][slot, 0, : len(a)] = a
+        self.lora_b_stacked[part][slot, 0, : len(b), : b.shape[1]] = b
+
+
+class Head(nn.Module):
+    """Adapted, but not in parts."""
+
+    lora_a_stacked, lora_b_stacked = torch.zeros(3, 1, MOST, WIDTH), torch.zeros(3, 1, VOCAB, MOST)
+
+
+def manager(adapter: Adapter, *, number: int, slot: int) -> SimpleNamespace:
+    """With one adapter in one slot."""
+    qkv, out = Adapted(8, 4, 4), Adapted(WIDTH)
+    for name, (a, b) in adapter.pairs.items():
+        layer, part = (out, 0) if name == "model.o_proj" else (qkv, "qkv".index(name[6]))
+        layer.load(slot, part, a, b * adapter.scaling)
+    ids: list[int | None] = [None] * 3
+    ids[slot] = number
+    return SimpleNamespace(
+        lora_index_to_id=ids, packed_modules_mapping={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
+        modules={"model.qkv_proj": qkv, "model.o_proj": out, "logits_processor": Head()})
+
+
+def adapter(seed: int, *names: str) -> Adapter:
+    random, outputs = torch.Generator().manual_seed(seed), {"q": 8, "k": 4, "v": 4, "o": WIDTH}
+    return Adapter(RANK, 1.5, {
+        f"model.{name}_proj": (torch.randn(RANK, WIDTH, generator=random), torch.randn(outputs[name], RANK, generator=random))
+        for name in names})
+
+
+def test_an_adapter_is_compared_with_its_folder_tensor_by_tensor(tmp_path: Path) -> None:
+    check = importlib.import_module("vllm_readback").check_adapter
+    wanted, folder = adapter(1, "q", "v", "o"), str(tmp_path / "alice")
+    write_adapter(wanted, Path(folder), base_model="base")
+    assert check(manager(wanted, number=7, slot=1), 7, folder) == ([], [])
+    assert len(check(manager(adapter(2, "q", "v", "o"), number=7, slot=1), 7, folder)[0]) == 6
+    a, b = wanted.pairs["model.v_proj"]
+    one = Adapter(RANK, 1.5, {**wanted.pairs, "model.v_proj": (a, b + 1e-6)})
+    assert check(manager(one, number=7, slot=1), 7, folder) == (["base_model.model.model.v_proj.lora_B.weight"], [])
+    more = Adapter(RANK, 1.5, {**wanted.pairs, **adapter(3, "k").pairs})
+    assert check(manager(more, number=7, slot=1), 7, folder) == (["model.qkv_proj"], [])
+
+
+def test_nothing_is_said_of_an_adapter_that_made_room_or_lies_otherwise_than_it_came(tmp_path: Path) -> None:
+    check = importlib.import_module("vllm_readback").check_adapter
+    wanted, folder = adapter(1, "q", "o"), str(tmp_path / "alice")
+    write_adapter(wanted, Path(folder), base_model="base")
+    wrong, unread = check(manager(wanted, number=7, slot=1), 8, folder)
+    assert not wrong and len(unread) == 4
+    shared = manager(adapter(2, "q", "o"), number=7, slot=0)
+    for layer in shared.modules.values():
+        layer.tp_size = 2
+    wrong, unread = check(shared, 7, folder)
+    assert not wrong and len(unread) == 4

@@ -97,10 +97,12 @@ class VllmDialect(EmbeddedDialect):
         try:
             told = await wire.call("POST", "/v1/weights/adapter", {"name": adapter})
         except RefusedError:  # a server by URL that runs without our file
-            told = {"fingerprint": None, "priority": 0}
+            told = {"fingerprint": None, "priority": 0, "wrong": [], "num_unread": None}
+        if wrong := told["wrong"]:
+            raise RefusedError(f"it does not compute with what is in its folder: {wrong[0]} and {len(wrong) - 1} other tensors differ")
         scored = await self._score_each(wire, canary, adapter, **({"priority": told["priority"]} if told["priority"] else {}))
         version = split_adapter_name(adapter)[1]
-        return Proof(version, told["fingerprint"], tuple(logprob for logprob, _ in scored), live=False)
+        return Proof(version, told["fingerprint"], tuple(logprob for logprob, _ in scored), live=told["num_unread"] == 0)
 
     async def _score_each(self, wire: Wire, canary: tuple[int, ...], adapter: str, **fields: Any) -> list[tuple[float, Version]]:
         """One new token per request: with LoRA on CPUs, log-probabilities of a prompt end the engine."""

@@ -160,8 +160,9 @@ class DirectForward:
     def tensors(self) -> dict[str, Tensor]:
         weights = self._weights
         named = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
-        if not self.tied:
-            named["lm_head.weight"] = weights.head.plain
+        head = weights.head.plain
+        if not self.tied or not torch.equal(head, weights.embed):  # a tied one may be packed, and then is a copy
+            named["lm_head.weight"] = head
         for i, layer in enumerate(weights.layers):
             named.update({f"model.layers.{i}.{name}": tensor for name, tensor in self._layer_tensors(layer).items()})
         return named

@@ -31,7 +31,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, read_files, receive
-from vllm_readback import ReadBack
+from vllm_readback import ReadBack, check_adapter
 
 _PAUSES = {"recompute": ("keep", True), "keep": ("keep", False), "drain": ("wait", True)}
 """By `interrupt`: vLLM's mode of pausing, and whether it forgets all cached keys and values, those of running requests included."""
@@ -59,11 +59,18 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """The version that serves, as far as it is known: `fingerprint` of what was read, and how many tensors could not be read back."""
+    """The version that serves, as far as it is known.
+
+    Attributes:
+        fingerprint: of what was read.
+        num_unread: tensors that could not be read back.
+        folder: where they can be compared with again; empty if they were received, and are gone.
+    """
 
     version: int
     fingerprint: str
     num_unread: int
+    folder: str
 
 
 class Inside:
@@ -75,6 +82,7 @@ class Inside:
         self._staged: dict[int, Staged] = {}
         self._loaded: Loaded | None = None
         self._adapters: dict[str, str] = {}
+        self._state: Any = None
         self._canary: Canary | None = None
         self._broken = ""
         self._switching = asyncio.Lock()
@@ -89,6 +97,7 @@ class Inside:
         return await self._app(scope, receive, send)
 
     def _install(self, app: Any) -> None:
+        self._state = app.state
         app.add_route("/v1/weights/stage", self._answer(self._stage), methods=["POST"])
         app.add_route("/v1/weights/switch", self._answer(self._switch), methods=["POST"])
         app.add_route("/v1/weights/prove", self._answer(self._prove), methods=["POST"])
@@ -159,14 +168,17 @@ class Inside:
             if reset:
                 await engine.reset_prefix_cache()
             await engine.update_weight_version(str(version))
-            self._loaded = Loaded(version, told[0]["fingerprint"], max(each["num_unread"] for each in told))
+            folder = "" if staged.received else staged.folder
+            self._loaded = Loaded(version, told[0]["fingerprint"], max(each["num_unread"] for each in told), folder)
         except BaseException as exc:  # a handler that is cancelled leaves them half-way, too
-            self._broken = (
-                f"loading version {version} failed half-way and nothing can be sampled before another one is switched to: "
-                f"{str(exc) or type(exc).__name__}")
-            await engine.pause_generation(mode="abort")
+            await self._break(engine, f"loading version {version} failed half-way", exc)
             raise
         self._broken = ""
+
+    async def _break(self, engine: AsyncLLM, what: str, exc: BaseException) -> None:
+        """Let nobody have tokens of weights that are no version's."""
+        self._broken = f"{what} and nothing can be sampled before another one is switched to: {str(exc) or type(exc).__name__}"
+        await engine.pause_generation(mode="abort")
 
     async def _resume(self, engine: AsyncLLM) -> None:
         try:
@@ -194,15 +206,38 @@ class Inside:
         if canary is None or canary.tokens != tokens:
             canary = await Canary.ask(engine, tokens)
         logprobs, version = await canary.answer()
-        told = await self._fingerprint(engine, b"")
+        async with self._switching:
+            told = await self._fingerprint(engine, b"")
+            if self._loaded is not None and self._loaded.folder:
+                await self._compare(engine, self._loaded)
         if told["version"] != version:
             raise RuntimeError(f"it changed from version {version} to {told['version']} during its proof")
         return told | {"logprobs": logprobs}
 
+    async def _compare(self, engine: AsyncLLM, loaded: Loaded) -> None:
+        """Compare what is computed with again, for it may have changed since it was loaded; while its folder is there."""
+        try:
+            if files := [str(path) for path in files_of(loaded.folder)]:
+                await engine.collective_rpc("offbeat_compare", args=(files,))
+        except Exception as exc:
+            await self._break(engine, f"version {loaded.version} is no longer what is computed with", exc)
+            raise
+
     async def _adapter(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
-        """The fingerprint of the folder that an adapter was loaded from, as it was then; and the priority that proofs of it may have."""
+        """What there is to say of an adapter.
+
+        Returns:
+            `fingerprint` of the folder that it was loaded from, as it was then; `wrong`, tensors in it that are not computed with, and
+            `num_unread`, of which nobody can tell, or null if of none; and the `priority` that proofs of it may have.
+        """
         (name,) = read_body(body, name=str)
-        return {"fingerprint": self._adapters.get(name), "priority": _AHEAD if goes_ahead(engine) else 0}
+        answer = {
+            "fingerprint": self._adapters.get(name), "priority": _AHEAD if goes_ahead(engine) else 0, "wrong": [], "num_unread": None}
+        request = getattr(getattr(self._state, "openai_serving_models", None), "lora_requests", {}).get(name)
+        if request is not None:
+            told = await engine.collective_rpc("offbeat_adapter", args=(request.lora_int_id, request.lora_path))
+            answer |= {"wrong": sorted({tensor for wrong, _ in told for tensor in wrong}), "num_unread": max(len(each) for _, each in told)}
+        return answer
 
     async def _load_adapter(self, scope: Any, receive: Any, send: Any) -> None:
         """Let vLLM load an adapter, and then remember what was in its folder."""
@@ -277,10 +312,26 @@ class WorkerExtension:
         self.model_runner.reload_weights(weights_iterator=read_files(files))
         if current_platform.is_cpu():
             repack_heads(model)
+        return {"fingerprint": fingerprint_files(files), "num_unread": self.offbeat_compare(files)}
+
+    def offbeat_compare(self, files: list[str]) -> int:
+        """Compare the files of what was loaded last with what is computed with now.
+
+        Returns:
+            How many tensors could not be compared.
+
+        Raises:
+            RuntimeError: what is computed with is something else.
+        """
+        assert self._offbeat_readback is not None, "they were loaded"
         wrong, unread = self._offbeat_readback.check(files)
         if wrong:
-            raise RuntimeError(f"after loading, {wrong[0]} and {len(wrong) - 1} other tensors are not what was read")
-        return {"fingerprint": fingerprint_files(files), "num_unread": len(unread)}
+            raise RuntimeError(f"{wrong[0]} and {len(wrong) - 1} other tensors are not what was read")
+        return len(unread)
+
+    def offbeat_adapter(self, number: int, folder: str) -> tuple[list[str], list[str]]:
+        """See `check_adapter`; of the adapter that vLLM knows by that number."""
+        return check_adapter(self.model_runner.lora_manager._adapter_manager, number, folder)
 
 
 def repack_heads(model: torch.nn.Module) -> None:

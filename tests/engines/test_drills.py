@@ -1,0 +1,262 @@
+"""Engines that go wrong when weights are published to them: their proofs are refused with the reason, and they serve once that is healed.
+
+The faults are real: what vLLM computes with is spoilt inside its own processes (`vllm_faults`), below what Offbeat has there. A version
+differs from the one before by one step of Adam at a learning rate of 1e-5, which in bfloat16 no canary can tell.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from contract import CANARY, MAX_ADAPTERS, MAX_RANK, WITH_VLLM, Engine, Models, Reference
+from offbeat.cluster.group import WorkerSpec, ask
+from offbeat.cluster.local import LocalLauncher
+from offbeat.cluster.messages import EngineAddress, ServerStart
+from offbeat.cluster.servers import server_command
+from offbeat.config.weights import WeightsConfig
+from offbeat.errors import ProofError, PublishError
+from offbeat.inference.client import EngineClient
+from offbeat.inference.dialects.embedded import EmbeddedDialect
+from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.inference.embedded import matrix
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.server import EngineServer
+from offbeat.model.fingerprint import fingerprint
+from offbeat.model.hf_io import read_safetensors
+from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
+from offbeat.trainer.state import Dtype
+from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.lora_fanout import install
+from offbeat.weights.proof import Judge
+from offbeat.weights.protocol import Manifest
+from offbeat.weights.publish import Publisher
+from small_run import small_config
+from support.weight_faults import LOADING, spoil
+
+pytestmark = pytest.mark.timeout(400)  # the first test of a kind starts the servers
+DTYPES = ("float32", "bfloat16")
+LR = 1e-5
+SUPPORT = Path(__file__).parents[1] / "support"
+OTHER_WEIGHTS = {
+    "embedded": r"engine 0: its weights have fingerprint \w+ instead of",
+    "vllm": r"engine 0: \w+ failed: .* \S+\.weight and \d+ other tensors are not what was read"}
+OTHER_ADAPTER = {
+    "embedded": r"engine 0 failed its proof of alice@2: its weights have fingerprint \w+ instead of",
+    "vllm": r"engine 0 failed its proof of alice@2: it does not compute with what is in its folder: \S+ and \d+ other tensors differ"}
+ENGINES = [
+    *(pytest.param(("embedded", dtype), id=f"embedded-{dtype}") for dtype in DTYPES),
+    *(pytest.param(("vllm", dtype), id=f"vllm-{dtype}", marks=pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it"))
+      for dtype in DTYPES)]
+
+
+class Versions:
+    """A policy that learns: a channel whose every version is one step of Adam from the last."""
+
+    def __init__(self, model: str, root: Path, *, dtype: str) -> None:
+        self._model, self._root, self._dtype = Path(model), root, dtype
+        self._state = {name: tensor.float() for name, tensor in read_safetensors(model)}
+        self._random = torch.Generator().manual_seed(5)
+        self.folder = model
+
+    async def write(self, version: int) -> Manifest:
+        folder = Path(shutil.copytree(self._model, self._root / f"v{version:08d}"))
+        for tensor in self._state.values():
+            tensor += LR * torch.randn(tensor.shape, generator=self._random).sign()
+        state = {name: tensor.to(getattr(torch, self._dtype)) for name, tensor in self._state.items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        told = fingerprint((name, tensor.view(-1).view(torch.uint8).numpy()) for name, tensor in state.items())
+        self.folder = str(folder)
+        return Manifest(version, self.folder, told, CANARY, tuple(Reference(self.folder).logprobs(CANARY[:1], CANARY[1:])))
+
+    def prune(self) -> None:
+        """All stay."""
+
+
+@dataclass
+class Drilled:
+    """An engine that can be made to go wrong, and what publishes to it.
+
+    Attributes:
+        spoil: has the next loads go wrong; of whole weights by the name of a fault, of adapters by the folder that is read instead.
+    """
+
+    engine: Engine
+    versions: Versions
+    judge: Judge
+    spoil: Callable[..., None]
+
+    async def publish(self, publisher: Publisher) -> None:
+        self.engine.version += 1
+        await publisher.publish(self.engine.version)
+
+    def publisher(self, client: EngineClient) -> Publisher:
+        return Publisher(
+            lambda: {client.name: client}, self.versions, WeightsConfig(), judge=self.judge, min_engines=1,
+            on_serving=lambda _name, _version: None, on_quarantine=lambda _name, _reason: None)
+
+
+@contextmanager
+def embedded(models: Models, dtype: Dtype) -> Iterator[tuple[Engine, Callable[..., None]]]:
+    """The embedded engine, packing its weights as it does large ones'."""
+    model = models.folder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix, "PACK_FROM", 1)
+        server = EngineServer(EngineOptions(
+            model=model, dtype=dtype, version=-1, max_adapters=MAX_ADAPTERS, max_adapter_rank=MAX_RANK, max_running=64))
+        forward, adapters = server._engine._forward, server._engine.adapters
+        prepare, put, read = forward.prepare, forward.install, adapters.read
+        had: list[dict[str, torch.Tensor]] = [dict(read_safetensors(model))]
+        now = {"fault": "", "adapter": ""}
+
+        def prepare_wrongly(state: dict[str, torch.Tensor]) -> object:
+            had.append(state)
+            return prepare(spoil(now["fault"], state, had[-2]))
+
+        def install_wrongly(prepared: object) -> None:
+            if now["fault"] == "tied head old":
+                prepared = replace(prepared, head=forward._weights.head)  # type: ignore[type-var]
+            if now["fault"] != "old weights come back":
+                put(prepared)  # type: ignore[arg-type]
+
+        patch.setattr(forward, "prepare", prepare_wrongly)
+        patch.setattr(forward, "install", install_wrongly)
+        patch.setattr(adapters, "read", lambda folder: read(now["adapter"] or folder))
+        try:
+            engine = Engine("embedded", server.start(), EmbeddedDialect(), model, model)
+            yield engine, lambda fault="", adapter="": now.update(fault=fault, adapter=adapter)
+        finally:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def faulty_vllm(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, Path]]]:
+    """By number format: the URL of a server with a worker that goes wrong, and the file that says how."""
+    root, launcher, model = tmp_path_factory.mktemp("faulty"), LocalLauncher(stop_timeout_s=5), models.folder()
+
+    async def serve(dtype: str) -> tuple[str, Path]:
+        config = small_config(
+            root, model, inference__engine="vllm", model__dtype=dtype, model__lora__rank="4", inference__max_running="64",
+            inference__max_adapters=str(MAX_ADAPTERS), inference__max_adapter_rank=str(MAX_RANK))
+        command, env = server_command(config, model=model, tokenizer=model, version=-1, seed=0)
+        path = root / f"{dtype}.json"
+        env |= {"OFFBEAT_TEST_FAULT": str(path), "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(SUPPORT)])}
+        start = ServerStart((*command, "--worker-extension-cls", "vllm_faults.FaultyWorker"), env, "127.0.0.1", 240)
+        worker = await launcher.start(
+            WorkerSpec(dtype, "offbeat.cluster.server_worker:ServerWorker", root / f"{dtype}.log"), timeout_s=60)
+        return (await ask(worker, "start", start, EngineAddress, timeout_s=250)).url, path
+
+    async def serve_all() -> dict[str, tuple[str, Path]]:
+        return dict(zip(DTYPES, await asyncio.gather(*map(serve, DTYPES)), strict=True))
+
+    with asyncio.Runner() as runner, ExitStack() as stack:
+        stack.callback(lambda: runner.run(launcher.__aexit__(None)))
+        yield runner.run(serve_all())
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def drilled(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drilled]:
+    """An engine of each kind in each number format, of a model with tied heads."""
+    kind, dtype = request.param
+    model, root = models.folder(), tmp_path_factory.mktemp("versions")
+    with ExitStack() as stack:
+        if kind == "embedded":
+            engine, fail = stack.enter_context(embedded(models, dtype))
+        else:
+            url, path = request.getfixturevalue("faulty_vllm")[dtype]
+            engine = Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, scores_prompts=False), model, model)
+
+            def fail(fault: str = "", adapter: str = "") -> None:
+                path.write_text(json.dumps({"fault": fault, "adapter": adapter}))
+
+        yield Drilled(engine, Versions(model, root, dtype=dtype), Judge.of(0.0, dtype), fail)
+
+
+@pytest.mark.parametrize("fault", [*LOADING, "tied head old", "old weights come back"])
+def test_an_engine_with_wrong_weights_is_refused_and_serves_once_it_is_healed(drilled: Drilled, fault: str) -> None:
+    async def body(client: EngineClient) -> None:
+        publisher = drilled.publisher(client)
+        drilled.spoil()
+        await drilled.publish(publisher)
+        drilled.spoil(fault=fault)
+        with pytest.raises(PublishError, match=OTHER_WEIGHTS[drilled.engine.kind]):
+            await drilled.publish(publisher)
+        drilled.spoil()
+        if drilled.engine.kind == "embedded":  # it holds what it was given; the supervisor starts such an engine anew
+            await drilled.publish(publisher)
+        assert await publisher.bring(client) == drilled.engine.version
+        assert (await client.prove(CANARY, timeout_s=60)).live
+
+    drilled.engine.run(body)
+
+
+def moved(adapter: Adapter) -> Adapter:
+    """After one step of Adam."""
+    random = torch.Generator().manual_seed(6)
+
+    def step(side: torch.Tensor) -> torch.Tensor:
+        return side + LR * torch.randn(side.shape, generator=random).sign()
+
+    return Adapter(adapter.rank, adapter.scaling, {name: (step(a), step(b)) for name, (a, b) in adapter.pairs.items()})
+
+
+@pytest.fixture
+def adapters(drilled: Drilled, models: Models, tmp_path: Path) -> list[AdapterManifest]:
+    """Two versions of an adapter, a step apart."""
+    first = read_adapter(models.adapter(1))
+    manifests = []
+    for version, adapter in enumerate((first, moved(first)), 1):
+        folder = tmp_path / f"alice-{version}"
+        write_adapter(adapter, folder, base_model=models.folder())
+        logprobs = Reference(drilled.versions.folder, str(folder)).logprobs(CANARY[:1], CANARY[1:])
+        manifests.append(AdapterManifest("alice", version, str(folder), adapter.fingerprint(), CANARY, tuple(logprobs)))
+    return manifests
+
+
+def test_an_adapter_whose_folder_holds_another_ones_files_is_refused(drilled: Drilled, adapters: list[AdapterManifest]) -> None:
+    async def body(client: EngineClient) -> None:
+        with pytest.raises(ProofError, match=r"engine 0 failed its proof of alice@2: .* fingerprint \w+ instead of"):
+            await install(client, replace(adapters[1], folder=adapters[0].folder), judge=drilled.judge, timeout_s=60, patience_s=0)
+        assert not (await install(client, adapters[1], judge=drilled.judge, timeout_s=60, patience_s=0)).inconclusive
+        await client.unload_adapter("alice@2", timeout_s=60)
+
+    drilled.engine.run(body)
+
+
+def test_an_engine_that_serves_another_adapters_files_under_the_name_is_refused(
+    drilled: Drilled, adapters: list[AdapterManifest],
+) -> None:
+    async def body(client: EngineClient) -> None:
+        drilled.spoil(adapter=adapters[0].folder)
+        with pytest.raises(ProofError, match=OTHER_ADAPTER[drilled.engine.kind]):
+            await install(client, adapters[1], judge=drilled.judge, timeout_s=60, patience_s=0)
+        drilled.spoil()
+        assert not (await install(client, adapters[1], judge=drilled.judge, timeout_s=60, patience_s=0)).inconclusive
+        await client.unload_adapter("alice@2", timeout_s=60)
+
+    drilled.engine.run(body)
+
+
+def test_a_name_that_an_engine_has_from_before_is_not_believed_to_be_what_lies_in_its_folder_now(
+    drilled: Drilled, adapters: list[AdapterManifest],
+) -> None:
+    async def body(client: EngineClient) -> None:
+        folder = shutil.copytree(adapters[0].folder, Path(adapters[0].folder).with_name("again"))
+        await client.load_adapter("alice@2", str(folder), timeout_s=60)
+        shutil.rmtree(folder)
+        shutil.copytree(adapters[1].folder, folder)
+        again = replace(adapters[1], folder=str(folder))
+        with pytest.raises(ProofError, match=OTHER_ADAPTER[drilled.engine.kind]):
+            await install(client, again, judge=drilled.judge, timeout_s=60, patience_s=0)
+        assert not (await install(client, again, judge=drilled.judge, timeout_s=60, patience_s=0)).inconclusive
+        await client.unload_adapter("alice@2", timeout_s=60)
+
+    drilled.engine.run(body)
