@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from offbeat.cluster.engine_group import raise_death, serve_one
+from offbeat.cluster.threads import usable_cores
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import ConfigError
@@ -42,7 +43,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--max-context", type=int, default=0, help="longest prompt plus answer in tokens (default: the model's)")
     parser.add_argument("--max-adapters", type=int, default=32, help="LoRA adapters held at once (default: 32)")
     parser.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank of an adapter (default: 64)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: one for each core that it may use)")
     parser.add_argument("--device", type=int, default=None, help="accelerator to use, by number (default: the CPU)")
     key = os.environ.get("OFFBEAT_API_KEY", "")
     parser.add_argument("--api-key", default=key, help="bearer token to demand (default: $OFFBEAT_API_KEY)")

@@ -21,6 +21,7 @@ from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.material import read_base
 from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
 from offbeat.cluster.tenant_group import Passed, TenantGroup
+from offbeat.cluster.threads import choose_threads, usable_cores
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
@@ -317,6 +318,8 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
     if config.model.lora.dropout:
         raise ConfigError(
             f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
+    config = choose_threads(config, cores=usable_cores())
+    record.events.record("threads", rank=config.train.threads, engine=config.inference.threads)
     base = read_base(config)
     if base.build is not None:
         base.tokenizer.save(base.model)

@@ -17,6 +17,7 @@ from offbeat.cluster.assemble import open_session
 from offbeat.cluster.material import Material, read_material
 from offbeat.cluster.place import Place, read_place, resolve_ranks
 from offbeat.cluster.session import Session
+from offbeat.cluster.threads import choose_threads, usable_cores
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
 from offbeat.controller.base_model import needs_base, on_base
@@ -145,9 +146,14 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
     not lead.
     """
     place = read_place(config)
-    config = resolve_ranks(config, place)
+    given, cores = resolve_ranks(config, place), usable_cores()
+    config = choose_threads(given, cores=cores, place=place)
     material = read_material(config, supervised=supervised)
     with _open_record(config, place, console, supervised=supervised, fresh=fresh, debug=debug) as record:
+        if config != given:
+            users = (("train rank", config.train.threads), ("engine", config.inference.threads))
+            threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
+            record.console.note(f"CPU threads: {threads}, of {cores} cores")
         try:
             result = asyncio.run(_with_session(config, place, material, record, body))
             return result if place.leads else None
