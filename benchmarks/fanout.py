@@ -84,7 +84,7 @@ def serving(runner: asyncio.Runner, model: str, num_engines: int) -> Iterator[Se
     """Engine processes in service, as a run has them."""
     config = Config.model_validate({
         "run": {"dir": str(WORK), "name": "fanout"}, "model": {"path": model, "lora": {"rank": RANK}},
-        "inference": {"num_engines": num_engines, "max_adapters": 64},
+        "inference": {"num_engines": num_engines, "max_adapters": 64, "threads": 1},
         "weights": {"proof_tolerance": 1e9}})  # there is no trainer to say what the canary scores; the fingerprint is proven
 
     async def start(stack: AsyncExitStack) -> Serving:

@@ -155,7 +155,7 @@ async def main(args: argparse.Namespace) -> None:
             "model": {"path": model, "dtype": args.dtype},
             "inference": {
                 "engine": "vllm", "max_running": 16, "start_timeout_s": 300.0, "python": str(ROOT / ".venv-vllm" / "bin" / "python"),
-                "max_context": 256},
+                "max_context": 256, "threads": 1},
             "data": {"task": "sort_digits"}, "run": {"dir": str(WORK)}}
         config = Config.model_validate(settings)
         launcher = await stack.enter_async_context(LocalLauncher(stop_timeout_s=10))

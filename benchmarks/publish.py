@@ -91,7 +91,7 @@ async def measure(model: str, engine: str, interrupt: Interrupt, places: dict[st
     folder = str(build(model))
     config = Config.model_validate({
         "model": {"path": folder}, "weights": {"interrupt": interrupt},
-        "inference": {"engine": engine, "python": str(VLLM_PYTHON) if engine == "vllm" else "", "max_running": 64}})
+        "inference": {"engine": engine, "python": str(VLLM_PYTHON) if engine == "vllm" else "", "max_running": 64, "threads": 1}})
     pauses: dict[str, list[float]] = {place: [] for place in places}
     quiet: list[float] = []
     async with AsyncExitStack() as stack:

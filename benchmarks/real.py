@@ -7,7 +7,7 @@ each in float32 and in bfloat16. Ours runs on --threads threads; vLLM as it come
 better format of each side at 64 in flight.
 
 step: GRPO on the task `addition`, 4 prompts with 4 samples each of at most 48 new tokens, one AdamW update per step, both from the same
-folder, in float32. Ours is asynchronous, a train process and an engine process of one thread each; TRL runs in one process on
+folder, in float32. Ours is asynchronous, a train process and an engine process that share the cores; TRL runs in one process on
 --peer-threads threads. `trainer step` is what is not generation: our `step/train_s`, and TRL's step without generating and scoring its
 completions.
 

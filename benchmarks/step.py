@@ -2,7 +2,7 @@
 
 Both start from one checkpoint (a supervised warm-up on sorting 8 digits, made once by `offbeat sft`), draw the same prompts in the same
 order, 64 per step with 8 samples each of at most 10 new tokens, reward an exact match, and take one AdamW update per step with the same
-learning rates, no KL term. Ours is the quick start's configuration: a train process and an engine process with one thread each, one
+learning rates, no KL term. Ours is the quick start's configuration: a train process and an engine process that share the cores, one
 version of staleness. TRL runs in one process, on --peer-threads threads. The sides take turns, each turn in fresh processes.
 
 Figures: seconds per step, from the first step on, without start-up and evaluation, and without the last step, which also saves the model;

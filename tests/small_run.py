@@ -28,6 +28,7 @@ SETTINGS = {
     "rollout.group_size": "2", "rollout.consumer_batch_size": "2", "rollout.max_concurrent_rollouts": "4", "rollout.max_new_tokens": "5",
     "rollout.reward": f"{REWARDS}:random_looking", "train.optimizer.lr": "1e-3", "evaluate.every_steps": "0",
     "telemetry.rollouts_every_steps": "1", "cluster.stop_timeout_s": "3",
+    "train.threads": "1", "inference.threads": "1",  # the same numbers on every machine
 }
 
 

@@ -24,3 +24,8 @@ def test_every_error_is_documented_and_has_the_exit_code_of_who_is_to_mend_it(er
 def test_an_error_is_also_the_standard_one(error: type[errors.OffbeatError], standard: type[Exception]) -> None:
     with pytest.raises(standard, match="what to do"):
         raise error("what to do")
+
+
+def test_what_another_library_says_is_cut_to_its_first_line() -> None:
+    assert errors.first_line(RuntimeError("\n no such kernel.\n\n  at aten/native")) == "no such kernel"
+    assert errors.first_line(KeyError()) == "KeyError"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.cluster.threads import choose_threads, usable_cores
 from offbeat.config.load import load_config
 
 _ROOT = Path(__file__).parents[1]
@@ -35,7 +36,11 @@ def test_two_steps_of_an_example_run(path: Path, tmp_path: Path) -> None:
         [sys.executable, "-m", "offbeat", "train", str(path), "--json", *overrides],
         cwd=_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / path.stem / "result.json").read_text())
+    run_dir = tmp_path / path.stem
+    result = json.loads((run_dir / "result.json").read_text())
     assert result["steps"] == result["warm_up_steps"] == 2
     assert result["max_staleness_seen"] <= 1
-    assert (tmp_path / path.stem / "report.html").is_file()
+    assert (run_dir / "report.html").is_file()
+    recorded, chosen = load_config(str(run_dir / "config.toml")), choose_threads(load_config(str(path)), cores=usable_cores())
+    assert (recorded.train.threads, recorded.inference.threads) == (chosen.train.threads, chosen.inference.threads)
+    assert f"CPU threads: {chosen.train.threads} for each train rank, {chosen.inference.threads} for each engine" in done.stdout

@@ -111,3 +111,8 @@ class RolloutError(RunError):
 
 class NotLearnedError(RunError):
     """A run ended below the accuracy that it promises."""
+
+
+def first_line(exc: BaseException) -> str:
+    """What another library's error says first, or its name if it says nothing; the rest is for that library's own developers."""
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0].rstrip(".")

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import socket
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def post(url: str, body: dict) -> dict:
 
 
 def test_an_engine_answers_and_ends_at_ctrl_c(model_dir: str) -> None:
-    with start_offbeat("engine", "--model", model_dir, "--port", "0", "--threads", "1") as process:
+    room = str(2 * 32 * 128)  # two samples of 32 tokens
+    with start_offbeat("engine", "--model", model_dir, "--port", "0", "--threads", "1", "--max-cache-bytes", room) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+", line)
@@ -30,6 +32,9 @@ def test_an_engine_answers_and_ends_at_ctrl_c(model_dir: str) -> None:
         answer = post(f"{found[0]}/v1/completions", {"prompt": "321>", "max_tokens": 4, "temperature": 0, "ignore_eos": True})
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 4
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(f"{found[0]}/v1/completions", {"prompt": "321>", "max_tokens": 4, "n": 3})
+        assert "take 96 places in the cache, which has 64" in refused.value.read().decode()
         tree = psutil.Process(process.pid).children(recursive=True)
         assert tree
         process.send_signal(signal.SIGINT)
@@ -53,9 +58,11 @@ def test_wrong_arguments_are_told_before_anything_starts(model_dir: str, tmp_pat
     assert cli.main(["engine", "--model", model_dir, "--train.num_ranks", "2"]) == 2
     assert cli.main(["engine", "--model", model_dir, "--max-adapters", "0"]) == 2
     assert cli.main(["engine", "--model", model_dir, "--max-adapter-rank", "0"]) == 2
+    assert cli.main(["engine", "--model", model_dir, "--max-cache-bytes", "-1"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert "--port must be between 0 and 65535, got 70000" in lines[0]
     assert str(tmp_path) in lines[1]
     assert "--train.num_ranks is not an option of offbeat engine" in lines[2]
     assert "max_adapters must be >= 1, got 0" in lines[3]
     assert "max_adapter_rank must be >= 1, got 0" in lines[4]
+    assert "max_cache_bytes must be >= 0, got -1" in lines[5]

@@ -24,8 +24,11 @@ def test_fine_tuning_on_chats_evaluates_exports_and_reports(tmp_path: Path, mode
         sft__total_steps="3", sft__batch_size="8", checkpoint__export_every_steps="2")
     assert cli.main(["sft", *words, "--json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert events[-1].keys() == {"event", "steps", "accuracy", "stopped_early"}
-    assert (events[-1]["steps"], events[-1]["stopped_early"]) == (3, False) and 0 <= events[-1]["accuracy"] <= 1
+    result = json.loads((run.folder / "result.json").read_text())
+    assert events[-1] == {"event": "finish"} | result
+    assert (result["steps"], result["seed"], result["stopped_early"]) == (3, 0, False) and 0 <= result["accuracy"] <= 1
+    assert result["trained_tokens"] == 3 * 8 * 2 * 2 and result["final_loss"] == run.metrics()[-1]["train/loss"]
+    assert result["train_wall_s"] > 0 and result["startup_wall_s"] > 0 and result["controller_memory_bytes"] > 0
     assert [row["train/tokens"] for row in run.metrics()] == [8 * 2 * 2] * 3, "one digit and the end token, in both turns"
     for export in ("export", "exports/step-00000002"):
         assert load_causal_lm(str(run.folder / export), attention="sdpa").config.hidden_size == 32

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cluster.material import choose_canary, choose_reward, read_material
+from offbeat.cluster.material import base_ends, choose_canary, choose_reward, read_base, read_material
 from offbeat.config.load import load_config
 from offbeat.errors import ConfigError, DataError, ModelError
 from offbeat.rollout.functions import resolve
@@ -77,6 +77,7 @@ def test_sampling_ends_at_all_that_model_tokenizer_and_user_name(tmp_path: Path)
     assert (sampling.stop_token_ids, sampling.stop) == ((0, 30, 7, 1), ("12",))
     assert (sampling.max_new_tokens, sampling.temperature) == (5, 1.0)
     assert read_material(small_config(tmp_path)).sampling.stop_token_ids == (0,)
+    assert base_ends(read_base(small_config(tmp_path, str(model)))).token_ids == (0, 30)
     with pytest.raises(ConfigError, match="rollout.stop_token_ids must hold tokens of .*, 0 to 53, got 54"):
         read_material(small_config(tmp_path, str(model), rollout__stop_token_ids="[54]"))
 

@@ -10,7 +10,14 @@ def test_a_context_of_zero_takes_the_models():
     assert InferenceConfig().max_context == 0
 
 
-@pytest.mark.parametrize("name", ["num_engines", "min_engines", "max_running", "max_queued", "threads"])
+def test_threads_are_chosen_unless_they_are_given():
+    assert InferenceConfig().threads == 0
+    assert InferenceConfig(threads=3).threads == 3
+    with pytest.raises(ValidationError):
+        InferenceConfig(threads=-1)
+
+
+@pytest.mark.parametrize("name", ["num_engines", "min_engines", "max_running", "max_queued"])
 def test_counts_start_at_one(name):
     assert getattr(InferenceConfig(**{name: 1}), name) == 1
     with pytest.raises(ValidationError):

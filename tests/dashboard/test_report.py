@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.config.load import dump_toml, load_config
 from offbeat.dashboard.report import write_report
 from offbeat.errors import DataError
+from offbeat.telemetry.advice import PublishingAdvice
 
 _SPEC = importlib.util.spec_from_file_location("synthetic", Path(__file__).with_name("synthetic.py"))
 synthetic = importlib.util.module_from_spec(_SPEC)
@@ -87,6 +89,20 @@ def test_every_curve_and_both_time_lines_are_there(page):
         "Loss", "Gradient norm", "Entropy", "Learning rate", "Whole run", "A few steps",
     ]
     assert page.count("<svg") == 12
+
+
+def test_a_run_that_was_told_what_would_shorten_its_publishing_has_the_same_sentence_in_its_report(tmp_path, page):
+    slow = {"step/publish_s": 6.0, "step/total_s": 20.0}
+    config, rows = load_config(None, [("run.name", "mine")]), [{"eval/accuracy": 0.5}, slow, slow, slow]
+    told = list(filter(None, map(PublishingAdvice(config).look, rows)))
+    assert len(told) == 1
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row | {"global_step": i}) + "\n" for i, row in enumerate(rows)))
+    assert "publishing takes" not in write_report(tmp_path).read_text(), "nobody knows the settings"
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    assert html.unescape(write_report(tmp_path).read_text()).count(told[0]) == 1
+    (tmp_path / "config.toml").write_text(dump_toml(config) + "\n[of_another_version]\nx = 1\n")
+    assert "publishing takes" not in write_report(tmp_path).read_text()
+    assert "publishing takes" not in page
 
 
 def test_events_and_configuration_are_listed(page):

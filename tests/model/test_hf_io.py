@@ -12,7 +12,7 @@ from offbeat.config.model import TinyConfig
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ModelError, StorageError
 from offbeat.model.fingerprint import fingerprint
-from offbeat.model.hf_io import copy_into, read_safetensors, write_safetensors
+from offbeat.model.hf_io import read_safetensors, write_safetensors
 from offbeat.model.load import context_length, load_causal_lm
 from offbeat.model.tensors import named_bytes
 from offbeat.model.tiny import build_tiny
@@ -108,37 +108,6 @@ def test_writing_into_a_folder_that_exists_replaces_its_weights_and_keeps_other_
     assert not (folder / "model.safetensors").exists()
     assert (folder / "tokenizer.json").exists()
     assert fingerprint(named_bytes(load_causal_lm(str(folder)))) == fingerprint(named_bytes(model))
-
-
-def test_copy_into_changes_weights_in_place_keeps_ties_and_casts(folder, tmp_path):
-    source = perturbed(load_causal_lm(str(folder)))
-    write_safetensors(source.state_dict(), tmp_path / "new", config_from=source)
-    model = load_causal_lm(str(folder), dtype="bfloat16")
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    copy_into(model, tmp_path / "new")
-    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert fingerprint(named_bytes(model)) == fingerprint(named_bytes(source.to(torch.bfloat16)))
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (lambda state: state.pop("model.norm.weight"), "lacks 'model.norm.weight'"),
-        (lambda state: state.pop("model.embed_tokens.weight"), r"lacks 'lm_head.weight' \(2 such"),
-        (lambda state: state.update(extra=torch.zeros(1)), "unknown 'extra'"),
-        (lambda state: state.update({"model.norm.weight": torch.zeros(3)}), "another shape for 'model.norm.weight'"),
-    ],
-)
-def test_copy_into_refuses_other_weights_and_leaves_the_model_unchanged(folder, tmp_path, change, match):
-    model = load_causal_lm(str(folder))
-    state = perturbed(model).state_dict()
-    change(state)
-    write_safetensors(state, tmp_path / "new", config_from=model)
-    before = fingerprint(named_bytes(model))
-    with pytest.raises(ModelError, match=match):
-        copy_into(model, tmp_path / "new")
-    assert fingerprint(named_bytes(model)) == before
 
 
 def test_named_bytes_are_the_files_bytes_by_hugging_face_names(folder):

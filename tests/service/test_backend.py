@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat.cluster.material import base_ends, read_base
 from offbeat.errors import DataError, ModelError
 from offbeat.inference.sampling import Sampling
 from offbeat.service.backend import Backend, tenant_of
@@ -41,6 +42,7 @@ def test_models_are_trained_exported_pinned_and_sampled_by_id(cluster: SmallClus
 def test_what_does_not_fit_is_one_sentence(cluster: SmallCluster) -> None:
     backend, batch = Backend(cluster.tenants, cluster.config, base_model=BASE), training_data(1, num=1, length=65).batch
     assert (backend.max_rank, backend.context, backend.max_length) == (8, 64, 64)
+    assert backend.end_token_ids == base_ends(read_base(cluster.config)).token_ids
     for lora, sentence in (
         (replace(LORA, rank=9), "must be 1 to 8 on this server, got 9"), (replace(LORA, rank=0), "must be 1 to 8"),
         (replace(LORA, train_attn=False, train_mlp=False), "needs train_attn or train_mlp")):

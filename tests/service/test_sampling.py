@@ -37,6 +37,7 @@ class Engines:
     """Answers each sample with its prompt once `gate` is open, and remembers in which order it was asked."""
 
     context: int = 16
+    end_token_ids: tuple[int, ...] = (2, 9)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[str, EngineSampling, int, str]] = field(default_factory=list)
     running: int = 0
@@ -218,9 +219,10 @@ def test_what_has_not_ended_when_the_server_ends_is_dropped_and_starts_nothing(t
 
 
 @pytest.mark.parametrize(("stop", "expected"), [
-    (None, ((), (), False)), ((), ((), (), True)), (("a", "b"), (("a", "b"), (), False)), ((7, 8), ((), (7, 8), False))])
+    (None, ((), (2, 9), False)), ((), ((), (), True)), (("a", "b"), (("a", "b"), (2, 9), False)), ((7, 9), ((), (2, 9, 7), False))])
 def test_stop_rules_reach_engines_as_they_are_meant(stop: tuple | None, expected: tuple) -> None:
-    sampling = engine_sampling(replace(REQUEST, stop=stop, seed=3, temperature=0.5, top_k=4, top_p=0.9, topk_sample_logprobs=2), 9)
+    request = replace(REQUEST, stop=stop, seed=3, temperature=0.5, top_k=4, top_p=0.9, topk_sample_logprobs=2)
+    sampling = engine_sampling(request, 9, end_token_ids=(2, 9))
     assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == expected
     assert sampling == replace(
         EngineSampling(9, temperature=0.5, top_p=0.9, top_k=4, seed=3, scaled_logprobs=True, top_logprobs=2), stop=sampling.stop,
@@ -233,6 +235,7 @@ def test_samples_go_on_to_the_end_of_the_context_at_most(tmp_path: Path, asked: 
         setting.engines.gate.set()
         await setting.outcome(setting.sampling.sample(ALICE, replace(REQUEST, max_tokens=asked)))
         assert setting.engines.asked[0][1].max_new_tokens == room
+        assert setting.engines.asked[0][1].stop_token_ids == (2, 9), "the model's end tokens, whatever the engine takes for the end"
 
     run(tmp_path, body)
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.cluster.threads import usable_cores
 from offbeat.errors import ConfigError
 
 _GIB = 2**30
@@ -129,13 +130,10 @@ def check_torch() -> Check:
 
 def check_cores() -> Check:
     """Cores that this process may use: its affinity, and a container's quota."""
-    cores = len(psutil.Process().cpu_affinity() or []) if hasattr(psutil.Process, "cpu_affinity") else (os.cpu_count() or 1)
-    quota, _, period = _cgroup("cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        cores = min(cores, max(1, int(quota) // int(period)))
+    cores = usable_cores()
     if cores < 2:
         return Check("cores", "warn", "1", "trainer and engine will take turns on it; two or more let them overlap")
-    return Check("cores", "ok", f"{cores}, for train.threads × ranks + inference.threads × engines")
+    return Check("cores", "ok", f"{cores}, divided among train ranks and engines where train.threads and inference.threads are 0")
 
 
 def check_threads(wait_policy: str) -> Check:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from offbeat.cluster.engine_group import raise_death, serve_one
+from offbeat.cluster.threads import usable_cores
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import ConfigError
@@ -40,9 +41,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--max-running", type=int, default=256, help="samples decoded together (default: 256)")
     parser.add_argument("--max-queued", type=int, default=4096, help="requests waiting before the answer is 429 (default: 4096)")
     parser.add_argument("--max-context", type=int, default=0, help="longest prompt plus answer in tokens (default: the model's)")
+    parser.add_argument(
+        "--max-cache-bytes", type=int, default=0,
+        help="bytes of the cache of keys and values; a request waits until its longest answer fits (default: a quarter of the machine's "
+        "memory, or half of what is free on an accelerator)")
     parser.add_argument("--max-adapters", type=int, default=32, help="LoRA adapters held at once (default: 32)")
     parser.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank of an adapter (default: 64)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: one for each core that it may use)")
     parser.add_argument("--device", type=int, default=None, help="accelerator to use, by number (default: the CPU)")
     key = os.environ.get("OFFBEAT_API_KEY", "")
     parser.add_argument("--api-key", default=key, help="bearer token to demand (default: $OFFBEAT_API_KEY)")
@@ -66,8 +71,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     load_tokenizer(model)
     options = EngineOptions(
         model=str(model), dtype=args.dtype, forward=args.forward, max_running=args.max_running, max_queued=args.max_queued,
-        max_context=args.max_context, max_adapters=args.max_adapters, max_adapter_rank=args.max_adapter_rank, api_key=args.api_key,
-        version=-1)
+        max_context=args.max_context, max_cache_bytes=args.max_cache_bytes, max_adapters=args.max_adapters,
+        max_adapter_rank=args.max_adapter_rank, api_key=args.api_key, version=-1)
     asyncio.run(_serve(args, options))
     return 0
 

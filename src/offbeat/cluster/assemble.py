@@ -20,6 +20,7 @@ from offbeat.cluster.place import Place
 from offbeat.cluster.publishers import LoraPublisher, Release, WholePublisher, policy_tenant, release_nobody
 from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
 from offbeat.cluster.session import Publishing, Session, Solo
+from offbeat.cluster.threads import choose_threads, usable_cores
 from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
@@ -71,6 +72,7 @@ async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[tuple[A
     """
     if not config.model.path:
         raise ConfigError("model.path is empty, so there is no model to evaluate; give a folder or hub id, such as runs/quickstart/export")
+    config = choose_threads(config, cores=usable_cores(), trains=False)
     material = read_material(config, trains=False)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))

@@ -50,6 +50,9 @@ class WorkerSpec:
     num_devices: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        assert self.threads > 0, f"threads are chosen before a worker is started, got {self.threads} for {self.name}"
+
     @property
     def environment(self) -> dict[str, str]:
         """Variables that must be set before numeric libraries load."""

@@ -1,11 +1,12 @@
 """What a run works on: model folder, tokenizer and data, read before any process is started so that mistakes show at once. Torch-free."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.cluster.messages import BuildRequest
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
-from offbeat.data.ends import find_ends
+from offbeat.data.ends import Ends, find_ends
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
@@ -82,11 +83,15 @@ def read_material(config: Config, *, trains: bool = True, supervised: bool = Fal
 
 def _choose_sampling(base: Base, config: Config) -> Sampling:
     rollout = config.rollout
-    ends = find_ends(
-        base.tokenizer, model_end_ids=read_end_token_ids(base.model) if base.build is None else (), stop=rollout.stop,
-        stop_token_ids=rollout.stop_token_ids)
+    ends = base_ends(base, stop=rollout.stop, stop_token_ids=rollout.stop_token_ids)
     return Sampling(
         rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, ends.strings, stop_token_ids=ends.token_ids)
+
+
+def base_ends(base: Base, *, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> Ends:
+    """All that ends a sample of a model; see `find_ends`."""
+    model_end_ids = read_end_token_ids(base.model) if base.build is None else ()
+    return find_ends(base.tokenizer, model_end_ids=model_end_ids, stop=stop, stop_token_ids=stop_token_ids)
 
 
 def _check_limits(config: Config, *, context: int, longest: int, trains: bool) -> None:

@@ -18,9 +18,10 @@ from offbeat.aio import beside, both
 from offbeat.algorithms.adam import AdamParams
 from offbeat.cluster.assemble import make_launcher
 from offbeat.cluster.engine_group import EngineGroup
-from offbeat.cluster.material import read_base
+from offbeat.cluster.material import base_ends, read_base
 from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
 from offbeat.cluster.tenant_group import Passed, TenantGroup
+from offbeat.cluster.threads import choose_threads, usable_cores
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.batch import TokenBatch
@@ -53,10 +54,17 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the base model takes."""
+    """What the base model takes, and where its samples end.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        context: tokens of a prompt and its continuation.
+        end_token_ids: the tokenizer's, the model's and the chat template's; engines by themselves know the first alone.
+    """
 
     vocab_size: int
     context: int
+    end_token_ids: tuple[int, ...]
 
 
 class Tenants:
@@ -317,7 +325,10 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
     if config.model.lora.dropout:
         raise ConfigError(
             f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
+    config = choose_threads(config, cores=usable_cores())
+    record.events.record("threads", rank=config.train.threads, engine=config.inference.threads)
     base = read_base(config)
+    ends = base_ends(base)
     if base.build is not None:
         base.tokenizer.save(base.model)
     async with AsyncExitStack() as stack:
@@ -331,5 +342,5 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
         async with beside(serving.watch()):
             await serving.fleet.serve_base(canary, await trainers.score_base(canary))
             model_config = read_model_config(base.model)
-            limits = Limits((model_config.get("text_config") or model_config)["vocab_size"], base.context)
+            limits = Limits((model_config.get("text_config") or model_config)["vocab_size"], base.context, ends.token_ids)
             yield Tenants(config, trainers, serving, tokenizer=base.tokenizer, canary=canary, limits=limits)

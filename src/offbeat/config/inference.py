@@ -26,7 +26,8 @@ class InferenceConfig(Section):
         0,
         "Bytes of the embedded engine's cache of keys and values; a request waits until its longest answer fits. 0 takes a quarter of the "
         "machine's memory, divided among its engines, or half of what is free on an accelerator.", ge=0)
-    threads: int = field(1, "CPU threads per engine.", ge=1)
+    threads: int = field(
+        0, "CPU threads per engine; 0 divides the cores that the run may use among its engines and train ranks.", ge=0)
     max_adapters: int = field(32, "LoRA adapters that an engine holds at once; the least recently used makes room.", ge=1)
     max_adapter_rank: int = field(64, "Largest rank of an adapter that an engine takes.", ge=1)
     start_timeout_s: float = field(180.0, "Seconds until an engine must answer.", gt=0)

@@ -29,7 +29,8 @@ class TrainConfig(Section):
     share_prefix: bool = field(True, "Run a group's common prompt once per micro-batch instead of once per sample.")
     autocast: bool = field(False, "Compute in bfloat16 over float32 weights; pays above about 5M parameters.")
     gradient_checkpointing: bool = field(False, "Recompute activations in the backward pass to save memory.")
-    threads: int = field(1, "CPU threads per train process; on a CPU share them with the engines.", ge=1)
+    threads: int = field(
+        0, "CPU threads per train process; 0 divides the cores that the run may use among its engines and train ranks.", ge=0)
     step_timeout_s: float = field(1800.0, "Seconds for one training step of all ranks.", gt=0)
 
 

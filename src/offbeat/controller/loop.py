@@ -17,13 +17,13 @@ from offbeat.aio import run_beside
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
 from offbeat.cluster.messages import Objective
 from offbeat.cluster.session import Rollouts, Session
-from offbeat.controller.advice import PublishingAdvice
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data import wire
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
+from offbeat.telemetry.advice import PublishingAdvice
 from offbeat.telemetry.tracker import combine
 from offbeat.types import Version
 from offbeat.weights.publish import PublishReport

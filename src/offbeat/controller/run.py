@@ -17,13 +17,14 @@ from offbeat.cluster.assemble import open_session
 from offbeat.cluster.material import Material, read_material
 from offbeat.cluster.place import Place, read_place, resolve_ranks
 from offbeat.cluster.session import Session
+from offbeat.cluster.threads import choose_threads, usable_cores
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
 from offbeat.controller.base_model import needs_base, on_base
 from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, index_of
 from offbeat.controller.loop import TrainResult, train
 from offbeat.controller.state import Highlights, RunState, SavedState
-from offbeat.controller.supervised import SftResult, fine_tune, is_finished
+from offbeat.controller.supervised import fine_tune, is_finished
 from offbeat.data import wire
 from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console
@@ -33,12 +34,13 @@ from offbeat.telemetry.sinks import check_installed
 
 T = TypeVar("T")
 Body = Callable[[Session, RunState], Awaitable[T]]
+R = TypeVar("R", "RunResult", "SupervisedResult")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What `result.json` says.
+    """What `result.json` of `offbeat train` says.
 
     Attributes:
         heldout_before, heldout_after: accuracy before and after reinforcement learning; None without held-out prompts.
@@ -61,6 +63,22 @@ class RunResult:
     startup_wall_s: float
     max_staleness_seen: int
     max_logprob_gap: float
+    seed: int
+    torch_in_controller: bool
+    controller_memory_bytes: int
+    stopped_early: bool
+
+
+@dataclass(frozen=True)
+class SupervisedResult:
+    """What `result.json` of `offbeat sft` says; see `SftResult` and `RunResult`. Wall times are of this start of the run."""
+
+    steps: int
+    trained_tokens: int
+    final_loss: float | None
+    accuracy: float | None
+    train_wall_s: float
+    startup_wall_s: float
     seed: int
     torch_in_controller: bool
     controller_memory_bytes: int
@@ -96,32 +114,38 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
             max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
 
-    result = execute(config, console, body, debug=debug, fresh=fresh)
-    if result is None:
-        return None
-    (config.run_dir / "result.json").write_bytes(wire.encode_json(result) + b"\n")
-    console.finish(asdict(result))
-    return result
+    return _finish(execute(config, console, body, debug=debug, fresh=fresh), config, console)
 
 
-def run_supervised(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SftResult | None:
-    """`offbeat sft`: supervised fine-tuning, exported to the run's folder. None on a rank that does not lead.
+def run_supervised(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SupervisedResult | None:
+    """`offbeat sft`: supervised fine-tuning, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
 
     A `fresh` run never resumes: an older one of its name is moved aside.
     """
+    start = time.monotonic()
 
-    async def body(session: Session, state: RunState) -> SftResult:
-        return await fine_tune(session, state, standalone=True)
+    async def body(session: Session, state: RunState) -> SupervisedResult:
+        ready = time.monotonic()
+        result = await fine_tune(session, state, standalone=True)
+        return SupervisedResult(
+            steps=result.steps, trained_tokens=result.trained_tokens, final_loss=result.final_loss, accuracy=result.accuracy,
+            train_wall_s=round(time.monotonic() - ready, 3), startup_wall_s=round(ready - start, 3), seed=config.run.seed,
+            torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
 
-    result = execute(config, console, body, debug=debug, fresh=fresh, supervised=True)
+    return _finish(execute(config, console, body, debug=debug, fresh=fresh, supervised=True), config, console)
+
+
+def _finish(result: R | None, config: Config, console: Console) -> R | None:
+    """Write and show what a run came to, on the process that leads."""
     if result is not None:
+        (config.run_dir / "result.json").write_bytes(wire.encode_json(result) + b"\n")
         console.finish(asdict(result))
     return result
 
 
 def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) -> tuple[Config, int, float]:
     """The configuration on its base, and the steps and seconds that this took."""
-    results: list[SftResult] = []
+    results: list[SupervisedResult] = []
     start = time.monotonic()
 
     def make(base: Config) -> None:
@@ -145,9 +169,14 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
     not lead.
     """
     place = read_place(config)
-    config = resolve_ranks(config, place)
+    given, cores = resolve_ranks(config, place), usable_cores()
+    config = choose_threads(given, cores=cores, place=place)
     material = read_material(config, supervised=supervised)
     with _open_record(config, place, console, supervised=supervised, fresh=fresh, debug=debug) as record:
+        if config != given:
+            users = (("train rank", config.train.threads), ("engine", config.inference.threads))
+            threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
+            record.console.note(f"CPU threads: {threads}, of {cores} cores")
         try:
             result = asyncio.run(_with_session(config, place, material, record, body))
             return result if place.leads else None

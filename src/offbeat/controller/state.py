@@ -31,12 +31,14 @@ class Highlights:
         heldout_before, heldout_after: accuracy before the first step and at the last evaluation; None without held-out prompts.
         max_staleness: versions between a trained token's policy and the trainer, at most.
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
+        trained_tokens: of supervised fine-tuning.
     """
 
     heldout_before: float | None = None
     heldout_after: float | None = None
     max_staleness: int = 0
     max_logprob_gap: float = 0.0
+    trained_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,15 @@ class SftResult:
 
     Attributes:
         steps: optimizer steps done, over all resumptions.
+        trained_tokens: that the loss was taken of, over all resumptions.
+        final_loss: of the last step, the mean over its tokens; None if there was nothing left to do.
         accuracy: held-out accuracy at the last evaluation; None without one.
         stopped_early: the user asked to stop; the same command goes on.
     """
 
     steps: int
+    trained_tokens: int
+    final_loss: float | None
     accuracy: float | None
     stopped_early: bool
 
@@ -61,6 +65,8 @@ class _FineTuning:
         self._checkpoints = Checkpoints(session, FINE_TUNING if standalone else WARM_UP)
         self._stream = PromptStream(session.material.train, seed=config.run.seed + 1, shuffle=config.data.shuffle)
         self._step = 0
+        self._trained_tokens = 0
+        self._loss: float | None = None
         self._accuracy: float | None = None
 
     async def run(self) -> SftResult:
@@ -83,7 +89,8 @@ class _FineTuning:
                 await self._save()
         if self._standalone and not self._finished:
             await self._checkpoints.export()
-        return SftResult(self._step, self._accuracy, stopped_early=state.stopping and not self._finished)
+        return SftResult(
+            self._step, self._trained_tokens, self._loss, self._accuracy, stopped_early=state.stopping and not self._finished)
 
     @property
     def _finished(self) -> bool:
@@ -95,6 +102,8 @@ class _FineTuning:
         self._step += 1
         with self._record.tracer.span("train", "controller", step=self._step):
             stats = await session.trainers.train_step(session.stage.sft_batch(self._stream, sft.batch_size))
+        self._trained_tokens += int(stats["train/tokens"])
+        self._loss = stats["train/loss"]
         await self._state.agree(session.peers)
         last = self._step == sft.total_steps
         if (last or (sft.evaluate_every_steps and self._step % sft.evaluate_every_steps == 0)) and not self._state.stopping:
@@ -126,11 +135,12 @@ class _FineTuning:
         with self._record.tracer.span("checkpoint", "controller"):
             await self._checkpoints.save(
                 self._step, version=self._state.version, head=HeadState(self._stream.state(), ()),
-                highlights=Highlights(heldout_after=self._accuracy))
+                highlights=Highlights(heldout_after=self._accuracy, trained_tokens=self._trained_tokens))
         self._record.events.record("sft_checkpoint", step=self._step)
 
     def _resume(self, saved: SavedState) -> None:
-        self._step, self._state.version, self._accuracy = saved.global_step, saved.version, saved.highlights.heldout_after
+        self._step, self._state.version = saved.global_step, saved.version
+        self._accuracy, self._trained_tokens = saved.highlights.heldout_after, saved.highlights.trained_tokens
         self._stream.restore(saved.heads[self._session.head].stream)
         # The rows after a warm-up are of reinforcement learning that left no checkpoint, and begins again.
         self._record.stats.resume_at(saved.global_step + 1 if self._standalone else 0)

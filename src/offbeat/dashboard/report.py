@@ -11,10 +11,14 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from pydantic import ValidationError
+
+from offbeat.config.root import Config
 from offbeat.dashboard import timeline
 from offbeat.dashboard.charts import Chart, Series, draw, smoothed
 from offbeat.dashboard.run_files import RunFiles, read_run
 from offbeat.errors import StorageError
+from offbeat.telemetry.advice import PublishingAdvice
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _MOST_EVENTS = 500
@@ -49,6 +53,7 @@ def render_report(run: RunFiles) -> str:
         name=escape(run.name),
         subtitle=escape(_subtitle(run)),
         figures="".join(_figure(*figure) for figure in _key_figures(run)),
+        advice=escape(_advice(run)),
         charts=_charts_html(run),
         timeline=_timeline_html(run),
         details="".join(_details(run)),
@@ -97,6 +102,17 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     gap = run.values("policy/canary_gap")
     if gap:
         yield "log-prob gap", f"{max(gap):.0e}", "trainer to engine, same weights"
+
+
+def _advice(run: RunFiles) -> str:
+    """What the run was told on its console, from the same figures; nothing where its settings are missing or another version's."""
+    if not run.config:
+        return ""
+    try:
+        advice = PublishingAdvice(Config.model_validate(run.config))
+    except ValidationError:
+        return ""
+    return next(filter(None, map(advice.look, run.metrics)), "")
 
 
 def _clock(seconds: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from offbeat.errors import DataError, MissingExtraError
+from offbeat.errors import DataError, MissingExtraError, first_line
 
 Check = Callable[[dict[str, Any], str], object]
 """Called with a record and where it stands; raises DataError if the record cannot be used."""
@@ -115,7 +115,7 @@ def _open_parquet(path: str, *, check: Check) -> Table:
     try:
         table = parquet.read_table(path)
     except (OSError, ValueError) as exc:
-        raise DataError(f"data file {path!r} is not readable as Parquet: {_first_line(exc)}") from exc
+        raise DataError(f"data file {path!r} is not readable as Parquet: {first_line(exc)}") from exc
     return _checked(Table(table), path, check)
 
 
@@ -126,7 +126,7 @@ def _open_hub(path: str, *, split: str, check: Check) -> Table:
         dataset = datasets.load_dataset(name, config_name or None, split=split)
     except (OSError, ValueError) as exc:
         raise DataError(
-            f"dataset {path!r}, split {split!r}, could not be loaded: {_first_line(exc)}; check the name (org/name, or org/name:config),"
+            f"dataset {path!r}, split {split!r}, could not be loaded: {first_line(exc)}; check the name (org/name, or org/name:config),"
             " the split and the connection, or give a .jsonl or .parquet file") from exc
     return _checked(Table(dataset.with_format("arrow")[:]), f"{path} ({split})", check)
 
@@ -148,7 +148,3 @@ def import_extra(module: str, purpose: str, *, extra: str = "hub") -> Any:
         return importlib.import_module(module)
     except ImportError as exc:
         raise MissingExtraError(f"to {purpose}, {module.partition('.')[0]} must be installed: pip install 'offbeat[{extra}]'") from exc
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0].rstrip(".")

@@ -10,10 +10,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.data.model_folder import WEIGHT_FILES, read_model_config
@@ -67,27 +66,6 @@ def read_safetensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
                     yield name, tensors.get_tensor(name)
         except (OSError, SafetensorError) as exc:
             raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc
-
-
-@torch.no_grad()
-def copy_into(model: nn.Module, folder: str | Path) -> None:
-    """Load a folder's weights into an existing model, in place; numbers are cast to the model's format and tied weights stay tied.
-
-    Raises:
-        ModelError: a weight is missing, unknown or of another shape; the model is then unchanged.
-    """
-    own = model.state_dict()
-    shapes = {name: shape for file in _weight_files(Path(folder)) for name, shape in _read_shapes(file)}
-    # A tied weight is present when any of its names is.
-    present = {own[name].data_ptr() for name in shapes if name in own}
-    missing = sorted(name for name, tensor in own.items() if name not in shapes and tensor.data_ptr() not in present)
-    unknown = sorted(shapes.keys() - own.keys())
-    misshapen = sorted(name for name in shapes.keys() & own.keys() if shapes[name] != tuple(own[name].shape))
-    for problem, names in (("lacks", missing), ("holds the unknown", unknown), ("has another shape for", misshapen)):
-        if names:
-            raise ModelError(f"{folder} {problem} {names[0]!r} ({len(names)} such weights); it must hold the weights of this architecture")
-    for name, tensor in read_safetensors(folder):
-        own[name].copy_(tensor)
 
 
 def _without_tied(state: Mapping[str, Tensor], config_from: PreTrainedModel | str | Path) -> dict[str, Tensor]:
@@ -161,11 +139,3 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / _SINGLE_FILE).is_file():
         return [folder / _SINGLE_FILE]
     raise ModelError(f"{folder} holds no {_SINGLE_FILE} or {_INDEX_FILE}; give a folder with weights in the safetensors format")
-
-
-def _read_shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
-    except (OSError, SafetensorError) as exc:
-        raise ModelError(f"{file} cannot be read as safetensors: {exc}") from exc

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from offbeat.data.model_folder import CONTEXT_LENGTH_NAMES, check_model_folder, rope_limit
-from offbeat.errors import ModelError
+from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import PACKED
 from offbeat.model.norm import use_fast_norms
 
@@ -68,8 +68,3 @@ def rope_limit_of(config: Any) -> int | None:
     text_config = config.get_text_config()
     ropes, context = getattr(text_config, "rope_parameters", None), getattr(text_config, "max_position_embeddings", 0)
     return rope_limit(ropes, context=context, original=getattr(text_config, "original_max_position_embeddings", None))
-
-
-def first_line(exc: Exception) -> str:
-    """What an error says first; the rest of torch's and transformers' messages is for their own developers."""
-    return str(exc).strip().split("\n", 1)[0]

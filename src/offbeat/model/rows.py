@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from offbeat.data.batch import TokenBatch
 from offbeat.data.packing import pack_row
-from offbeat.errors import ModelError
+from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, PACKED
-from offbeat.model.load import first_line
 from offbeat.model.logprobs import UnpackedError, packs_rows, token_logprobs
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}

@@ -41,6 +41,11 @@ class Backend:
     def vocab_size(self) -> int:
         return self._tenants.limits.vocab_size
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sample."""
+        return self._tenants.limits.end_token_ids
+
     # -- training ----------------------------------------------------------------------------------------------------------------------
 
     @property

@@ -41,6 +41,9 @@ class Engines(Protocol):
     @property
     def context(self) -> int: ...
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]: ...
+
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: EngineSampling, n: int, session: str) -> list[Sample]: ...
 
     async def score(
@@ -169,7 +172,7 @@ class Sampling:
 
     async def _sampled(self, adapter: str, job: Job) -> Sampled:
         request = job.request
-        sampling = engine_sampling(request, self._room(request))
+        sampling = engine_sampling(request, self._room(request), end_token_ids=self._engines.end_token_ids)
         samples, score = await both(
             self._engines.sample(adapter, request.prompt, sampling, request.num_samples, job.row.id), self._score(adapter, request))
         return sampled(request, samples, score)
@@ -186,12 +189,13 @@ class Sampling:
 # -- between the engines' terms and the service's --------------------------------------------------------------------------------------
 
 
-def engine_sampling(request: SampleRequest, max_new_tokens: int) -> EngineSampling:
-    """How engines are to sample."""
+def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_ids: tuple[int, ...]) -> EngineSampling:
+    """How engines are to sample, given what ends a sample unless the request says that nothing does."""
     stop = request.stop or ()
+    ends = () if request.stop == () else dict.fromkeys([*end_token_ids, *(s for s in stop if isinstance(s, int))])
     return EngineSampling(
         max_new_tokens, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, seed=request.seed,
-        stop=tuple(s for s in stop if isinstance(s, str)), stop_token_ids=tuple(s for s in stop if isinstance(s, int)),
+        stop=tuple(s for s in stop if isinstance(s, str)), stop_token_ids=tuple(ends),
         ignore_eos=request.stop == (), scaled_logprobs=True, top_logprobs=request.topk_sample_logprobs)
 
 

@@ -60,7 +60,7 @@ class SampleRequest:
 
     Attributes:
         max_tokens: None goes on to the end of the context.
-        stop: strings or token ids that end a sample besides the end token; None for the end token alone; () never stops.
+        stop: strings or token ids that end a sample besides the end tokens; None for the end tokens alone; () never stops.
         prompt_logprobs: score the prompt, at temperature 1.
         topk_prompt_logprobs, topk_sample_logprobs: likeliest tokens wanted at each position of the prompt, of the samples.
         target_prompt_logprobs: [P, K] int64 tokens to score at each position of the prompt, -1 for none.

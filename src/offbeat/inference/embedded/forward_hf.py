@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from offbeat.errors import ModelError
+from offbeat.errors import ModelError, first_line
 from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
 from offbeat.inference.embedded.forward import LOGITS_AT_ONCE, take
 from offbeat.inference.embedded.lora import AdapterRows, Groups, Linear
@@ -218,8 +218,7 @@ def _find_cache_shape(model: PreTrainedModel, *, dtype: torch.dtype, device: tor
     except ModelError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, AssertionError) as exc:
-        first_line = str(exc).strip().split("\n", 1)[0]
-        raise ModelError(f"{name} cannot run with the embedded engine's attention ({first_line}); use another engine") from exc
+        raise ModelError(f"{name} cannot run with the embedded engine's attention ({first_line(exc)}); use another engine") from exc
     num_layers = model.config.get_text_config().num_hidden_layers
     if sorted(seen.layers) != list(range(num_layers)):
         raise ModelError(f"{name} used the embedded engine's attention in {len(seen.layers)} of {num_layers} layers; use another engine")

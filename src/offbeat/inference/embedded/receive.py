@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from offbeat.dist.broadcast import receive
-from offbeat.errors import EngineError
+from offbeat.errors import EngineError, first_line
 
 
 def receive_weights(address: str, *, device: torch.device) -> dict[str, Tensor] | None:
@@ -16,4 +16,4 @@ def receive_weights(address: str, *, device: torch.device) -> dict[str, Tensor] 
     try:
         return receive(address, device=device)
     except (OSError, RuntimeError, ValueError) as exc:
-        raise EngineError(f"weights could not be received from {address}: {str(exc).splitlines()[0]}") from exc
+        raise EngineError(f"weights could not be received from {address}: {first_line(exc)}") from exc

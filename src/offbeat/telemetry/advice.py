@@ -1,4 +1,4 @@
-"""What would make a run faster, told to its user once, where its own figures show it. Called by the loop."""
+"""What would make a run faster, told to its user once, where its own figures show it. Called by the loop, and by the report."""
 
 from collections.abc import Mapping
 
@@ -20,6 +20,8 @@ class PublishingAdvice:
 
     def look(self, stats: Mapping[str, float]) -> str:
         """One sentence after the second step in a row that publishes for long; empty otherwise, and for ever after."""
+        if "step/publish_s" not in stats:  # an evaluation before the first step, or supervised fine-tuning
+            return ""
         publish_s, total_s = stats["step/publish_s"], stats["step/total_s"]
         self._seen = self._seen + 1 if publish_s > max(LEAST_S, PUBLISH_SHARE * total_s) else 0
         if self._seen != 2 or not self._ways:

@@ -1,7 +1,7 @@
 """What a run is told about its own publishing."""
 
 from offbeat.config.load import load_config
-from offbeat.controller.advice import PublishingAdvice, ways_to_publish_less
+from offbeat.telemetry.advice import PublishingAdvice, ways_to_publish_less
 
 SLOW = {"step/publish_s": 6.0, "step/total_s": 20.0}
 
@@ -12,6 +12,7 @@ def config(*overrides):
 
 def test_a_run_that_publishes_for_long_is_told_once_what_would_help():
     advice = PublishingAdvice(config())
+    assert advice.look({"eval/accuracy": 0.5}) == ""
     assert advice.look(SLOW) == "", "the first step may be slow for any reason"
     text = advice.look(SLOW)
     assert text.startswith("publishing takes 6.0 of 20.0 s a step; model.lora.rank = 16 ")
