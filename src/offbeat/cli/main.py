@@ -7,10 +7,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from offbeat.cli import config, doctor, engine, evaluate, quickstart, report, serve, sft, train
 from offbeat.config.load import split_overrides
 from offbeat.errors import OffbeatError
+
+_COMMANDS = {
+    "quickstart": "quickstart", "train": "train", "sft": "sft", "eval": "evaluate", "engine": "engine", "serve": "serve", "config": "config",
+    "doctor": "doctor", "report": "report"}
+"""The module of each command."""
 
 _DESCRIPTION = """\
 Asynchronous reinforcement-learning post-training for language models.
@@ -26,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in argv
     try:
         overrides, rest = split_overrides([word for word in argv if word != "--debug"])
-        args = build_parser().parse_args(rest)
+        args = build_parser(rest[0] if rest else "").parse_args(rest)
         args.debug = debug
         return args.run(args, overrides)
     except OffbeatError as exc:
@@ -47,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """The parser of one command, or of all where it is none of them: to import what the others need takes longer than most of them."""
     parser = argparse.ArgumentParser(prog="offbeat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (quickstart, train, sft, evaluate, engine, serve, config, doctor, report):
-        module.add_parser(commands)
+    for module in [_COMMANDS[command]] if command in _COMMANDS else _COMMANDS.values():
+        import_module(f"offbeat.cli.{module}").add_parser(commands)
     return parser
 
 
