@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, note, take_turns
 
+from offbeat.cluster.group import library_environment
 from offbeat.config.model import TinyConfig
 from offbeat.data.tokenizer import DEFAULT_ALPHABET, character_tokenizer
 from offbeat.model.tiny import build_tiny
@@ -37,7 +38,7 @@ SHORTEST, LONGEST = 16, 112
 """Tokens that a request generates."""
 SETTLE_S = 1.5
 """vLLM's processes spin for a second after their last request; nobody else is measured during that."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+ONE_THREAD = library_environment(1)
 
 
 def main() -> None:

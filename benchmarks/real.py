@@ -7,9 +7,9 @@ each in float32 and in bfloat16. Ours runs on --threads threads; vLLM as it come
 better format of each side at 64 in flight.
 
 step: GRPO on the task `addition`, 4 prompts with 4 samples each of at most 48 new tokens, one AdamW update per step, both from the same
-folder, in float32. Ours is asynchronous, a train process and an engine process that share the cores; TRL runs in one process on
---peer-threads threads. `trainer step` is what is not generation: our `step/train_s`, and TRL's step without generating and scoring its
-completions.
+folder, in float32. TRL runs in one process on --peer-threads threads. Ours is asynchronous: a train process of as many threads, and an
+engine process of one that shares the cores with it. `trainer step` is what is not generation: our `step/train_s`, and TRL's step without
+generating and scoring its completions.
 
 vLLM takes part where `.venv-vllm` has it, TRL where `.venv-trl` has it; see `engine.py` and `step.py`.
 """
@@ -28,6 +28,7 @@ from engine import SETTLE_S, SHORTEST, make_job
 from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, note, take_turns
 from step import run, write_prompts
 
+from offbeat.cluster.group import library_environment
 from offbeat.config.load import load_config
 from offbeat.data.model_folder import read_model_config
 
@@ -69,7 +70,7 @@ def main() -> None:
 def compare_engines(args: argparse.Namespace) -> None:
     """Tokens per second of all sides in both formats. One contestant at a time is loaded: two cores hold no six models."""
     own = {"OMP_NUM_THREADS": "", "OMP_WAIT_POLICY": "", "VLLM_LOGGING_LEVEL": "WARNING"}  # vLLM chooses its threads and policy
-    ours = {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "passive"}
+    ours = library_environment(args.threads)
     medians: dict[tuple[str, str, int], dict[str, float]] = {}
     for dtype in DTYPES:
         sides = [Contestant(f"offbeat-{dtype}", [sys.executable, BENCHMARKS / "engine_ours.py", "inprocess", args.model, dtype], env=ours)]
@@ -136,7 +137,9 @@ def compare_steps(args: argparse.Namespace) -> None:
 
 
 def settings(args: argparse.Namespace, turn: int) -> dict[str, object]:
-    return SETTINGS | {"model.path": args.model.resolve(), "run.seed": turn, "run.total_steps": args.steps + 1}
+    return SETTINGS | {
+        "model.path": args.model.resolve(), "run.seed": turn, "run.total_steps": args.steps + 1, "train.threads": args.peer_threads,
+        "inference.threads": 1}
 
 
 def run_offbeat(turn: int, args: argparse.Namespace) -> dict[str, float]:
