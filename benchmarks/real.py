@@ -6,10 +6,11 @@ engine: all sides are processes that are ready before the first measurement and 
 each in float32 and in bfloat16. Ours runs on --threads threads; vLLM as it comes, its worker bound to one core of two. The aim is for the
 better format of each side at 64 in flight.
 
-step: GRPO on the task `addition`, 4 prompts with 4 samples each of at most 48 new tokens, one AdamW update per step, both from the same
-folder, in float32. TRL runs in one process on --peer-threads threads. Ours is asynchronous: a train process of as many threads, and an
-engine process of one that shares the cores with it. `trainer step` is what is not generation: our `step/train_s`, and TRL's step without
-generating and scoring its completions.
+step: GRPO on prompts of the task `addition`, 4 with 4 samples each of at most 48 new tokens, under a reward that differs from sample to
+sample, since a group without a difference costs us nothing; one AdamW update per step, both from the same folder, in float32. TRL runs in
+one process on --peer-threads threads. Ours is asynchronous: a train process of as many threads, and an engine process of one that shares
+the cores with it. `trainer step` is what is not generation: our `step/train_s`, and TRL's step without generating and scoring its
+completions.
 
 vLLM takes part where `.venv-vllm` has it, TRL where `.venv-trl` has it; see `engine.py` and `step.py`.
 """
@@ -139,7 +140,7 @@ def compare_steps(args: argparse.Namespace) -> None:
 def settings(args: argparse.Namespace, turn: int) -> dict[str, object]:
     return SETTINGS | {
         "model.path": args.model.resolve(), "run.seed": turn, "run.total_steps": args.steps + 1, "train.threads": args.peer_threads,
-        "inference.threads": 1}
+        "inference.threads": 1, "rollout.reward": f"{BENCHMARKS / 'varied_reward.py'}:varied"}
 
 
 def run_offbeat(turn: int, args: argparse.Namespace) -> dict[str, float]:
@@ -167,7 +168,7 @@ def run_trl(turn: int, args: argparse.Namespace) -> dict[str, float]:
     job = {
         "model": str(args.model), "prompts": str(prompts), "output": str(output), "steps": args.steps + 1, "seed": turn, "lr": optimizer.lr,
         "min_lr": optimizer.lr * optimizer.min_lr_ratio, "warmup_steps": 0, "beta2": optimizer.beta2,
-        "group_size": config.rollout.group_size, "max_new_tokens": config.rollout.max_new_tokens}
+        "group_size": config.rollout.group_size, "max_new_tokens": config.rollout.max_new_tokens, "reward": "varied"}
     command = [args.trl_python, BENCHMARKS / "trl_step.py", json.dumps(job)]
     answer = json.loads(run(command, log=f"real-trl-{turn}", threads=args.peer_threads))
     seconds = mean(answer["seconds"])

@@ -85,7 +85,7 @@ def run_trl(turn: int, *, steps: int, python: Path, threads: int) -> dict[str, f
     job = {
         "model": str(START), "prompts": str(prompts), "output": str(output), "steps": steps + 1, "seed": turn, "lr": optimizer.lr,
         "min_lr": optimizer.lr * optimizer.min_lr_ratio, "warmup_steps": optimizer.warmup_steps, "beta2": optimizer.beta2,
-        "group_size": config.rollout.group_size, "max_new_tokens": config.rollout.max_new_tokens}
+        "group_size": config.rollout.group_size, "max_new_tokens": config.rollout.max_new_tokens, "reward": "exact_match"}
     answer = run([python, BENCHMARKS / "trl_step.py", json.dumps(job)], log=f"trl-{turn}", threads=threads)
     return {"s/step": mean(json.loads(answer)["seconds"]), "accuracy": accuracy(output)}
 

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the task of `step.py`; runs in TRL's own environment, started by `step.py`.
 
 Reads a job as JSON: model (folder), prompts (file of {"prompt", "answer"} lines, 64 per step), steps, lr, min_lr, warmup_steps, beta2,
-group_size, max_new_tokens, seed, output (folder for the model). Prints
+group_size, max_new_tokens, seed, reward ("exact_match" or "varied"), output (folder for the model). Prints
 {"seconds": [...], "generation_s": [...]}: from each step's beginning to the next, and what of it generated and scored completions.
 
 usage: trl_step.py JOB
@@ -17,6 +17,7 @@ from datasets import Dataset
 from measure import claim_stdout
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from varied_reward import varied
 
 
 class StepClock(TrainerCallback):
@@ -49,6 +50,10 @@ def exact_match(completions: list[str], answer: list[str], **_columns: object) -
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
+def varied_reward(completions: list[str], **_columns: object) -> list[float]:
+    return [varied(text, None) for text in completions]
+
+
 def main(job: dict) -> None:
     pipe = claim_stdout()
     rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
@@ -61,9 +66,8 @@ def main(job: dict) -> None:
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, scale_rewards="group", loss_type="dapo",
         learning_rate=job["lr"], warmup_steps=job["warmup_steps"], lr_scheduler_type="polynomial",
         lr_scheduler_kwargs={"lr_end": job["min_lr"], "power": 1.0}, adam_beta2=job["beta2"], weight_decay=0.0, max_grad_norm=1.0)
-    clock = StepClock()
-    trainer = GRPOTrainer(
-        model=job["model"], reward_funcs=exact_match, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock])
+    clock, reward = StepClock(), {"exact_match": exact_match, "varied": varied_reward}[job["reward"]]
+    trainer = GRPOTrainer(model=job["model"], reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock])
     generation_s = clocked(trainer, "_generate_and_score_completions")
     trainer.train()
     trainer.save_model(job["output"])
