@@ -7,10 +7,10 @@ each in float32 and in bfloat16. Ours runs on --threads threads; vLLM as it come
 better format of each side at 64 in flight.
 
 step: GRPO on prompts of the task `addition`, 4 with 4 samples each of at most 48 new tokens, under a reward that differs from sample to
-sample, since a group without a difference costs us nothing; one AdamW update per step, both from the same folder, in float32. TRL runs in
-one process on --peer-threads threads. Ours is asynchronous: a train process of as many threads, and an engine process of one that shares
-the cores with it. `trainer step` is what is not generation: our `step/train_s`, and TRL's step without generating and scoring its
-completions.
+sample, since a group without a difference costs us nothing; one AdamW update per step, both from the same folder, trained in float32. TRL
+runs in one process on --peer-threads threads. Ours is asynchronous: a train process of as many threads, and an engine process of one that
+shares the cores with it, in float32 as TRL's and in bfloat16. `trainer step` is what is not generation: our `step/train_s`, and TRL's step
+without generating and scoring its completions.
 
 vLLM takes part where `.venv-vllm` has it, TRL where `.venv-trl` has it; see `engine.py` and `step.py`.
 """
@@ -22,6 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -35,11 +36,12 @@ from offbeat.data.model_folder import read_model_config
 
 RUNS = WORK / "real"
 DTYPES = ("float32", "bfloat16")
+PARTS = ("rollout_wait_s", "train_s", "publish_s")
 ENGINE_AIM, TRAINER_AIM, STEP_AIM = 0.9, 1.5, 1.9
 SETTINGS = {
     "data.task": "addition", "rollout.group_size": 4, "rollout.consumer_batch_size": 4, "rollout.max_new_tokens": 48,
-    "rollout.max_head_offpolicyness": 1, "train.optimizer.lr": 1e-6, "run.warm_up": "false", "evaluate.every_steps": 0,
-    "checkpoint.every_steps": 0, "checkpoint.export": "false"}
+    "rollout.max_head_offpolicyness": 1, "weights.interrupt": "keep", "train.optimizer.lr": 1e-6, "run.warm_up": "false",
+    "evaluate.every_steps": 0, "checkpoint.every_steps": 0, "checkpoint.export": "false"}
 
 
 def main() -> None:
@@ -128,25 +130,28 @@ def compare_steps(args: argparse.Namespace) -> None:
         return
     shutil.rmtree(RUNS, ignore_errors=True)
     RUNS.mkdir(parents=True)
-    results = take_turns(
-        {"offbeat": lambda turn: run_offbeat(turn, args), "trl": lambda turn: run_trl(turn, args)}, repeats=1, what=f"{args.steps} steps,")
-    ours, peer = results["offbeat"], results["trl"]
-    emit("real", "trainer step vs TRL", ours=ours["train s"], peer=peer["train s"], unit="s/step", aim=TRAINER_AIM, less_is_better=True)
-    emit("real", "whole step vs TRL", ours=ours["s/step"], peer=peer["s/step"], unit="s/step", aim=STEP_AIM, less_is_better=True)
-    for part in ("rollout_wait_s", "train_s", "publish_s"):
-        emit("real", f"share of our step: {part}", ours=ours[part], peer=ours["s/step"], unit="s/step")
+    sides = {f"offbeat {dtype}": partial(run_offbeat, args, dtype) for dtype in DTYPES}
+    results = take_turns(sides | {"trl": partial(run_trl, args)}, repeats=1, what=f"{args.steps} steps,")
+    peer = results["trl"]
+    for dtype in DTYPES:
+        ours, engine = results[f"offbeat {dtype}"], f"engine in {dtype}"
+        for case, unit, aim in (("trainer step", "train_s", TRAINER_AIM), ("whole step", "s/step", STEP_AIM)):
+            emit("real", f"{case} vs TRL, {engine}", ours=ours[unit], peer=peer[unit], unit="s/step", aim=aim, less_is_better=True)
+        for part in PARTS:
+            emit("real", f"share of our step: {part}, {engine}", ours=ours[part], peer=ours["s/step"], unit="s/step")
 
 
 def settings(args: argparse.Namespace, turn: int) -> dict[str, object]:
     return SETTINGS | {
-        "model.path": args.model.resolve(), "run.seed": turn, "run.total_steps": args.steps + 1, "train.threads": args.peer_threads,
+        "model.path": args.model.resolve(), "run.seed": turn, "run.total_steps": args.steps + 2, "train.threads": args.peer_threads,
         "inference.threads": 1, "rollout.reward": f"{BENCHMARKS / 'varied_reward.py'}:varied"}
 
 
-def run_offbeat(turn: int, args: argparse.Namespace) -> dict[str, float]:
-    """`offbeat train` for the steps that count and one that ends the run."""
-    name = f"offbeat-{turn}"
-    chosen = settings(args, turn) | {"run.dir": RUNS, "run.name": name, "weights.dir": f"/dev/shm/offbeat-real-{os.getpid()}"}
+def run_offbeat(args: argparse.Namespace, dtype: str, turn: int) -> dict[str, float]:
+    """`offbeat train` with an engine of this number format: a step that fills the pipeline, those that count, and one that ends the run."""
+    name = f"offbeat-{dtype}-{turn}"
+    chosen = settings(args, turn) | {
+        "model.dtype": dtype, "run.dir": RUNS, "run.name": name, "weights.dir": f"/dev/shm/offbeat-real-{os.getpid()}"}
     config = RUNS / "empty.toml"
     config.write_text("")
     try:
@@ -155,24 +160,23 @@ def run_offbeat(turn: int, args: argparse.Namespace) -> dict[str, float]:
     finally:
         shutil.rmtree(str(chosen["weights.dir"]), ignore_errors=True)
     rows = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "step/total_s" in row][:-1]
-    parts = {part: mean(row[f"step/{part}"] for row in rows) for part in ("rollout_wait_s", "train_s", "publish_s")}
-    return {"s/step": mean(row["step/total_s"] for row in rows), "train s": parts["train_s"], **parts}
+    rows = [row for row in rows if "step/total_s" in row][1:-1]
+    return {"s/step": mean(row["step/total_s"] for row in rows), **{part: mean(row[f"step/{part}"] for row in rows) for part in PARTS}}
 
 
-def run_trl(turn: int, args: argparse.Namespace) -> dict[str, float]:
+def run_trl(args: argparse.Namespace, turn: int) -> dict[str, float]:
     """The same with TRL."""
     config = load_config(None, [(key, str(value)) for key, value in settings(args, turn).items()])
     prompts, output, optimizer = RUNS / f"prompts-{turn}.jsonl", RUNS / f"trl-{turn}", config.train.optimizer
-    write_prompts(prompts, config, count=(args.steps + 1) * config.rollout.consumer_batch_size)
+    write_prompts(prompts, config, count=(args.steps + 2) * config.rollout.consumer_batch_size)
     job = {
-        "model": str(args.model), "prompts": str(prompts), "output": str(output), "steps": args.steps + 1, "seed": turn, "lr": optimizer.lr,
+        "model": str(args.model), "prompts": str(prompts), "output": str(output), "steps": args.steps + 2, "seed": turn, "lr": optimizer.lr,
         "min_lr": optimizer.lr * optimizer.min_lr_ratio, "warmup_steps": 0, "beta2": optimizer.beta2,
         "group_size": config.rollout.group_size, "max_new_tokens": config.rollout.max_new_tokens, "reward": "varied"}
     command = [args.trl_python, BENCHMARKS / "trl_step.py", json.dumps(job)]
     answer = json.loads(run(command, log=f"real-trl-{turn}", threads=args.peer_threads))
-    seconds = mean(answer["seconds"])
-    return {"s/step": seconds, "train s": seconds - mean(answer["generation_s"])}
+    seconds = mean(answer["seconds"][1:])
+    return {"s/step": seconds, "train_s": seconds - mean(answer["generation_s"][1:])}
 
 
 if __name__ == "__main__":
