@@ -41,6 +41,8 @@ def test_two_steps_of_an_example_run(path: Path, tmp_path: Path) -> None:
     assert result["steps"] == result["warm_up_steps"] == 2
     assert result["max_staleness_seen"] <= 1
     assert (run_dir / "report.html").is_file()
-    recorded, chosen = load_config(str(run_dir / "config.toml")), choose_threads(load_config(str(path)), cores=usable_cores())
+    recorded, given = load_config(str(run_dir / "config.toml")), load_config(str(path))
+    chosen = choose_threads(given, cores=usable_cores())
     assert (recorded.train.threads, recorded.inference.threads) == (chosen.train.threads, chosen.inference.threads)
-    assert f"CPU threads: {chosen.train.threads} for each train rank, {chosen.inference.threads} for each engine" in done.stdout
+    told = f"CPU threads: {chosen.train.threads} for each train rank, {chosen.inference.threads} for each engine" in done.stdout
+    assert told == (chosen != given)
