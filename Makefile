@@ -27,7 +27,7 @@ quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
 test: $(STAMP)  ## run the tests, all but those of test-ray, test-vllm, test-tinker and test-real
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not ray" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/real
+	$(BIN)/python -m pytest -n 2 -m "not ray" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/real
 
 test-ray: $(STAMP)  ## run the tests that start Ray on this machine
 	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk --ignore=tests/real

@@ -12,16 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_run import SmallRun, build_small_model, offbeat, start_offbeat
 from waiting import wait_until
 
-_MANY_PROCESSES = ("checkpoint", "cli", "cluster", "controller", "faults", "soak", "test_examples.py")
-
-
-def pytest_collection_modifyitems(config, items):
-    """Keep what starts whole runs on one worker of pytest-xdist: two at a time would be late for their deadlines on two cores."""
-    here = Path(__file__).parent
-    for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in _MANY_PROCESSES:
-            item.add_marker(pytest.mark.xdist_group("processes"))
-
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
