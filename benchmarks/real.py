@@ -168,10 +168,10 @@ def run_trl(args: argparse.Namespace, turn: int) -> dict[str, float]:
     """The same with TRL."""
     config = load_config(None, [(key, str(value)) for key, value in settings(args, turn).items()])
     prompts, output, optimizer = RUNS / f"prompts-{turn}.jsonl", RUNS / f"trl-{turn}", config.train.optimizer
-    write_prompts(prompts, config, count=(args.steps + 2) * config.rollout.consumer_batch_size)
+    write_prompts(prompts, config, count=config.run.total_steps * config.rollout.consumer_batch_size)
     job = {
-        "model": str(args.model), "prompts": str(prompts), "output": str(output), "steps": args.steps + 2, "seed": turn, "lr": optimizer.lr,
-        "min_lr": optimizer.lr * optimizer.min_lr_ratio, "warmup_steps": 0, "beta2": optimizer.beta2,
+        "model": str(args.model), "prompts": str(prompts), "output": str(output), "steps": config.run.total_steps, "seed": turn,
+        "lr": optimizer.lr, "min_lr": optimizer.lr * optimizer.min_lr_ratio, "warmup_steps": 0, "beta2": optimizer.beta2,
         "group_size": config.rollout.group_size, "max_new_tokens": config.rollout.max_new_tokens, "reward": "varied"}
     command = [args.trl_python, BENCHMARKS / "trl_step.py", json.dumps(job)]
     answer = json.loads(run(command, log=f"real-trl-{turn}", threads=args.peer_threads))

@@ -221,12 +221,17 @@ def adapters(drilled: Drilled, models: Models, tmp_path: Path) -> list[AdapterMa
     return manifests
 
 
+async def prove_and_unload(client: EngineClient, drilled: Drilled, manifest: AdapterManifest) -> None:
+    """The right adapter is proven once nothing is wrong, and leaves its name to the next drill."""
+    assert not (await install(client, manifest, judge=drilled.judge, timeout_s=60, patience_s=0)).inconclusive
+    await client.unload_adapter("alice@2", timeout_s=60)
+
+
 def test_an_adapter_whose_folder_holds_another_ones_files_is_refused(drilled: Drilled, adapters: list[AdapterManifest]) -> None:
     async def body(client: EngineClient) -> None:
         with pytest.raises(ProofError, match=r"engine 0 failed its proof of alice@2: .* fingerprint \w+ instead of"):
             await install(client, replace(adapters[1], folder=adapters[0].folder), judge=drilled.judge, timeout_s=60, patience_s=0)
-        assert not (await install(client, adapters[1], judge=drilled.judge, timeout_s=60, patience_s=0)).inconclusive
-        await client.unload_adapter("alice@2", timeout_s=60)
+        await prove_and_unload(client, drilled, adapters[1])
 
     drilled.engine.run(body)
 
@@ -239,8 +244,7 @@ def test_an_engine_that_serves_another_adapters_files_under_the_name_is_refused(
         with pytest.raises(ProofError, match=OTHER_ADAPTER[drilled.engine.kind]):
             await install(client, adapters[1], judge=drilled.judge, timeout_s=60, patience_s=0)
         drilled.spoil()
-        assert not (await install(client, adapters[1], judge=drilled.judge, timeout_s=60, patience_s=0)).inconclusive
-        await client.unload_adapter("alice@2", timeout_s=60)
+        await prove_and_unload(client, drilled, adapters[1])
 
     drilled.engine.run(body)
 
@@ -256,7 +260,6 @@ def test_a_name_that_an_engine_has_from_before_is_not_believed_to_be_what_lies_i
         again = replace(adapters[1], folder=str(folder))
         with pytest.raises(ProofError, match=OTHER_ADAPTER[drilled.engine.kind]):
             await install(client, again, judge=drilled.judge, timeout_s=60, patience_s=0)
-        assert not (await install(client, again, judge=drilled.judge, timeout_s=60, patience_s=0)).inconclusive
-        await client.unload_adapter("alice@2", timeout_s=60)
+        await prove_and_unload(client, drilled, again)
 
     drilled.engine.run(body)
