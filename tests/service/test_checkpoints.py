@@ -205,14 +205,134 @@ def test_saves_of_one_name_that_fail_together_leave_what_was_there(tmp_path: Pat
     run(tmp_path, body)
 
 
-def test_what_a_dead_server_has_left_half_done_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_what_no_row_names_is_put_aside_at_the_next_start_and_goes_when_it_is_old(tmp_path: Path) -> None:
     async def body(world: World) -> None:
         kept = await world.make()
         (world.folder / "0123").mkdir()
         (world.folder / "0123" / "half").write_bytes(b"x")
         again = world.open()
         await again.clean()
-        assert world.folders == {kept}
+        assert world.folders == {kept, "orphans"}
+        (half,) = world.folder.glob("orphans/*/0123/half")
+        assert half.read_bytes() == b"x"
+        world.now += 7 * 86400 - 1
+        await again.sweep()
+        assert half.exists()
+        world.now += 1
+        await again.sweep()
+        assert world.folders == {kept, "orphans"} and not list((world.folder / "orphans").iterdir())
+
+    run(tmp_path, body)
+
+
+def test_what_an_older_database_does_not_name_comes_back_with_the_newer_one(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        await world.make()
+        newer = await world.make(replace(PATH, name="newer"))
+        needed = {"state"}
+        (world.folder / "state").mkdir()
+        world.checkpoints.users.append(needed.__contains__)
+        rows = world.store.load().checkpoints
+        await world.store.delete(*(row for row in rows if row.name == "newer"))
+        older = world.open()
+        await older.clean()
+        assert newer not in world.folders and "state" not in world.folders
+        await world.store.put(*rows)
+        again = world.open()
+        again.users.append(needed.__contains__)
+        await again.clean()
+        await again.verify(newer)
+        assert "state" in world.folders and not list(world.folder.glob("orphans/*/*"))
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("act", ["publish", "set_ttl", "delete"])
+def test_a_change_that_the_database_did_not_take_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    async def body(world: World) -> None:
+        folder, checkpoints = await world.make(), world.checkpoints
+        row = checkpoints.owned(ALICE, PATH)
+        change = {
+            "publish": lambda: checkpoints.publish(row, public=True), "set_ttl": lambda: checkpoints.set_ttl(row, 50),
+            "delete": lambda: checkpoints.delete(row)}[act]
+
+        async def full(*_rows: object) -> None:
+            raise StorageError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(world.store, "put", full)
+            patch.setattr(world.store, "delete", full)
+            with pytest.raises(StorageError):
+                await change()
+        assert checkpoints.owned(ALICE, PATH) == row == world.open().owned(ALICE, PATH)
+        assert world.folders == {folder} and world.usage.of("alice").disk_bytes == 80, "of both that were opened"
+        await change()
+        known, stored = checkpoints.select(), world.open().select()
+        assert known == stored != [row]
+
+    run(tmp_path, body)
+
+
+def test_changes_of_one_checkpoint_at_once_are_all_there_and_none_is_of_what_replaced_it(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        await world.make()
+        row = world.checkpoints.owned(ALICE, PATH)
+        await asyncio.gather(world.checkpoints.publish(row, public=True), world.checkpoints.set_ttl(row, 50))
+        both = world.checkpoints.owned(ALICE, PATH)
+        assert (both.public, both.expires) == (True, world.now + 50) and world.open().owned(ALICE, PATH) == both
+        again, *late = await asyncio.gather(
+            world.make(overwrite=True), world.checkpoints.delete(both), world.checkpoints.publish(both, public=False),
+            return_exceptions=True)
+        assert [type(error) for error in late] in ([type(None), UnknownError], [type(None), type(None)])
+        stored = world.store.load().checkpoints
+        assert {row.folder for row in stored} == {row.folder for row in world.checkpoints.select()} <= {again}
+        assert world.folders == {again}
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_copy_beside_a_delete_is_whole_or_refused(tmp_path: Path, seed: int) -> None:
+    async def body(world: World) -> None:
+        folder, checkpoints = await world.make(), world.checkpoints
+        row = checkpoints.owned(ALICE, PATH)
+
+        async def copy() -> str:
+            for _ in range(seed):
+                await asyncio.sleep(0)
+            return await checkpoints.copy(
+                checkpoints.readable(ALICE, PATH), run_id=RUN.replace("train:0", "train:1"), owner="alice", ttl_s=None)
+
+        copied, _ = await asyncio.gather(copy(), checkpoints.delete(row), return_exceptions=True)
+        if isinstance(copied, str):
+            await checkpoints.verify(checkpoints.owned(ALICE, CheckpointPath.parse(copied)).folder)
+            assert world.folders == {folder}
+        else:
+            assert isinstance(copied, UnknownError) and world.folders == set()
+
+    run(tmp_path, body)
+
+
+def test_a_copy_that_waits_for_anothers_saving_keeps_the_files_of_what_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        folder, checkpoints, gate = await world.make(), world.checkpoints, asyncio.Event()
+        row, put = checkpoints.owned(ALICE, PATH), world.store.put
+
+        async def slow(*rows: CheckpointRow) -> None:
+            await gate.wait()
+            await put(*rows)
+
+        monkeypatch.setattr(world.store, "put", slow)
+        other = asyncio.create_task(world.make(replace(PATH, name="other"), data=b"x"))
+        await asyncio.sleep(0.05)  # it is being stored
+        copying = asyncio.create_task(checkpoints.copy(row, run_id=RUN.replace("train:0", "train:1"), owner="bob", ttl_s=None))
+        await asyncio.sleep(0)
+        deleting = asyncio.create_task(checkpoints.delete(row))
+        await asyncio.sleep(0.05)
+        gate.set()
+        copied, _, _ = await asyncio.gather(copying, deleting, other)
+        await checkpoints.verify(folder)
+        assert checkpoints.owned(BOB, CheckpointPath.parse(copied)).folder == folder and len(world.folders) == 2
 
     run(tmp_path, body)
 
