@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from offbeat.errors import StorageError
 from offbeat.inference.shelf import counted
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath, sampler_id
@@ -121,11 +122,15 @@ class Samplers:
         if (known := self._rows.get(row.id)) is not None:
             return _same(known, row).id
         self._usage.charge(owner, disk_bytes=size_bytes)
-        return await self._add(row)
+        try:
+            return await self._add(row)
+        except StorageError:
+            self._usage.release(owner, disk_bytes=size_bytes)
+            raise
 
     async def _add(self, row: SamplerRow) -> str:
-        self._rows[row.id], self._last_used[row.id] = row, self._clock()
         await self._store.put(row)
+        self._rows[row.id], self._last_used[row.id] = row, self._clock()
         return row.id
 
     def find(self, caller: Caller, sampler: str) -> SamplerRow:
@@ -221,11 +226,12 @@ class Samplers:
     async def _end(self, rows: list[SamplerRow]) -> None:
         if not rows:
             return
-        for row in rows:
-            del self._rows[row.id], self._last_used[row.id]
-            self._usage.release(row.owner, disk_bytes=row.size_bytes)
         await self._store.delete(*rows)
-        for row in rows:
+        ended = [row for row in rows if self._rows.pop(row.id, None) is not None]
+        for row in ended:
+            del self._last_used[row.id]
+            self._usage.release(row.owner, disk_bytes=row.size_bytes)
+        for row in ended:
             await self._let_go(row.folder)
 
     async def _let_go(self, folder: str) -> None:

@@ -35,8 +35,8 @@ class Sessions:
         now = self._clock()
         row = SessionRow(
             new_session_id(), caller.owner, created=now, last_seen=now, metadata=metadata, display_name=display_name, tags=tags)
-        self._rows[row.id], self._last_seen[row.id] = row, now
         await self._store.put(row)
+        self._rows[row.id], self._last_seen[row.id] = row, now
         return row.id
 
     def find(self, caller: Caller, session_id: str) -> SessionRow:
@@ -96,6 +96,7 @@ class Sessions:
         row, now = self.find(caller, session_id), self._clock()
         if row.ended is not None:
             return False
-        self._rows[session_id] = replace(row, last_seen=now, ended=now)
-        await self._store.put(self._rows[session_id])
+        ended = replace(row, last_seen=now, ended=now)
+        await self._store.put(ended)
+        self._rows[session_id] = ended
         return True
