@@ -1,6 +1,9 @@
 """Checkpoints are complete or absent, check out, and their files stay exactly as long as something needs them."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +16,15 @@ from offbeat.service.checkpoints import Checkpoints
 from offbeat.service.errors import RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.limits import Limits, Usage
+from offbeat.service.serve import open_store
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow
 from offbeat.weights.adapters import AdapterManifest
 from small_service import ALICE, BOB, LORA
+from support.powercut import Disk, PowerCut
+from support.saving import weights
 
+CHILD = Path(__file__).parents[1] / "support" / "saving.py"
 RUN = "00000000-0000-4000-8000-000000000000:train:0"
 PATH = CheckpointPath(RUN, "training", "one")
 ADAPTER = AdapterManifest("tenant", 3, "elsewhere", "fingerprint", (1, 2), (-1.25,), 10)
@@ -335,6 +342,44 @@ def test_a_copy_that_waits_for_anothers_saving_keeps_the_files_of_what_is_delete
         assert checkpoints.owned(BOB, CheckpointPath.parse(copied)).folder == folder and len(world.folders) == 2
 
     run(tmp_path, body)
+
+
+def test_a_power_cut_takes_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    """A process that saves, overwrites and deletes is killed, and its disk keeps only what was synced, or any more of what was written."""
+    data = tmp_path / "data"
+    data.mkdir()
+    power = PowerCut(tmp_path / "power", data)
+    said: list[list[str]] = []
+    with subprocess.Popen(
+            [sys.executable, str(CHILD), str(data)], env=os.environ | power.environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            said.append(line.split())
+            if len(said) == 100:
+                child.kill()
+        said = [line for line in said if len(line) == 3]
+    assert child.returncode == -9
+    saved = {name: int(number) for what, name, number in said if what == "saved"}
+    gone = {name for what, name, _ in said if what == "deleted"}
+    asked = {name for what, name, _ in said if what == "deleting"}
+    assert len(saved) > 20 and len(gone) > 5
+
+    async def check(after: Path) -> None:
+        store = open_store("", after)
+        checkpoints = Checkpoints(
+            store.load().checkpoints, store=store, usage=Usage(lambda _: Limits()), folder=after / "checkpoints")
+        await checkpoints.clean()
+        rows = {row.name: row for row in checkpoints.select()}
+        assert saved.keys() - asked <= rows.keys() and not gone & rows.keys()
+        for name, row in rows.items():
+            assert row.step >= saved.get(name, 0), "not an older one"
+            await checkpoints.verify(row.folder)
+            assert (checkpoints.path(row.folder) / "weights").read_bytes() == weights(name, row.step)
+        store.close()
+
+    for number, disk in enumerate([Disk.STRICT, Disk.NAMES, *[Disk.MIXED] * 4]):
+        power.cut(tmp_path / f"after-{number}", disk, seed=number)
+        asyncio.run(check(tmp_path / f"after-{number}"))
 
 
 def test_a_manifest_with_the_mean_of_the_canary_alone_is_still_read(tmp_path: Path) -> None:
