@@ -1,7 +1,6 @@
 """Requests that end later: opened under the id that their nature gives them, finished once and for good, waited for by long polls.
 
 A request that has not ended exists in memory alone: if the server dies, it is lost, and its client is told so and may send it again.
-(Not one that changed a model and has ended: `training` remembers the numbers of those for good.)
 One that has ended is on disk before anybody hears of it, and is found again, after a restart too, until its retention has passed. Used
 by the core, which opens and finishes, and by the HTTP layer, which retrieves; all on one event loop. Encoding, files and commits are
 the work of the store's thread.

@@ -75,6 +75,7 @@ class Samplers:
         self._last_used = dict.fromkeys(self._rows, clock())
         self._pinned: dict[str, str] = {}
         self._pinning: dict[str, asyncio.Lock] = {}
+        self._adding: dict[str, asyncio.Lock] = {}
         self._busy: Counter[str] = Counter()
         for row in self._rows.values():
             usage.add(row.owner, disk_bytes=row.size_bytes)
@@ -119,18 +120,23 @@ class Samplers:
         row = SamplerRow(
             sampler_id(session_id, seq), session_id, owner, base_model, run_id=run_id, version=version, folder=folder,
             size_bytes=size_bytes, created=self._clock())
-        if (known := self._rows.get(row.id)) is not None:
-            return _same(known, row).id
-        self._usage.charge(owner, disk_bytes=size_bytes)
-        try:
-            return await self._add(row)
-        except StorageError:
-            self._usage.release(owner, disk_bytes=size_bytes)
-            raise
+        return await self._add(row)
 
     async def _add(self, row: SamplerRow) -> str:
-        await self._store.put(row)
-        self._rows[row.id], self._last_used[row.id] = row, self._clock()
+        """Make a sampler exist, once it is stored; whoever asks for the same number meanwhile waits."""
+        async with self._adding.setdefault(row.id, asyncio.Lock()):
+            try:
+                if (known := self._rows.get(row.id)) is not None:
+                    return _same(known, row).id
+                self._usage.charge(row.owner, disk_bytes=row.size_bytes)
+                try:
+                    await self._store.put(row)
+                except StorageError:
+                    self._usage.release(row.owner, disk_bytes=row.size_bytes)
+                    raise
+                self._rows[row.id], self._last_used[row.id] = row, self._clock()
+            finally:
+                self._adding.pop(row.id, None)
         return row.id
 
     def find(self, caller: Caller, sampler: str) -> SamplerRow:
