@@ -30,6 +30,10 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def data(self) -> Path:
+        return self._folder / "data"
+
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -1,6 +1,9 @@
 """Checkpoints are complete or absent, check out, and their files stay exactly as long as something needs them."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +16,15 @@ from offbeat.service.checkpoints import Checkpoints
 from offbeat.service.errors import RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.limits import Limits, Usage
+from offbeat.service.serve import open_store
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow
 from offbeat.weights.adapters import AdapterManifest
 from small_service import ALICE, BOB, LORA
+from support.powercut import Disk, PowerCut
+from support.saving import weights
 
+CHILD = Path(__file__).parents[1] / "support" / "saving.py"
 RUN = "00000000-0000-4000-8000-000000000000:train:0"
 PATH = CheckpointPath(RUN, "training", "one")
 ADAPTER = AdapterManifest("tenant", 3, "elsewhere", "fingerprint", (1, 2), (-1.25,), 10)
@@ -205,16 +212,174 @@ def test_saves_of_one_name_that_fail_together_leave_what_was_there(tmp_path: Pat
     run(tmp_path, body)
 
 
-def test_what_a_dead_server_has_left_half_done_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_what_no_row_names_is_put_aside_at_the_next_start_and_goes_when_it_is_old(tmp_path: Path) -> None:
     async def body(world: World) -> None:
         kept = await world.make()
         (world.folder / "0123").mkdir()
         (world.folder / "0123" / "half").write_bytes(b"x")
         again = world.open()
         await again.clean()
-        assert world.folders == {kept}
+        assert world.folders == {kept, "orphans"}
+        (half,) = world.folder.glob("orphans/*/0123/half")
+        assert half.read_bytes() == b"x"
+        world.now += 7 * 86400 - 1
+        await again.sweep()
+        assert half.exists()
+        world.now += 1
+        await again.sweep()
+        assert world.folders == {kept, "orphans"} and not list((world.folder / "orphans").iterdir())
 
     run(tmp_path, body)
+
+
+def test_what_an_older_database_does_not_name_comes_back_with_the_newer_one(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        await world.make()
+        newer = await world.make(replace(PATH, name="newer"))
+        needed = {"state"}
+        (world.folder / "state").mkdir()
+        world.checkpoints.users.append(needed.__contains__)
+        rows = world.store.load().checkpoints
+        await world.store.delete(*(row for row in rows if row.name == "newer"))
+        older = world.open()
+        await older.clean()
+        assert newer not in world.folders and "state" not in world.folders
+        await world.store.put(*rows)
+        again = world.open()
+        again.users.append(needed.__contains__)
+        await again.clean()
+        await again.verify(newer)
+        assert "state" in world.folders and not list(world.folder.glob("orphans/*/*"))
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("act", ["publish", "set_ttl", "delete"])
+def test_a_change_that_the_database_did_not_take_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    async def body(world: World) -> None:
+        folder, checkpoints = await world.make(), world.checkpoints
+        row = checkpoints.owned(ALICE, PATH)
+        change = {
+            "publish": lambda: checkpoints.publish(row, public=True), "set_ttl": lambda: checkpoints.set_ttl(row, 50),
+            "delete": lambda: checkpoints.delete(row)}[act]
+
+        async def full(*_rows: object) -> None:
+            raise StorageError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(world.store, "put", full)
+            patch.setattr(world.store, "delete", full)
+            with pytest.raises(StorageError):
+                await change()
+        assert checkpoints.owned(ALICE, PATH) == row == world.open().owned(ALICE, PATH)
+        assert world.folders == {folder} and world.usage.of("alice").disk_bytes == 80, "of both that were opened"
+        await change()
+        known, stored = checkpoints.select(), world.open().select()
+        assert known == stored != [row]
+
+    run(tmp_path, body)
+
+
+def test_changes_of_one_checkpoint_at_once_are_all_there_and_none_is_of_what_replaced_it(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        await world.make()
+        row = world.checkpoints.owned(ALICE, PATH)
+        await asyncio.gather(world.checkpoints.publish(row, public=True), world.checkpoints.set_ttl(row, 50))
+        both = world.checkpoints.owned(ALICE, PATH)
+        assert (both.public, both.expires) == (True, world.now + 50) and world.open().owned(ALICE, PATH) == both
+        again, *late = await asyncio.gather(
+            world.make(overwrite=True), world.checkpoints.delete(both), world.checkpoints.publish(both, public=False),
+            return_exceptions=True)
+        assert [type(error) for error in late] in ([type(None), UnknownError], [type(None), type(None)])
+        stored = world.store.load().checkpoints
+        assert {row.folder for row in stored} == {row.folder for row in world.checkpoints.select()} <= {again}
+        assert world.folders == {again}
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_copy_beside_a_delete_is_whole_or_refused(tmp_path: Path, seed: int) -> None:
+    async def body(world: World) -> None:
+        folder, checkpoints = await world.make(), world.checkpoints
+        row = checkpoints.owned(ALICE, PATH)
+
+        async def copy() -> str:
+            for _ in range(seed):
+                await asyncio.sleep(0)
+            return await checkpoints.copy(
+                checkpoints.readable(ALICE, PATH), run_id=RUN.replace("train:0", "train:1"), owner="alice", ttl_s=None)
+
+        copied, _ = await asyncio.gather(copy(), checkpoints.delete(row), return_exceptions=True)
+        if isinstance(copied, str):
+            await checkpoints.verify(checkpoints.owned(ALICE, CheckpointPath.parse(copied)).folder)
+            assert world.folders == {folder}
+        else:
+            assert isinstance(copied, UnknownError) and world.folders == set()
+
+    run(tmp_path, body)
+
+
+def test_a_copy_that_waits_for_anothers_saving_keeps_the_files_of_what_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        folder, checkpoints, gate = await world.make(), world.checkpoints, asyncio.Event()
+        row, put = checkpoints.owned(ALICE, PATH), world.store.put
+
+        async def slow(*rows: CheckpointRow) -> None:
+            await gate.wait()
+            await put(*rows)
+
+        monkeypatch.setattr(world.store, "put", slow)
+        other = asyncio.create_task(world.make(replace(PATH, name="other"), data=b"x"))
+        await asyncio.sleep(0.05)  # it is being stored
+        copying = asyncio.create_task(checkpoints.copy(row, run_id=RUN.replace("train:0", "train:1"), owner="bob", ttl_s=None))
+        await asyncio.sleep(0)
+        deleting = asyncio.create_task(checkpoints.delete(row))
+        await asyncio.sleep(0.05)
+        gate.set()
+        copied, _, _ = await asyncio.gather(copying, deleting, other)
+        await checkpoints.verify(folder)
+        assert checkpoints.owned(BOB, CheckpointPath.parse(copied)).folder == folder and len(world.folders) == 2
+
+    run(tmp_path, body)
+
+
+def test_a_power_cut_takes_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    """A process that saves, overwrites and deletes is killed, and its disk keeps only what was synced, or any more of what was written."""
+    data = tmp_path / "data"
+    data.mkdir()
+    power = PowerCut(tmp_path / "power", data)
+    said: list[list[str]] = []
+    with subprocess.Popen(
+            [sys.executable, str(CHILD), str(data)], env=os.environ | power.environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            said.append(line.split())
+            if len(said) == 100:
+                child.kill()
+        said = [line for line in said if len(line) == 3]
+    assert child.returncode == -9
+    saved = {name: int(number) for what, name, number in said if what == "saved"}
+    gone = {name for what, name, _ in said if what == "deleted"}
+    asked = {name for what, name, _ in said if what == "deleting"}
+    assert len(saved) > 20 and len(gone) > 5
+
+    async def check(after: Path) -> None:
+        store = open_store("", after)
+        checkpoints = Checkpoints(
+            store.load().checkpoints, store=store, usage=Usage(lambda _: Limits()), folder=after / "checkpoints")
+        await checkpoints.clean()
+        rows = {row.name: row for row in checkpoints.select()}
+        assert saved.keys() - asked <= rows.keys() and not gone & rows.keys()
+        for name, row in rows.items():
+            assert row.step >= saved.get(name, 0), "not an older one"
+            await checkpoints.verify(row.folder)
+            assert (checkpoints.path(row.folder) / "weights").read_bytes() == weights(name, row.step)
+        store.close()
+
+    for number, disk in enumerate([Disk.STRICT, Disk.NAMES, *[Disk.MIXED] * 4]):
+        power.cut(tmp_path / f"after-{number}", disk, seed=number)
+        asyncio.run(check(tmp_path / f"after-{number}"))
 
 
 def test_a_manifest_with_the_mean_of_the_canary_alone_is_still_read(tmp_path: Path) -> None:

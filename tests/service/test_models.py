@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.errors import ModelError
+from offbeat.errors import ModelError, StorageError
 from offbeat.service.errors import RequestError
 from offbeat.service.limits import Limits
 from offbeat.service.models import Loss, Model
@@ -85,6 +85,35 @@ def test_a_checkpoint_that_is_complete_after_its_session_has_ended_is_no_models_
             assert isinstance(saved, CheckpointSaved)
             await running.service.delete_checkpoint(ALICE, saved.path)
             assert not list((tmp_path / "checkpoints").iterdir())
+
+    cluster.run(body)
+
+
+def test_what_the_database_did_not_take_is_not_taken_for_stored(
+    cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def full(*_rows: object) -> None:
+        raise StorageError("the disk is full")
+
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            client, models = await running.model(), running.service._models
+            model = models.get(client.model_id)
+            assert model is not None
+            with monkeypatch.context() as patch:
+                patch.setattr(running.store, "put", full)
+                with pytest.raises(StorageError):
+                    await models.mark([model])
+            await models.mark([model])
+            assert running.store.load().models[0].dirty, "else a restart would lose what comes next in silence"
+            await client.both(client.learn(training_data(1)), client.step())
+            with monkeypatch.context() as patch:
+                patch.setattr(running.store, "put", full)
+                with pytest.raises(StorageError):
+                    await models.save(model)
+            assert model.row.state_folder == "" and model.is_dirty and not list((tmp_path / "checkpoints").iterdir())
+            await models.save(model)
+            assert running.store.load().models == (model.row,) and not model.is_dirty and model.row.step == 1
 
     cluster.run(body)
 

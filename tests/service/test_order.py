@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.service.order import Sequencer
+from offbeat.service.order import Numbers, Sequencer
 
 PATIENCE_S = 5.0
 
@@ -115,3 +115,21 @@ def test_each_item_is_given_once_in_order_and_exactly_when_it_may_run(arrivals: 
         poll()
     assert sorted(given_out) == sorted(items)
     assert all(now <= came[seq] + PATIENCE_S for seq in items - set(given_out))
+
+
+@given(st.lists(st.integers(1, 40), unique=True))
+def test_a_number_is_used_once_it_was_used_and_one_that_comes_late_is_not(numbers: list[int]) -> None:
+    used = Numbers(5)
+    for place, number in enumerate(numbers):
+        assert (number in used) == (number <= 5)
+        used.use(number)
+        assert [n for n in range(1, 50) if n in used] == sorted({1, 2, 3, 4, 5, *numbers[: place + 1]})
+    assert used.last == max([5, *numbers])
+
+
+def test_numbers_that_jump_cost_little_and_what_was_left_out_long_ago_counts_as_used() -> None:
+    used = Numbers(0)
+    for number in range(10**18, 10**18 + 10**9, 10**7):
+        used.use(number)
+    assert len(used._missing) <= 4000
+    assert 1 in used and number - 1 not in used and number in used and number + 1 not in used

@@ -32,6 +32,24 @@ def test_a_new_file_is_begun_when_one_is_full_and_at_each_start(tmp_path: Path) 
     assert [Results(tmp_path).read(place)[:1] for place in places] == [bytes([number]) for number in range(5)]
 
 
+def test_the_number_of_a_file_that_is_lost_is_not_used_again(tmp_path: Path) -> None:
+    """Else its place in the database would lead to another request's answer."""
+    place = Results(tmp_path / "lost").append(b"alice's")
+    again = Results(tmp_path / "empty", after=place.segment)
+    assert again.append(b"carol's").segment == 2
+    with pytest.raises(StorageError, match="cannot be read"):
+        again.read(place)
+
+
+def test_the_name_of_a_new_file_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr("offbeat.service.disk.os.fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink()))
+    results = Results(tmp_path, segment_bytes=1)
+    results.append(b"x")
+    results.append(b"x")
+    assert synced == [tmp_path] * 2
+
+
 def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
     results = Results(tmp_path)
     place = results.append(b"some data")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.errors import StorageError
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.samplers import Samplers
 from offbeat.service.store import Store
@@ -178,6 +179,29 @@ def test_snapshots_count_as_their_owners_disk_while_they_last(tmp_path: Path) ->
 
     run(tmp_path, before)
     run(tmp_path, after)
+
+
+def test_a_sampler_that_could_not_be_stored_is_none_and_a_number_is_one_samplers_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        async def full(*_rows: object) -> None:
+            raise StorageError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(samplers._store, "put", full)
+            for _ in range(2):
+                with pytest.raises(StorageError):
+                    await snapshot(samplers, 0, 1)
+        assert not samplers.ids_of(SESSION) and world.usage.of("alice").disk_bytes == 0
+        made = await asyncio.gather(
+            samplers.create(ALICE, session_id=SESSION, seq=0, base_model="base", model_path=None),
+            samplers.create(ALICE, session_id=SESSION, seq=0, base_model=None, model_path=PATH),
+            samplers.create(ALICE, session_id=SESSION, seq=0, base_model="base", model_path=None), return_exceptions=True)
+        assert made[0] == made[2] == f"{SESSION}:sample:0" and isinstance(made[1], BadRequestError)
+        assert [row.path for row in samplers._store.load().samplers] == [""] and not samplers._adding
+
+    run(tmp_path, body)
 
 
 def test_samplers_are_there_after_a_restart_and_pin_their_weights_again(tmp_path: Path) -> None:

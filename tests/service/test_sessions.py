@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.errors import StorageError
 from offbeat.service.errors import BadRequestError, LostError, UnknownError
 from offbeat.service.sessions import Sessions
 from offbeat.service.store import Store
@@ -41,6 +42,26 @@ def test_a_session_lives_by_signs_of_life_until_it_is_finished_and_is_there_afte
         again = Sessions(store.load().sessions, store=store, timeout_s=100, clock=lambda: now[0])
         assert again.has_ended(first) and not again.has_ended(second) and not again.is_silent(second)
         assert (again.find(ALICE, first).metadata, again.find(ALICE, first).tags) == ({"a": "b"}, ("x",))
+        store.close()
+
+    asyncio.run(main())
+
+
+def test_an_end_that_the_database_did_not_take_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_rows: object) -> None:
+        raise StorageError("the disk is full")
+
+    async def main() -> None:
+        store = Store.open(f"sqlite:///{tmp_path / 'x.db'}")
+        sessions = Sessions((), store=store, timeout_s=100)
+        session = await sessions.create(ALICE, metadata={}, tags=(), display_name="")
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "put", full)
+            with pytest.raises(StorageError):
+                await sessions.finish(ALICE, session)
+        assert not sessions.has_ended(session)
+        assert await sessions.finish(ALICE, session), "it is asked for again, and stored"
+        assert store.load().sessions[0].ended is not None
         store.close()
 
     asyncio.run(main())

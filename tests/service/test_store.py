@@ -106,12 +106,12 @@ def test_many_changes_at_once_are_all_there(store: Store) -> None:
 
 
 def test_old_futures_and_the_first_file_that_is_needed_are_found(store: Store) -> None:
-    assert store.first_segment() is None
+    assert store.first_segment() is None and store.last_segment() == 0
     rows = [future(0, finished=1.0, segment=3), future(1, finished=2.0, segment=4), future(2, finished=3.0, segment=5)]
     asyncio.run(store.put(*rows))
     assert sorted(row.request_id for row in store.futures_before(3.0)) == [row.request_id for row in rows[:2]]
     asyncio.run(store.delete(rows[0]))
-    assert store.first_segment() == 4
+    assert (store.first_segment(), store.last_segment()) == (4, 5)
 
 
 def test_a_row_that_is_made_late_fails_alone(store: Store) -> None:
@@ -172,6 +172,13 @@ def test_a_closed_database_takes_nothing(store: Store) -> None:
     store.close()
     with pytest.raises(StorageError, match="is closed"):
         asyncio.run(store.put(SESSION))
+
+
+def test_what_is_committed_is_synced(tmp_path: Path) -> None:
+    store = Store.open(f"sqlite:///{tmp_path}/service.db")
+    with store._engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2, "FULL"
+    store.close()
 
 
 def test_a_locked_database_is_a_sentence_and_works_again_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from offbeat.service.models import Model
 from offbeat.service.service import ServiceSettings
 from offbeat.service.types import Caller, CheckpointSaved, Failed, Outcome, PassDone, Pending, StepDone, TrainingData
 from small_service import ALICE, BOB, STEP, Client, Open, SmallCluster, training_data
+from waiting import until
 
 
 async def losses(model: Client, seed: int = 9) -> np.ndarray:
@@ -173,6 +175,73 @@ def test_an_owner_with_too_much_under_way_is_told_to_wait_and_others_are_not(clu
     cluster.run(body)
 
 
+def kill_a_rank() -> None:
+    rank = next(child for child in psutil.Process().children(recursive=True) if "rank 1" in " ".join(child.cmdline()))
+    os.kill(rank.pid, signal.SIGKILL)
+
+
+def test_a_client_that_waits_for_one_request_hears_in_its_failure_what_is_lost(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model = await running.model()
+            await model.both(model.learn(training_data(1)), model.step(), model.save("kept"))
+            for seed in range(4):
+                await model.both(model.learn(training_data(seed)), model.step())
+            kill_a_rank()
+            (only,) = await model.both(model.learn(training_data(5)))
+            assert isinstance(only, Failed) and "went back to its last checkpoint (step 1, where it had come to step 5)" in only.message
+            assert isinstance((await model.both(model.learn(training_data(5))))[0], PassDone), "once"
+
+    cluster.run(body)
+
+
+def test_a_failure_that_does_not_tell_what_is_lost_does_not_count_as_having_told(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            model = await running.model()
+            await model.both(model.learn(training_data(1)), model.step())
+            kill_a_rank()
+            known = running.service._models.get(model.model_id)
+            await until(lambda: known is not None and known.loss is not None)
+            (wrong,) = await model.both(model.load(f"tinker://{model.model_id}/weights/none"))
+            assert isinstance(wrong, Failed) and wrong.category == "user" and "went back" not in wrong.message
+            (told,) = await model.both(model.learn(training_data(1)))
+            assert isinstance(told, Failed) and "went back to its last checkpoint (step 0, where it had come to step 1)" in told.message
+            assert isinstance((await model.both(model.learn(training_data(1))))[0], PassDone)
+
+    cluster.run(body)
+
+
+def test_a_number_is_used_once_whatever_has_become_of_its_answer(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path, settings=ServiceSettings(patience_s=0.1)) as running:
+            model, futures = await running.model(), running.service._futures
+            learned, stepped = await model.learn(training_data(1)), await model.step()
+            await running.outcome(stepped)
+            model.seq = 3
+            before = await losses(model)  # number 4; 3 comes late
+            futures._clock = lambda: time.time() + 4000
+            await futures.sweep()
+            for request_id in (learned, stepped):
+                with pytest.raises(LostError, match=f"request {request_id} was carried out, and its answer is not kept any more; a number"):
+                    await running.service.retrieve(ALICE, request_id, timeout_s=1)
+            model.seq = 1
+            with pytest.raises(LostError, match="was carried out"):
+                await model.step()
+            late = await model.learn(training_data(9), forward_only=True)
+            assert isinstance(await running.outcome(late), PassDone), "it had not been carried out"
+            model.seq = 4
+            np.testing.assert_array_equal(await losses(model), before)
+        async with cluster.open(tmp_path) as running:
+            model.open, model.seq = running, 1
+            with pytest.raises(LostError, match="was carried out"):
+                await model.step()
+            model.seq = 5
+            np.testing.assert_array_equal(await losses(model), before)
+
+    cluster.run(body)
+
+
 def test_when_a_train_rank_dies_its_work_fails_once_and_goes_on_from_the_last_checkpoint(cluster: SmallCluster, tmp_path: Path) -> None:
     async def body() -> None:
         async with cluster.open(tmp_path) as running:
@@ -182,12 +251,14 @@ def test_when_a_train_rank_dies_its_work_fails_once_and_goes_on_from_the_last_ch
             assert isinstance(saved, CheckpointSaved)
             at_checkpoint, untouched = await losses(model), await losses(clean)
             await model.both(model.learn(training_data(2)), model.step())
-            rank = next(child for child in psutil.Process().children(recursive=True) if "rank 1" in " ".join(child.cmdline()))
-            os.kill(rank.pid, signal.SIGKILL)
+            kill_a_rank()
             ids = [await ask for ask in (model.learn(training_data(3)), model.step(), model.save("lie"), model.sampler("lie"))]
             failed = [await running.outcome(request_id) for request_id in ids]
             assert all(isinstance(outcome, Failed) and outcome.category == "server" for outcome in failed)
-            assert "went back to its last checkpoint (step 1)" in failed[-1].message  # pyright: ignore
+            first, *others = [outcome.message for outcome in failed if isinstance(outcome, Failed)]
+            told = f"the model {model.model_id} went back to its last checkpoint (step 1, where it had come to step 2) because the trainers"
+            assert first.startswith(f"the trainers failed while they worked on this request; {told} failed; steps and gradients since")
+            assert all(message.startswith(told) for message in others) and "send it again" not in first
             np.testing.assert_array_equal(await losses(model), at_checkpoint)
             np.testing.assert_array_equal(await losses(clean), untouched)
             again = await model.both(model.learn(training_data(2)), model.step(), model.save("kept", overwrite=True))

@@ -26,4 +26,7 @@ class ServeConfig(Section):
     sampler_timeout_s: float = field(
         3600.0, "Seconds without a request after which an unnamed sampler is forgotten, unless it is the newest of its model and "
         "its session is not silent.", gt=0)
+    orphan_retention_s: float = field(
+        7 * 86400.0, "Seconds for which checkpoint folders that the database does not name, as after an older one was restored, are kept "
+        "in `checkpoints/orphans`; 0 keeps them until somebody removes them.", ge=0)
     result_retention_s: float = field(3600.0, "Seconds for which a finished result can be fetched.", ge=600)

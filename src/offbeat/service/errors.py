@@ -37,7 +37,7 @@ class UnknownError(RequestError, LookupError):
 
 
 class LostError(RequestError):
-    """A request that this server no longer knows the outcome of, as after a restart; sending it again is safe."""
+    """A request whose outcome this server does not know any more; the sentence says whether to send it again."""
 
     status = 410
 

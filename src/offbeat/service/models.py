@@ -5,14 +5,20 @@ trainers or the server die before it is saved; a model then goes back to its las
 of that is not carried out. Only `training` changes models, one turn at a time.
 """
 
+import asyncio
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+from offbeat.errors import StorageError
 from offbeat.service.backend import Backend
 from offbeat.service.checkpoints import Checkpoints
-from offbeat.service.errors import UnknownError
+from offbeat.service.errors import LostError, UnknownError
+from offbeat.service.ids import training_request
 from offbeat.service.limits import Usage
+from offbeat.service.order import Numbers
 from offbeat.service.store import Store
 from offbeat.service.tables import ModelRow
 from offbeat.service.types import Caller, ModelInfo
@@ -41,7 +47,10 @@ class Model:
     """One model.
 
     Attributes:
-        row: as stored.
+        row: as stored; it changes when the database has committed.
+        marked: what is stored, or about to be, says that a restart would lose something.
+        storing: held while what is stored changes.
+        numbers: of its requests, those that have come to an outcome.
         step: optimizer steps so far, those before its checkpoint included.
         resident: the trainers have it.
         counted: among those that its owner may have.
@@ -52,6 +61,9 @@ class Model:
 
     def __init__(self, row: ModelRow, *, counted: bool) -> None:
         self.row = row
+        self.numbers = Numbers(row.last_seq)
+        self.storing = asyncio.Lock()
+        self.marked = row.dirty
         self.step = row.step
         self.resident = False
         self.counted = counted
@@ -67,7 +79,18 @@ class Model:
     @property
     def is_dirty(self) -> bool:
         """Whether a restart from here on would lose something, or has, which its client has not heard of."""
-        return self.loss is not None or self.has_gradient or self.num_changes > self.saved_changes
+        return self.would_lose(self.saved_changes)
+
+    def would_lose(self, saved_changes: int) -> bool:
+        """The same, if so many changes were in its saved state."""
+        return self.loss is not None or self.has_gradient or self.num_changes > saved_changes
+
+    def check_unused(self, seq: int) -> None:
+        """Raise LostError for a number whose request has come to an outcome that is not kept any more."""
+        if seq in self.numbers:
+            raise LostError(
+                f"request {training_request(self.id, seq)} was carried out, and its answer is not kept any more; a number is used once, so "
+                "go on with the next one")
 
     @property
     def info(self) -> ModelInfo:
@@ -125,9 +148,27 @@ class Models:
         await self._checkpoints.release(model.row.state_folder)
 
     async def store(self, model: Model, **changes: Any) -> None:
-        """Change what is stored of a model."""
-        model.row = replace(model.row, **changes)
-        await self._store.put(model.row)
+        """Change what is stored of a model, and then what is known of it; raises StorageError, and nothing is changed."""
+        async with model.storing:
+            await self._put(model, **changes)
+
+    async def store_progress(self, model: Model) -> None:
+        """Store how far a model has come, unless that was stored with another request's."""
+        async with model.storing:
+            if (model.numbers.last, model.is_dirty) != (model.row.last_seq, model.row.dirty):
+                await self._put(model, last_request=time.time(), dirty=model.is_dirty)
+
+    async def _put(self, model: Model, **changes: Any) -> None:
+        row = replace(model.row, last_seq=model.numbers.last, **changes)
+        model.marked = row.dirty
+        try:
+            await self._store.put(row)
+        except BaseException as exc:
+            model.marked = False  # nobody knows, so it is marked again
+            if not isinstance(exc, StorageError):  # cancelled: it may well be stored, and then needs its folder
+                model.row = row
+            raise
+        model.row = row
 
     # -- residency ---------------------------------------------------------------------------------------------------------------------
 
@@ -153,18 +194,24 @@ class Models:
 
     async def mark(self, models: Sequence[Model]) -> None:
         """These are about to be trained, so that a restart from here on would lose something; stored before it is true."""
-        clean = [model for model in models if not model.row.dirty]
-        for model in clean:
-            model.row = replace(model.row, dirty=True)
-        if clean:
-            await self._store.put(*(model.row for model in clean))
+        async with AsyncExitStack() as stack:
+            clean = [model for model in models if not model.marked]
+            for model in clean:
+                await stack.enter_async_context(model.storing)
+            rows = [replace(model.row, dirty=True) for model in clean]
+            if rows:
+                await self._store.put(*rows)
+            for model, row in zip(clean, rows, strict=True):
+                model.row, model.marked = row, True
 
     async def keep(self, model: Model, folder: str, *, step: int, num_changes: int) -> None:
         """A sealed folder is a model's state as it was after that many changes, and from now on its saved one."""
-        if model.row.ended or num_changes < model.saved_changes:
-            return  # it needs none any more, or a later one came first
-        before, model.saved_changes = model.row.state_folder, num_changes
-        await self.store(model, state_folder=folder, step=step, dirty=model.is_dirty)
+        async with model.storing:
+            if model.row.ended or num_changes < model.saved_changes:
+                return  # it needs none any more, or a later one came first
+            before = model.row.state_folder
+            await self._put(model, state_folder=folder, step=step, dirty=model.would_lose(num_changes))
+            model.saved_changes = num_changes
         if before != folder:
             await self._checkpoints.release(before)
 
@@ -205,7 +252,7 @@ class Models:
                     self._fall_back(model, reason)
 
     def _fall_back(self, model: Model, reason: str) -> None:
-        model.loss = Loss(_lost(model.row, reason))
+        model.loss = Loss(_lost(model.row, reason, step=model.step))
         model.step, model.has_gradient = model.row.step, False
         model.num_changes = model.saved_changes
 
@@ -218,7 +265,9 @@ class Models:
         return any(model.row.state_folder == folder for model in self._models.values())
 
 
-def _lost(row: ModelRow, reason: str) -> str:
+def _lost(row: ModelRow, reason: str, *, step: int = 0) -> str:
+    """`step` is where it was, 0 if nobody knows."""
+    where = f"step {row.step}, where it had come to step {step}" if step > row.step else f"step {row.step}"
     return (
-        f"the model {row.id} went back to its last checkpoint (step {row.step}) because {reason}; steps and gradients since then are lost, "
+        f"the model {row.id} went back to its last checkpoint ({where}) because {reason}; steps and gradients since then are lost, "
         "and so is what was sent before this was fetched; go on from there, or load another checkpoint")

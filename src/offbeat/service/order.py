@@ -6,6 +6,7 @@ that was lost or refused leaves a gap. Each item is given once, and none is held
 
 from typing import Generic, NamedTuple, TypeVar
 
+_MISSING = 2000
 T = TypeVar("T")
 
 
@@ -14,6 +15,31 @@ class _Held(NamedTuple, Generic[T]):
 
     due: float
     items: tuple[T, ...]
+
+
+class Numbers:
+    """Which numbers have been used up: each by an outcome, whatever became of it. One that came late has not, though later ones have.
+
+    Attributes:
+        last: the highest one that has been.
+    """
+
+    def __init__(self, last: int) -> None:
+        """`last` was used before, and what is below it counts as used, too."""
+        self.last = last
+        self._missing: set[int] = set()
+
+    def use(self, number: int) -> None:
+        """This one is used up."""
+        # A client may jump as far as it likes, at no cost; what it left out long ago counts as used.
+        self._missing.update(range(max(self.last + 1, number - _MISSING), number))
+        self._missing.discard(number)
+        self.last = max(self.last, number)
+        if len(self._missing) > 2 * _MISSING:
+            self._missing = set(sorted(self._missing)[-_MISSING:])
+
+    def __contains__(self, number: int) -> bool:
+        return number <= self.last and number not in self._missing
 
 
 class Sequencer(Generic[T]):

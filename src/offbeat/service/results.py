@@ -2,6 +2,9 @@
 
 Written by one thread, read by any. A file is begun at every start and whenever one is full, so that what a crash tore off at the end of
 a file is never built upon; files that nobody needs any more are deleted as a whole. A record that is not what was written is refused.
+
+Records are not synced: a power cut may take the last half a minute of answers, of which the database still says that their requests have
+ended. But no file's number is used twice, whatever is lost: else such a request might be given another one's answer.
 """
 
 import os
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offbeat.errors import StorageError
+from offbeat.service.disk import make_folder, sync
 
 _HEADER = struct.Struct("<QI")  # length and CRC-32 of the data behind it
 _FILE = re.compile(r"(\d{8})\.results")
@@ -28,10 +32,11 @@ class Location(NamedTuple):
 class Results:
     """A folder of records."""
 
-    def __init__(self, folder: Path, *, segment_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, folder: Path, *, after: int = 0, segment_bytes: int = 64 * 2**20) -> None:
         """Open the folder, making it, and begin a file.
 
         Args:
+            after: the last file that the database names, which may be lost.
             segment_bytes: a file that has grown beyond this is followed by another.
 
         Raises:
@@ -40,8 +45,8 @@ class Results:
         self._folder = folder
         self._segment_bytes = segment_bytes
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._begin(max(self._segments(), default=0) + 1)
+            make_folder(folder)
+            self._begin(max(after, *self._segments(), 0) + 1)
         except OSError as exc:
             raise StorageError(f"results cannot be written to {folder}: {exc.strerror}; free space or choose another folder") from exc
 
@@ -104,6 +109,7 @@ class Results:
         self._fd = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._active = segment
         self._end = 0
+        sync(self._folder)
 
     def _segments(self) -> list[int]:
         return [int(match[1]) for path in self._folder.iterdir() if (match := _FILE.fullmatch(path.name))]

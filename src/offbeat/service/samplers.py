@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from offbeat.errors import StorageError
 from offbeat.inference.shelf import counted
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath, sampler_id
@@ -74,6 +75,7 @@ class Samplers:
         self._last_used = dict.fromkeys(self._rows, clock())
         self._pinned: dict[str, str] = {}
         self._pinning: dict[str, asyncio.Lock] = {}
+        self._adding: dict[str, asyncio.Lock] = {}
         self._busy: Counter[str] = Counter()
         for row in self._rows.values():
             usage.add(row.owner, disk_bytes=row.size_bytes)
@@ -118,14 +120,23 @@ class Samplers:
         row = SamplerRow(
             sampler_id(session_id, seq), session_id, owner, base_model, run_id=run_id, version=version, folder=folder,
             size_bytes=size_bytes, created=self._clock())
-        if (known := self._rows.get(row.id)) is not None:
-            return _same(known, row).id
-        self._usage.charge(owner, disk_bytes=size_bytes)
         return await self._add(row)
 
     async def _add(self, row: SamplerRow) -> str:
-        self._rows[row.id], self._last_used[row.id] = row, self._clock()
-        await self._store.put(row)
+        """Make a sampler exist, once it is stored; whoever asks for the same number meanwhile waits."""
+        async with self._adding.setdefault(row.id, asyncio.Lock()):
+            try:
+                if (known := self._rows.get(row.id)) is not None:
+                    return _same(known, row).id
+                self._usage.charge(row.owner, disk_bytes=row.size_bytes)
+                try:
+                    await self._store.put(row)
+                except StorageError:
+                    self._usage.release(row.owner, disk_bytes=row.size_bytes)
+                    raise
+                self._rows[row.id], self._last_used[row.id] = row, self._clock()
+            finally:
+                self._adding.pop(row.id, None)
         return row.id
 
     def find(self, caller: Caller, sampler: str) -> SamplerRow:
@@ -221,11 +232,12 @@ class Samplers:
     async def _end(self, rows: list[SamplerRow]) -> None:
         if not rows:
             return
-        for row in rows:
-            del self._rows[row.id], self._last_used[row.id]
-            self._usage.release(row.owner, disk_bytes=row.size_bytes)
         await self._store.delete(*rows)
-        for row in rows:
+        ended = [row for row in rows if self._rows.pop(row.id, None) is not None]
+        for row in ended:
+            del self._last_used[row.id]
+            self._usage.release(row.owner, disk_bytes=row.size_bytes)
+        for row in ended:
             await self._let_go(row.folder)
 
     async def _let_go(self, folder: str) -> None:

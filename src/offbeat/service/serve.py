@@ -29,6 +29,7 @@ from offbeat.service.app.reply import Served
 from offbeat.service.app.server import HttpServer, listen
 from offbeat.service.backend import Backend
 from offbeat.service.futures import Futures
+from offbeat.service.identity import agree, keep
 from offbeat.service.keys import Keys
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
@@ -71,7 +72,7 @@ def run_service(config: Config, *, say: Say, debug: bool = False) -> None:
     base, keys = read_base(config), read_keys(config)
     with listen(config.serve.host, config.serve.port) as listener, open_record(folder) as record:
         set_up_logging(folder / "log" / "service.jsonl", debug=debug, as_json=True)
-        store = Store.open(config.serve.database or f"sqlite:///{folder / 'service.db'}")
+        store = open_store(config.serve.database, folder)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_Run(config, base, keys, store, say).serve(record, listener))
@@ -139,6 +140,22 @@ def open_record(folder: Path) -> RunRecord:
         raise StorageError(f"the data folder {str(folder)!r} cannot be written; free space, or give another --data-dir") from exc
 
 
+def open_store(url: str, folder: Path) -> Store:
+    """The database that belongs to a data folder, by default the one in it.
+
+    Raises:
+        ConfigError: it is another folder's, or cannot be used. Nothing was changed.
+        StorageError: one of them cannot be read or written.
+    """
+    store = Store.open(url or f"sqlite:///{folder / 'service.db'}", identify=lambda known: agree(known, folder))
+    try:
+        keep(folder, store.identity)
+    except StorageError:
+        store.close()
+        raise
+    return store
+
+
 @dataclass(frozen=True)
 class Core:
     """The service without HTTP."""
@@ -155,8 +172,8 @@ async def open_core(config: Config, tenants: Tenants, store: Store, keys: Keys) 
     backend = Backend(tenants, config, base_model=base_model_name(config))
     rows, usage = store.load(), Usage(keys.limits_of)
     futures = Futures(
-        store, Results(folder / "results"), encode=encode, owner_of=lambda session: service.sessions.owner_of(session),
-        retention_s=settings.result_retention_s)
+        store, Results(folder / "results", after=store.last_segment()), encode=encode,
+        owner_of=lambda session: service.sessions.owner_of(session), retention_s=settings.result_retention_s)
 
     def make_samplers(sessions: Sessions, checkpoints: Checkpoints) -> Samplers:
         return Samplers(
@@ -165,7 +182,8 @@ async def open_core(config: Config, tenants: Tenants, store: Store, keys: Keys) 
 
     service = Service(
         backend, store, rows, futures, usage, folder=folder, make_samplers=make_samplers,
-        settings=ServiceSettings(settings.max_tokens_per_pass, settings.session_timeout_s, settings.gap_patience_s))
+        settings=ServiceSettings(
+            settings.max_tokens_per_pass, settings.session_timeout_s, settings.gap_patience_s, settings.orphan_retention_s))
     sampling = Sampling(
         service.samplers, engines=backend, futures=futures, usage=usage,
         max_in_flight=settings.max_samples_in_flight * (len(config.inference.urls) or config.inference.num_engines))

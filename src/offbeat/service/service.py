@@ -59,11 +59,13 @@ class ServiceSettings:
         max_tokens_per_pass: of all tenants together in one forward or forward-backward.
         session_timeout_s: after so long without a sign of life, a session's models leave the trainers, saved.
         patience_s: how long a request waits for one with a lower seq_id that has not arrived.
+        orphan_retention_s: how long checkpoint folders that the database does not name stay aside; 0 for until somebody removes them.
     """
 
     max_tokens_per_pass: int = 65_536
     session_timeout_s: float = 600.0
     patience_s: float = 5.0
+    orphan_retention_s: float = 7 * 86400.0
 
 
 class Service:
@@ -85,7 +87,7 @@ class Service:
         self.sessions = Sessions(rows.sessions, store=store, timeout_s=settings.session_timeout_s)
         self.checkpoints = Checkpoints(
             rows.checkpoints, store=store, usage=usage, folder=folder / "checkpoints",
-            on_removed=lambda adapter: backend.unpin(adapter.name))
+            on_removed=lambda adapter: backend.unpin(adapter.name), orphan_retention_s=settings.orphan_retention_s)
         self.samplers = make_samplers(self.sessions, self.checkpoints)
         self.checkpoints.users.append(self.samplers.uses)
         self._models = Models(rows.models, backend=backend, store=store, usage=usage, checkpoints=self.checkpoints)
@@ -283,6 +285,7 @@ class Service:
             answer = await self._futures.retrieve(request_id, caller.owner, timeout_s=timeout_s)
         except LostError:
             if model is not None and seq.isdecimal():
+                model.check_unused(int(seq))
                 self._training.skip(model, int(seq))  # it will hardly come again under this number
             raise
         if model is not None and isinstance(answer, Payload):

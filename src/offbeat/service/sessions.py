@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from offbeat.errors import StorageError
 from offbeat.service.errors import BadRequestError, LostError, UnknownError
 from offbeat.service.ids import new_session_id
 from offbeat.service.store import Store
@@ -35,8 +36,8 @@ class Sessions:
         now = self._clock()
         row = SessionRow(
             new_session_id(), caller.owner, created=now, last_seen=now, metadata=metadata, display_name=display_name, tags=tags)
-        self._rows[row.id], self._last_seen[row.id] = row, now
         await self._store.put(row)
+        self._rows[row.id], self._last_seen[row.id] = row, now
         return row.id
 
     def find(self, caller: Caller, session_id: str) -> SessionRow:
@@ -92,10 +93,14 @@ class Sessions:
             await self._store.put(self._rows[session_id])
 
     async def finish(self, caller: Caller, session_id: str) -> bool:
-        """End a session; whether it lasted until now."""
+        """End a session; whether it lasted until now. Raises StorageError if the database fails; it lasts as before."""
         row, now = self.find(caller, session_id), self._clock()
         if row.ended is not None:
             return False
-        self._rows[session_id] = replace(row, last_seen=now, ended=now)
-        await self._store.put(self._rows[session_id])
+        self._rows[session_id] = replace(row, last_seen=now, ended=now)  # first: a heartbeat must not store it as it was
+        try:
+            await self._store.put(self._rows[session_id])
+        except StorageError:
+            self._rows[session_id] = row
+            raise
         return True

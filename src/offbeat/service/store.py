@@ -2,8 +2,7 @@
 
 One thread writes. It consumes what callers put or delete, produces transactions, waits for the next call, and is woken by it: all that
 has come while one transaction was committed goes into the next, so that thousands of small writes per second cost few commits. A call
-returns when its changes are committed. They outlive the death of this process; a power cut may take the last moments from SQLite, but
-leaves it consistent.
+returns when its changes are committed, and on the disk: they outlive the death of this process, and a power cut.
 """
 
 import asyncio
@@ -12,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
@@ -22,7 +22,20 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 
 from offbeat.errors import ConfigError, MissingExtraError, StorageError
-from offbeat.service.tables import METADATA, SCHEMA, SCHEMA_VERSION, TABLES, CheckpointRow, FutureRow, ModelRow, Row, SamplerRow, SessionRow
+from offbeat.service.identity import Known
+from offbeat.service.tables import (
+    IDENTITY,
+    METADATA,
+    SCHEMA,
+    SCHEMA_VERSION,
+    TABLES,
+    CheckpointRow,
+    FutureRow,
+    ModelRow,
+    Row,
+    SamplerRow,
+    SessionRow,
+)
 
 _TIMEOUT_S = 10
 _CLAIM_S = 3
@@ -77,10 +90,15 @@ class _Write:
 
 
 class Store:
-    """An open database. `put` and `delete` are for an event loop; the rest blocks for a short query, from any thread."""
+    """An open database. `put` and `delete` are for an event loop; the rest blocks for a short query, from any thread.
 
-    def __init__(self, engine: sa.Engine, claim: sa.Connection | None) -> None:
+    Attributes:
+        identity: that it shares with its data folder; empty if nobody has given it one.
+    """
+
+    def __init__(self, engine: sa.Engine, claim: sa.Connection | None, identity: str) -> None:
         """Use `open` instead."""
+        self.identity = identity
         self._engine = engine
         self._claim = claim
         self._closed = False
@@ -90,11 +108,12 @@ class Store:
         self._writer.start()
 
     @classmethod
-    def open(cls, url: str) -> Self:
+    def open(cls, url: str, *, identify: Callable[[Known], str] = lambda known: known.identity) -> Self:
         """Open the database at `url`, making its tables if it is new.
 
         Args:
             url: "sqlite:///PATH", whose folder is for the caller to lock, or "postgresql://USER:PASSWORD@HOST/NAME".
+            identify: gives the identity that the database has from now; asked before anything is changed, and may raise.
 
         Raises:
             ConfigError: the URL cannot be used, another server uses the database, or a newer version of this package made it.
@@ -103,16 +122,21 @@ class Store:
         """
         engine = _engine(url)
         claim = _claim(engine) if engine.dialect.name == "postgresql" else None
-        with _sentences(engine), engine.begin() as connection:
-            METADATA.create_all(connection)
-            version = connection.scalar(sa.select(sa.func.max(SCHEMA.c.version)))
-            if version is None:
-                connection.execute(sa.insert(SCHEMA).values(version=SCHEMA_VERSION))
-            elif version > SCHEMA_VERSION:
-                raise ConfigError(
-                    f"{_name(engine)} has schema version {version}, made by a newer Offbeat than this one, which knows up to "
-                    f"{SCHEMA_VERSION}; upgrade Offbeat or use another database")
-        return cls(engine, claim)
+        try:
+            known = _known(engine)
+            identity = identify(known)
+            with _sentences(engine), engine.begin() as connection:
+                METADATA.create_all(connection)
+                if connection.scalar(sa.select(sa.func.max(SCHEMA.c.version))) is None:
+                    connection.execute(sa.insert(SCHEMA).values(version=SCHEMA_VERSION))
+                if identity and not known.identity:
+                    connection.execute(sa.insert(IDENTITY).values(id=identity))
+        except BaseException:
+            if claim is not None:
+                claim.close()
+            engine.dispose()
+            raise
+        return cls(engine, claim, identity)
 
     def load(self) -> Rows:
         """Give all rows but those of futures.
@@ -155,6 +179,15 @@ class Store:
         """
         with _sentences(self._engine), self._engine.connect() as connection:
             return connection.scalar(sa.select(sa.func.min(TABLES[FutureRow].c.segment)))
+
+    def last_segment(self) -> int:
+        """Give the last file of results that a request names, or 0.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        with _sentences(self._engine), self._engine.connect() as connection:
+            return connection.scalar(sa.select(sa.func.max(TABLES[FutureRow].c.segment))) or 0
 
     async def put(self, *rows: Row | Callable[[], Row]) -> None:
         """Store rows in place of those with the same key, and return once they are committed: all of them, or none.
@@ -269,7 +302,29 @@ def _engine(text: str) -> sa.Engine:
 
 def _set_up_sqlite(connection: Any, record: object) -> None:  # noqa: ARG001
     connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute("PRAGMA synchronous=FULL")
+
+
+def _known(engine: sa.Engine) -> Known:
+    """What a database knows of its folder. One that is not there is not made."""
+    name, path = _name(engine), engine.url.database or ""
+    if engine.dialect.name == "sqlite" and not engine.url.query and not Path(path).exists():
+        return Known(name)
+    with _sentences(engine), engine.connect() as connection:
+        there = set(sa.inspect(connection).get_table_names())
+        version = connection.scalar(sa.select(sa.func.max(SCHEMA.c.version))) if SCHEMA.name in there else None
+        if version is not None and version > SCHEMA_VERSION:
+            raise ConfigError(
+                f"{name} has schema version {version}, made by a newer Offbeat than this one, which knows up to {SCHEMA_VERSION}; upgrade "
+                "Offbeat or use another database")
+        identity = connection.scalar(sa.select(IDENTITY.c.id)) if IDENTITY.name in there else None
+        checkpoints, models, samplers = (TABLES[kind] for kind in (CheckpointRow, ModelRow, SamplerRow))
+        naming = {
+            checkpoints: sa.select(checkpoints.c.folder), models: sa.select(models.c.state_folder),
+            samplers: sa.select(samplers.c.folder).where(samplers.c.path == "")}  # others name a checkpoint's
+        folders = {
+            folder for table, select in naming.items() if table.name in there for folder in connection.scalars(select)}
+    return Known(name, identity or "", frozenset(folders - {""}))
 
 
 def _claim(engine: sa.Engine) -> sa.Connection:

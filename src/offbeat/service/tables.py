@@ -38,7 +38,7 @@ class ModelRow:
     Attributes:
         step: optimizer steps of the saved state, counted over the checkpoints it came from.
         state_folder: its last saved state, to go on from; empty while that is a fresh adapter.
-        last_seq: of its requests that have been carried out.
+        last_seq: the highest number of a request that has come to an outcome, at least of those whose effects are in the saved state.
         next_version: for the next adapter that is made of it.
         dirty: trained since its last saved state.
     """
@@ -159,6 +159,7 @@ def _table(row: type[Row], name: str, *, key: int = 1, indexed: tuple[str, ...] 
 
 METADATA = sa.MetaData()
 SCHEMA = sa.Table("schema_version", METADATA, sa.Column("version", sa.BigInteger, primary_key=True, autoincrement=False))
+IDENTITY = sa.Table("identity", METADATA, sa.Column("id", sa.Text, primary_key=True))
 TABLES: Mapping[type[Row], sa.Table] = {
     SessionRow: _table(SessionRow, "sessions"),
     ModelRow: _table(ModelRow, "models"),

@@ -93,10 +93,12 @@ class Training:
         Raises:
             OverLimitError: its owner has too many tokens under way, or this server is going down; it is not taken, and may be later.
             RequestError: it has more tokens than will ever be taken.
+            LostError: it was carried out before, and its answer is not kept any more.
         """
         owner, request_id = model.row.owner, training_request(model.id, seq)
         if self._futures.find(request_id, owner) is not None:
             return request_id
+        model.check_unused(seq)
         sequencer = self._sequencer(model)
         work = Work(self._next_number(), model, seq, request, None)
         self._charge(work, is_awaited=seq == sequencer.next_seq and sequencer.next_due is not None)
@@ -257,8 +259,8 @@ class Training:
             for model in models:
                 model.has_gradient = False
                 model.loss = model.loss or Loss(
-                    f"an earlier request of the model {model.id} failed on the server, and what it had gathered for its next step is lost; "
-                    "what was sent before that was fetched is not carried out")
+                    f"what the model {model.id} had gathered for its next step is lost with a request that failed, and so is what was sent "
+                    "before this was fetched; its weights are as its last step left them, so go on from there")
         for job in dict.fromkeys(part.job for part in parts):
             self._fail(job, exc)
 
@@ -281,7 +283,8 @@ class Training:
         if model.loss is not None and not isinstance(work.request, Load):  # loading makes good for what was lost
             if model.loss.concerns(work.number):
                 self._schedule.drop(job)
-                self._end_soon(work, self._noted(work, Failed(model.loss.message, "server")))
+                self._tell_loss(work, model.loss)
+                self._end_soon(work, Failed(model.loss.message, "server"))
                 return False
             model.loss = None
         return True
@@ -314,10 +317,7 @@ class Training:
         for part in parts:
             own.setdefault(part.job.model, []).append(part)
         if learn:
-            models = [its[0].job.item.model for its in own.values()]
-            await self._models.mark(models)
-            for model in models:
-                model.has_gradient = True
+            await self._begin_change([its[0].job.item.model for its in own.values()])
         passes = await self._backend.run(
             {model_id: DatumBatch.concatenate([datums_of(part) for part in its]) for model_id, its in own.items()}, learn=learn)
         self.trained_tokens += sum(part.size for part in parts)
@@ -327,8 +327,13 @@ class Training:
                 if part.is_last:
                     self._end_soon(part.job.item, pass_done(part.job.item))
 
+    async def _begin_change(self, models: list[Model]) -> None:
+        for model in models:
+            model.has_gradient = True  # first: what is stored beside this says that something may be lost
+        await self._models.mark(models)
+
     async def _step(self, works: list[Work]) -> None:
-        await self._models.mark([work.model for work in works])
+        await self._begin_change([work.model for work in works])
         norms = await self._backend.step({work.model.id: params_of(work) for work in works})
         for work in works:
             model, norm = work.model, norms[work.model.id]
@@ -370,17 +375,20 @@ class Training:
         self._end_soon(work, outcome)
 
     def _fail(self, job: Job[Work], exc: Exception) -> None:
+        """End a request with an error; what its model has lost by now is told with it."""
+        work, loss = job.item, job.item.model.loss
         self._schedule.drop(job)
-        self._end_soon(job.item, self._noted(job.item, self._explain(job.item, exc)))
+        if loss is not None and category_of(exc) == "server":
+            self._tell_loss(work, loss)
+        self._end_soon(work, self._explain(work, exc, lost=loss.message if loss is not None else ""))
 
-    def _explain(self, work: Work, exc: Exception) -> Failed:
-        return explain(exc, name=work.future.request_id if work.future else work.model.id)
+    def _explain(self, work: Work, exc: Exception, *, lost: str = "") -> Failed:
+        return explain(exc, name=work.future.request_id if work.future else work.model.id, lost=lost)
 
-    def _noted(self, work: Work, failed: Failed) -> Failed:
-        """Whoever fetches this has heard of what his model has lost."""
-        if failed.category == "server" and work.model.loss is not None and work.future is not None:
-            work.model.loss.told_by.add(work.future.request_id)
-        return failed
+    def _tell_loss(self, work: Work, loss: Loss) -> None:
+        """This request's outcome tells of it: whoever fetches it has heard."""
+        if work.future is not None:
+            loss.told_by.add(work.future.request_id)
 
     def _end_soon(self, work: Work, outcome: Outcome) -> None:
         """The first outcome of a request stands."""
@@ -388,6 +396,7 @@ class Training:
             self._open.discard(work)
         elif not work.has_ended:
             work.has_ended = True
+            work.model.numbers.use(work.seq)
             self._spawn(self._end(work, work.future, outcome))
 
     async def _end(self, work: Work, future: Future, outcome: Outcome) -> None:
@@ -403,7 +412,7 @@ class Training:
         if self._models.get(model.id) is not model:
             return  # it never began
         try:
-            await self._models.store(model, last_seq=max(work.seq, model.row.last_seq), last_request=time.time(), dirty=model.is_dirty)
+            await self._models.store_progress(model)
         except StorageError as exc:
             _log.error("%s: its progress could not be stored: %s", model.id, exc)
 

@@ -169,16 +169,21 @@ def category_of(exc: Exception) -> Category:
     return "user" if isinstance(exc, UserError) and not isinstance(exc, StorageError) else "server"
 
 
-def explain(exc: Exception, *, name: str) -> Failed:
-    """One sentence for the client whose request is called `name`, and the whole for the log."""
+def explain(exc: Exception, *, name: str, lost: str = "") -> Failed:
+    """One sentence for the client whose request is called `name`, and the whole for the log.
+
+    Args:
+        lost: what its model has lost, to be told as well unless the request itself was wrong.
+    """
     if category_of(exc) == "user":
         _log.info("%s failed: %s", name, exc)
         return Failed(str(exc), "user")
     _log.error("%s failed: %s", name, exc, exc_info=not isinstance(exc, OffbeatError))
+    sentence, advice = f"the server failed in a way that it did not expect; its log has the reason under {name}", ""
     if isinstance(exc, CheckpointError | PublishError):
-        return Failed(str(exc), "server")
-    if isinstance(exc, StorageError):  # where the operator keeps things is no business of clients
-        return Failed(f"the server could not keep or read what this request needs; its log has the reason under {name}", "server")
-    if isinstance(exc, OffbeatError):
-        return Failed("the trainers failed while they worked on this request; they are started again, so send it again", "server")
-    return Failed(f"the server failed in a way that it did not expect; its log has the reason under {name}", "server")
+        sentence = str(exc)
+    elif isinstance(exc, StorageError):  # where the operator keeps things is no business of clients
+        sentence = f"the server could not keep or read what this request needs; its log has the reason under {name}"
+    elif isinstance(exc, OffbeatError):
+        sentence, advice = "the trainers failed while they worked on this request", "they are started again, so send it again"
+    return Failed("; ".join(filter(None, (sentence, lost or advice))), "server")

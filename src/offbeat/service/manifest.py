@@ -1,0 +1,95 @@
+"""The manifest of a checkpoint's folder: what files it holds, with their checksums. A folder is complete from the moment it has one.
+
+Called by `checkpoints`, on its threads.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from offbeat.errors import StorageError
+from offbeat.service.disk import sync
+from offbeat.service.orphans import FOLDER
+from offbeat.weights.adapters import AdapterManifest
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file's checksum and size."""
+
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds; `adapter` is None if engines cannot load it."""
+
+    files: dict[str, File]
+    adapter: AdapterManifest | None = None
+
+
+class CheckpointError(StorageError):
+    """A checkpoint's files are damaged, gone, or cannot be written. Its sentence is for clients, and does not say where they are."""
+
+
+def _digest(path: Path) -> File:
+    with path.open("rb") as file:
+        return File(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+
+
+def seal(folder: Path, adapter: AdapterManifest | None) -> int:
+    """Write the manifest of a folder and sync all of it, whoever wrote it; the size of its files in bytes.
+
+    Raises:
+        CheckpointError: it cannot be read or written.
+    """
+    try:
+        files = {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
+        (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(files, adapter)))
+        for path in (*(folder / name for name in files), folder / MANIFEST, folder, folder.parent):
+            sync(path)
+    except OSError as exc:
+        raise CheckpointError(f"the checkpoint folder {folder.name} could not be written: {exc.strerror}; free space") from exc
+    return sum(file.size_bytes for file in files.values())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What a folder holds; raises CheckpointError if there is no manifest that can be read."""
+    try:
+        manifest = msgspec.convert(_with_canary(msgspec.json.decode((folder / MANIFEST).read_bytes())), Manifest)
+    except (OSError, msgspec.DecodeError) as exc:
+        raise CheckpointError(
+            f"the checkpoint folder {folder.name} is gone or damaged: its manifest cannot be read; use another one") from exc
+    return manifest
+
+
+def _with_canary(manifest: Any) -> Any:
+    """A manifest in which an earlier Offbeat has written the mean of the canary's log-probabilities alone."""
+    adapter = manifest.get("adapter") if isinstance(manifest, dict) else None
+    if isinstance(adapter, dict) and "canary_logprob" in adapter:
+        adapter.setdefault("canary_logprobs", [adapter["canary_logprob"]])
+    return manifest
+
+
+def verify(folder: Path) -> Manifest:
+    """What a folder holds, after a look at every byte; raises CheckpointError unless all is as it was sealed."""
+    manifest = read_manifest(folder)
+    for name, expected in manifest.files.items():
+        try:
+            found = _digest(folder / name)
+        except OSError as exc:
+            raise CheckpointError(f"the checkpoint folder {folder.name} is damaged: {name} cannot be read; use another one") from exc
+        if found != expected:
+            raise CheckpointError(f"the checkpoint folder {folder.name} is damaged: {name} is not what was written; use another one")
+    return manifest
+
+
+def sealed_folders(root: Path) -> frozenset[str]:
+    """Names of the folders that are complete, those that were put aside included."""
+    return frozenset(path.parent.name for pattern in ("*", f"{FOLDER}/*/*") for path in root.glob(f"{pattern}/{MANIFEST}"))

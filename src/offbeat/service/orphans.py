@@ -1,0 +1,64 @@
+"""Checkpoint folders that no row of the database names: put aside under a date, brought back if a row names them again, removed when old.
+
+A server that was killed leaves some, and so does an older database that was put in place of the newer one: then they are what somebody
+was told is kept. So nothing is removed at once. Called by `checkpoints`, on its threads.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+FOLDER = "orphans"
+_DATE = "%Y-%m-%dT%H-%M-%SZ"
+_log = logging.getLogger(__name__)
+
+
+class Orphans:
+    """The folder `orphans` below that of all checkpoints."""
+
+    def __init__(self, root: Path, *, retention_s: float, clock: Callable[[], float]) -> None:
+        """`retention_s` is for how long they stay, 0 for until somebody removes them."""
+        self._root = root
+        self._folder = root / FOLDER
+        self._retention_s = retention_s
+        self._clock = clock
+
+    def names(self) -> set[str]:
+        """Of all that were put aside."""
+        return {path.name for path in self._folder.glob("*/*")}
+
+    def put_aside(self, names: Collection[str]) -> None:
+        """Move folders here, and say so in the log."""
+        now = self._clock()
+        aside = self._folder / datetime.fromtimestamp(now, UTC).strftime(_DATE)
+        aside.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (self._root / name).rename(aside / name)
+        fate = "kept until somebody removes them"
+        if self._retention_s:
+            fate = f"removed after {datetime.fromtimestamp(now + self._retention_s, UTC):{_DATE}}"
+        _log.warning(
+            "%d checkpoint folders that the database does not name are in %s now, and %s; if an older database was put in place of a "
+            "newer one, stop the server, put the newer one back, and start again: what it names comes back by itself",
+            len(names), aside, fate)
+
+    def bring_back(self, name: str) -> None:
+        """Move a folder to where it was, unless there is one."""
+        for path in self._folder.glob(f"*/{name}"):
+            if not (self._root / name).exists():
+                path.rename(self._root / name)
+                _log.warning("the checkpoint folder %s, which the database names again, is back from %s", name, path.parent)
+
+    def sweep(self) -> None:
+        """Remove what was put aside long ago; what people have put here under other names stays."""
+        if not self._retention_s or not self._folder.is_dir():
+            return
+        for path in self._folder.iterdir():
+            with suppress(ValueError):
+                since = datetime.strptime(path.name, _DATE).replace(tzinfo=UTC).timestamp()
+                if since + self._retention_s <= self._clock():
+                    _log.warning("the checkpoint folders in %s, which the database has not named for long, are removed", path)
+                    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,39 @@
+"""Files and folders are synced with all that their names need."""
+
+from pathlib import Path
+
+import pytest
+
+from offbeat.service.disk import make_folder, sync, write_file
+
+OPEN = Path("/proc/self/fd")
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Paths in the order in which they are synced."""
+    paths: list[Path] = []
+    monkeypatch.setattr("offbeat.service.disk.os.fsync", lambda descriptor: paths.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    return paths
+
+
+def test_a_file_is_synced_before_it_has_its_name_and_the_name_afterwards(tmp_path: Path, synced: list[Path]) -> None:
+    write_file(tmp_path / "identity", b"one")
+    write_file(tmp_path / "identity", b"two")
+    assert (tmp_path / "identity").read_bytes() == b"two" and len(list(tmp_path.iterdir())) == 1
+    assert synced == [tmp_path / "identity.part", tmp_path] * 2
+
+
+def test_a_new_folder_is_synced_in_every_folder_that_is_new_above_it(tmp_path: Path, synced: list[Path]) -> None:
+    make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir() and synced == [tmp_path / "a", tmp_path]
+    make_folder(tmp_path / "a" / "b")
+    assert len(synced) == 2, "nothing was new"
+
+
+def test_syncing_leaves_no_file_open(tmp_path: Path) -> None:
+    before = len(list(OPEN.iterdir()))
+    sync(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync(tmp_path / "none")
+    assert len(list(OPEN.iterdir())) == before
