@@ -12,6 +12,7 @@ import pytest
 
 from offbeat.service.errors import LostError, UnknownError
 from offbeat.service.futures import Future, Futures
+from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.store import Store
 from offbeat.service.types import Failed, ModelCreated, Outcome, Payload, Pending, StepDone
@@ -47,7 +48,9 @@ class Server:
         self.store = Store.open(self.url)
         self.opened.append(self.store)
         self.results = Results(self.folder / "results", segment_bytes=segment_bytes)
-        self.futures = Futures(self.store, self.results, encode=encode, owner_of=OWNERS.get, retention_s=3600, clock=lambda: self.now)
+        self.usage = Usage(lambda _: Limits())
+        self.futures = Futures(
+            self.store, self.results, encode=encode, owner_of=OWNERS.get, usage=self.usage, retention_s=3600, clock=lambda: self.now)
 
     def open(self, number: int) -> Future:
         future, is_new = self.futures.open(request(number), owner="alice", kind="Sample")

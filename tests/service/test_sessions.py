@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 
 from offbeat.service.errors import BadRequestError, LostError, UnknownError
+from offbeat.service.limits import Limits, Usage
 from offbeat.service.sessions import Sessions
 from offbeat.service.store import Store
 from small_service import ALICE, BOB
 
 
 def test_a_session_lives_by_signs_of_life_until_it_is_finished_and_is_there_after_a_restart(tmp_path: Path) -> None:
-    now = [1000.0]
+    now, usage = [1000.0], Usage(lambda _: Limits())
 
     async def main() -> None:
         store = Store.open(f"sqlite:///{tmp_path / 'x.db'}")
-        sessions = Sessions((), store=store, timeout_s=100, clock=lambda: now[0])
+        sessions = Sessions((), store=store, usage=usage, timeout_s=100, clock=lambda: now[0])
         first = await sessions.create(ALICE, metadata={"a": "b"}, tags=("x",), display_name="mine")
         second = await sessions.create(ALICE, metadata={}, tags=(), display_name="")
         assert [sessions.owner_of(session) for session in (first, "nobody")] == ["alice", None]
@@ -38,7 +39,7 @@ def test_a_session_lives_by_signs_of_life_until_it_is_finished_and_is_there_afte
         with pytest.raises(BadRequestError, match="has ended"):
             sessions.check(ALICE, first)
         now[0] += 1000
-        again = Sessions(store.load().sessions, store=store, timeout_s=100, clock=lambda: now[0])
+        again = Sessions(store.load().sessions, store=store, usage=Usage(lambda _: Limits()), timeout_s=100, clock=lambda: now[0])
         assert again.has_ended(first) and not again.has_ended(second) and not again.is_silent(second)
         assert (again.find(ALICE, first).metadata, again.find(ALICE, first).tags) == ({"a": "b"}, ("x",))
         store.close()
