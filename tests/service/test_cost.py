@@ -90,7 +90,7 @@ def test_many_samples_are_cut_and_heavy_ones_into_smaller_parts() -> None:
 
 def test_an_adapter_has_as_many_numbers_as_its_layers() -> None:
     config = {
-        "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "intermediate_size": 128}
     layers = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
     assert adapter_size(config, rank=8) == 8 * 2 * sum(map(sum, layers))
