@@ -35,8 +35,11 @@ _ANSWER_COPIES = 3
 _RANK_TARGET_BYTES, _RANK_TOKEN_BYTES = 160, 64
 # Of what engines say, as JSON and as Python's numbers on both sides; of one sampled token, and of one of the likeliest beside it.
 _SAMPLED_BYTES, _TOP_BYTES = 200, 400
+# Of a token of a prompt, as a Python number.
+_PROMPT_BYTES = 40
 SLOT_BYTES = 4 << 20
-"""Of one sample of ordinary length; a sample that may take more memory counts as several."""
+"""Of one sample of ordinary length while an engine answers with it. One that may take more counts as several of those in flight, which
+bounds what all of them take; what waits takes none of it."""
 MOST_TOGETHER = 32
 """Samples that are asked for in one call of an engine, which nobody can take apart any more: larger requests are cut. It is a quarter of
 those in flight where these are few."""
@@ -129,11 +132,12 @@ def cost_of_samples(request: SampleRequest, *, room: int, max_in_flight: int) ->
     sample_bytes = _SAMPLED_BYTES * room + _TOP_BYTES * sample_cells
     most = max(min(MOST_TOGETHER, max_in_flight // 4), 1)
     together = min(num, most, max(most * SLOT_BYTES // max(sample_bytes, 1), 1))
-    scored_bytes = _SAMPLED_BYTES * (prompt + (0 if targets is None else len(targets.cells))) + _TOP_BYTES * prompt_cells
+    scored = request.prompt_logprobs or prompt_cells or targets is not None
+    scored_bytes = scored and _SAMPLED_BYTES * (prompt + (0 if targets is None else len(targets.cells))) + _TOP_BYTES * prompt_cells
     answer_bytes = num * (8 * room + 8 * sample_cells) + 4 * prompt + 8 * prompt_cells + 4 * target_cells + ANSWER_ROW_BYTES
     cells = prompt_cells + target_cells + num * sample_cells
     tokens = max(prompt + num * room, -(-cells // CELLS_PER_TOKEN))
-    held_bytes = REQUEST_BYTES + scored_bytes + together * sample_bytes
+    held_bytes = REQUEST_BYTES + _PROMPT_BYTES * prompt + scored_bytes
     return SampleCost(Cost(tokens, held_bytes, answer_bytes=answer_bytes), together, sample_bytes)
 
 
