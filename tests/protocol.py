@@ -60,3 +60,9 @@ async def model_of(client: Client, session_id: str, *, seq: int = 0, base_model:
     created = await finished(client, await client.post("create_model", body))
     assert created["type"] == "create_model", created
     return created["model_id"]
+
+
+async def base_sampler(client: Client, *, base_model: str = "org/small") -> str:
+    """A new sampler of the base model, in a session of its own."""
+    body = {"session_id": await session_of(client), "sampling_session_seq_id": 0, "base_model": base_model}
+    return (await client.post("create_sampling_session", body)).json["sampling_session_id"]

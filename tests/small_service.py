@@ -138,7 +138,7 @@ class SmallCluster:
         service: Service | None = None
         futures = Futures(
             store, Results(folder / "results"), encode=self._encode,
-            owner_of=lambda session_id: service.sessions.owner_of(session_id) if service else None)
+            owner_of=lambda session_id: service.sessions.owner_of(session_id) if service else None, usage=usage)
         service = Service(
             backend, store, rows, futures, usage, folder=folder, settings=settings or ServiceSettings(patience_s=0.5),
             make_samplers=lambda sessions, checkpoints: Samplers(

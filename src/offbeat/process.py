@@ -129,6 +129,16 @@ def system_view(pid: int) -> str:
     return f"it is {status}, after {times.user + times.system:.1f} s of CPU time, with {memory.rss / 1e6:.0f} MB of memory"
 
 
+def machine_bytes() -> int:
+    """Memory of this machine, or what its container may use."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        limit = ""  # no limit is set, or this is no Linux
+    total = psutil.virtual_memory().total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
 def thread_stacks() -> str:
     """The Python stack of every thread of this process, main thread first."""
     names = {t.ident: t.name for t in threading.enumerate()}

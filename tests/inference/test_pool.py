@@ -104,6 +104,19 @@ def test_when_every_engine_fails_the_reasons_are_raised(start_engine) -> None:
     using([url_0, url_1], body)
 
 
+def test_a_request_may_be_given_up_before_it_has_failed_on_every_engine(start_engine) -> None:
+    engines = [start_engine() for _ in range(3)]
+
+    async def body(pool: EnginePool, failures: list) -> None:
+        for server, _ in engines:
+            await asyncio.to_thread(server.stop)
+        with pytest.raises(EngineError, match="engine 1 .* cannot be reached"):
+            await pool.generate(PROMPT, Sampling(4), n=1, max_failures=2)
+        assert [name for name, _ in failures] == ["engine 0", "engine 1"]
+
+    using([url for _, url in engines], body)
+
+
 def test_a_wrong_request_is_not_tried_again(start_engine) -> None:
     (_, url_0), (_, url_1) = start_engine(), start_engine()
 

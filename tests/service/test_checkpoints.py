@@ -153,7 +153,7 @@ def test_a_name_is_taken_once_unless_it_is_to_be_overwritten(tmp_path: Path) -> 
 def test_what_exceeds_the_owners_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     async def body(world: World) -> None:
         folder = await world.make()
-        with pytest.raises(RequestError, match="your checkpoints and samplers take up 40 bytes"):
+        with pytest.raises(RequestError, match="your checkpoints, samplers and answers take up 40 bytes"):
             await world.make(replace(PATH, name="large"), data=b"x" * 61)
         assert world.folders == {folder} and world.usage.of("alice").disk_bytes == 40
         await world.make(replace(PATH, name="large"), data=b"x" * 60)

@@ -54,6 +54,19 @@ def test_an_owner_that_sends_one_large_item_after_another_does_not_keep_small_on
     assert [queue.pop().owner for _ in range(6)] == ["small"] * 5 + ["large"]
 
 
+def test_who_may_not_be_served_now_lets_others_before_him_and_makes_up_for_it() -> None:
+    queue = FairQueue[Job]()
+    for owner in "aab":
+        push(queue, owner, 1)
+    assert queue.pop().owner == "a"
+    push(queue, "b", 1)
+    assert [queue.pop(lambda owner, _: owner != "a").owner for _ in range(2)] == ["b", "b"]
+    with pytest.raises(LookupError, match="that may be served"):
+        queue.pop(lambda owner, _: owner != "a")
+    push(queue, "b", 1)
+    assert set(queue.owners) == {"a", "b"} and queue.pop().owner == "a"
+
+
 def test_where_nothing_waits_nothing_is_given() -> None:
     with pytest.raises(LookupError):
         FairQueue[Job]().pop()

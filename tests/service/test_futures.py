@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.service.cost import ANSWER_ROW_BYTES
 from offbeat.service.errors import LostError, UnknownError
 from offbeat.service.futures import Future, Futures
+from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.store import Store
 from offbeat.service.types import Failed, ModelCreated, Outcome, Payload, Pending, StepDone
@@ -47,7 +49,9 @@ class Server:
         self.store = Store.open(self.url)
         self.opened.append(self.store)
         self.results = Results(self.folder / "results", segment_bytes=segment_bytes)
-        self.futures = Futures(self.store, self.results, encode=encode, owner_of=OWNERS.get, retention_s=3600, clock=lambda: self.now)
+        self.usage = Usage(lambda _: Limits())
+        self.futures = Futures(
+            self.store, self.results, encode=encode, owner_of=OWNERS.get, usage=self.usage, retention_s=3600, clock=lambda: self.now)
 
     def open(self, number: int) -> Future:
         future, is_new = self.futures.open(request(number), owner="alice", kind="Sample")
@@ -94,6 +98,21 @@ def test_all_who_wait_get_the_answer_and_so_do_those_who_come_later(server: Serv
         assert len(server.futures) == 0
         assert await asyncio.gather(*waiting) == ["there"] * 3
         assert await server.answer(0) == "there"
+
+    run(scenario)
+
+
+def test_answers_are_their_owners_disk_until_they_are_swept(server: Server) -> None:
+    async def scenario() -> None:
+        await server.finish(0, "x" * 1000)
+        await server.finish(1, "y")
+        taken = 1001 + 2 * ANSWER_ROW_BYTES
+        assert server.usage.of("alice").disk_bytes == taken
+        server.start()
+        assert server.usage.of("alice").disk_bytes == taken, "after a restart, too"
+        server.now += 3601
+        await server.futures.sweep()
+        assert server.usage.of("alice").disk_bytes == 0
 
     run(scenario)
 

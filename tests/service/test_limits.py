@@ -44,6 +44,26 @@ def test_what_will_never_fit_is_refused_for_good() -> None:
         usage.charge("alice", disk_bytes=101)
 
 
+def test_memory_is_budgeted_beside_tokens() -> None:
+    usage = Usage(lambda owner: Limits(max_queued_bytes=1000))
+    with pytest.raises(TooLargeError, match="may take 1001 bytes of memory, where you may have 1000 under way; send fewer datums"):
+        usage.charge("alice", queued_tokens=1, queued_bytes=1001)
+    usage.charge("alice", queued_tokens=1, queued_bytes=700)
+    with pytest.raises(OverLimitError, match="may take 700 bytes of memory and 1000 are allowed"):
+        usage.charge("alice", queued_tokens=1, queued_bytes=301)
+    usage.charge("bob", queued_bytes=1000)
+    assert usage.of("alice") == Use(queued_tokens=1, queued_bytes=700)
+
+
+@pytest.mark.parametrize("kind", ["sessions", "samplers"])
+def test_sessions_and_samplers_are_bounded(kind: str) -> None:
+    usage = Usage(lambda owner: Limits(max_sessions=2, max_samplers=2))
+    usage.charge("alice", **{kind: 2})
+    assert usage.is_full("alice", **{kind: 1}) and not usage.is_full("bob", **{kind: 2})
+    with pytest.raises(RequestError, match=f"you have 2 of 2 {kind} that you may have"):
+        usage.charge("alice", **{kind: 1})
+
+
 def test_a_refused_charge_adds_nothing() -> None:
     usage = Usage(lambda owner: LIMITS)
     with pytest.raises(RequestError):

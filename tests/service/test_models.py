@@ -12,7 +12,7 @@ from offbeat.service.limits import Limits
 from offbeat.service.models import Loss, Model
 from offbeat.service.service import ServiceSettings
 from offbeat.service.tables import ModelRow
-from offbeat.service.types import CheckpointSaved, Failed, PassDone
+from offbeat.service.types import CheckpointSaved, Failed, PassDone, StepDone
 from small_service import ALICE, BASE, LORA, Client, Open, SmallCluster, training_data
 from waiting import until
 
@@ -60,6 +60,68 @@ def test_the_model_of_a_silent_session_is_parked_and_comes_back_as_it_was(cluste
             while running.service.status().models[0].resident:
                 await running.service.sweep()
                 await asyncio.sleep(0.01)
+
+    cluster.run(body)
+
+
+def test_more_models_than_there_is_room_for_take_turns_in_the_trainers_and_lose_nothing(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        straight = []
+        for name, most in (("a", 100), ("b", 2)):
+            (tmp_path / name).mkdir()
+            async with cluster.open(tmp_path / name, settings=ServiceSettings(patience_s=30, max_resident_models=most)) as running:
+                models = [await running.model() for _ in range(5)]
+                for seed in range(2):
+                    ids = [(model, [await model.learn(training_data(seed)), await model.step()]) for model in models]
+                    for model, requests in ids:
+                        outcomes = [await model.outcome(request) for request in requests]
+                        assert not any(isinstance(outcome, Failed) for outcome in outcomes), outcomes
+                        assert sum(model.resident for model in running.service.status().models) <= most
+                straight.append(np.stack([await losses(model) for model in models]))
+                assert running.usage.of("alice").models == 5, "a model that made room is still one"
+        np.testing.assert_allclose(*straight, rtol=1e-5)
+
+    cluster.run(body)
+
+
+def test_who_is_parked_is_idle_and_without_a_gradient_if_there_is_any(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path, settings=ServiceSettings(patience_s=30, max_resident_models=3)) as running:
+            held, idle, newer = [await running.model() for _ in range(3)]
+            await held.both(held.learn(training_data(1)))
+            for model in (idle, newer):
+                await model.both(model.learn(training_data(1)), model.step())
+            late, last = await running.model(), await running.model()
+            await losses(late)
+            resident = {model.model_id for model in running.service.status().models if model.resident}
+            assert resident == {held.model_id, newer.model_id, late.model_id}, "the one that was idle for longest has left"
+            await losses(last)
+            (stepped,) = await held.both(held.step())
+            assert isinstance(stepped, StepDone) and stepped.metrics["grad_norm"] > 0, "the gradient was not touched"
+
+    cluster.run(body)
+
+
+def test_a_parked_model_of_a_client_that_left_ends_and_its_checkpoints_stay(cluster: SmallCluster, tmp_path: Path) -> None:
+    async def body() -> None:
+        settings = ServiceSettings(session_timeout_s=-1.0, parked_retention_s=0.3, session_retention_s=0.6)
+        async with cluster.open(tmp_path, settings=settings) as running:
+            model, other = await running.model(), await running.model()
+            (saved,) = await model.both(model.save("kept"))
+            await model.both(model.learn(training_data(1)), model.step())
+            await other.both(other.learn(training_data(1)), other.step())
+            assert isinstance(saved, CheckpointSaved)
+            async with asyncio.timeout(20):
+                while running.service._models.get(other.model_id) is not None or len(running.service.sessions._rows):
+                    await running.service.sweep()
+                    await asyncio.sleep(0.05)
+            assert len(list((tmp_path / "checkpoints").iterdir())) == 1, "no state is left but the checkpoint"
+            assert running.service.run_info(ALICE, model.model_id).model_id == model.model_id, "a run with checkpoints is remembered"
+            assert [info.name for info in running.service.list_checkpoints(ALICE)[0]] == ["kept"]
+            assert len(running.store.load().models) == 1 and running.store.load().sessions == ()
+            again = await running.model()
+            (loaded,) = await again.both(again.load(saved.path))
+            assert not isinstance(loaded, Failed)
 
     cluster.run(body)
 

@@ -10,6 +10,7 @@ import pytest
 
 from offbeat.errors import StorageError
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
+from offbeat.service.limits import Limits, Usage
 from offbeat.service.samplers import Samplers
 from offbeat.service.store import Store
 from offbeat.service.tables import SamplerRow
@@ -149,6 +150,43 @@ def test_the_newest_snapshot_of_a_session_that_is_silent_ends_when_it_is_old(tmp
         assert not samplers.ids_of(SESSION) and world.released == ["snapshot-4"]
 
     run(tmp_path, body)
+
+
+def test_samplers_of_silent_sessions_that_nobody_uses_end_whatever_they_sample(tmp_path: Path) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        base = await samplers.create(ALICE, session_id=SESSION, seq=0, base_model="base", model_path=None)
+        named = await samplers.create(ALICE, session_id=SESSION, seq=1, base_model=None, model_path=PATH)
+        await used(samplers, ALICE, named)
+        assert samplers.session_ids == {SESSION} and world.usage.of("alice").samplers == 2
+        world.now += 2 * 86400
+        await samplers.sweep()
+        assert len(samplers.ids_of(SESSION)) == 2, "its session is heard of"
+        world.silent = True
+        await used(samplers, ALICE, base)
+        await samplers.sweep()
+        assert list(samplers.ids_of(SESSION)) == [base] and world.pinned == [] and world.usage.of("alice").samplers == 1
+        with pytest.raises(UnknownError, match="when its session is silent and it has not been used for 86400 s"):
+            samplers.find(ALICE, named)
+
+    run(tmp_path, body)
+
+
+def test_an_owner_has_no_more_samplers_than_he_may_and_old_ones_make_room(tmp_path: Path) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        async def create(seq: int) -> str:
+            return await samplers.create(ALICE, session_id=SESSION, seq=seq, base_model="base", model_path=None)
+
+        ids = [await create(seq) for seq in range(3)]
+        with pytest.raises(RequestError, match="you have 3 of 3 samplers that you may have"):
+            await create(3)
+        assert await create(0) == ids[0], "it is there already"
+        world.now, world.silent = world.now + 100, True
+        await used(samplers, ALICE, ids[1])
+        await create(3)
+        assert set(samplers.ids_of(SESSION)) == {ids[1], f"{SESSION}:sample:3"}
+
+    world = World(usage=Usage(lambda _: Limits(max_samplers=3)))
+    run(tmp_path, body, world)
 
 
 def test_a_sample_that_waits_while_its_snapshot_ends_is_refused(tmp_path: Path) -> None:

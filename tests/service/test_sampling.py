@@ -14,15 +14,15 @@ import pytest
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.sampling import PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
-from offbeat.service.errors import OverLimitError, UnknownError
+from offbeat.service.errors import OverLimitError, TooLargeError, UnknownError
 from offbeat.service.futures import Futures
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.samplers import Samplers
-from offbeat.service.sampling import Sampling, engine_sampling, sampled
+from offbeat.service.sampling import Sampling, engine_sampling, sampled, sequence_of
 from offbeat.service.store import Store
 from offbeat.service.tables import SamplerRow
-from offbeat.service.types import Failed, Outcome, Payload, Pending, Sampled, SampleRequest
+from offbeat.service.types import Failed, Outcome, Payload, Pending, Sampled, SampleRequest, SparseArray
 from offbeat.telemetry.log import current_request
 from offbeat.types import Version
 from sampler_world import ALICE, BOB, PATH, SESSION, World
@@ -42,6 +42,7 @@ class Engines:
     asked: list[tuple[str, EngineSampling, int, str]] = field(default_factory=list)
     running: int = 0
     most: int = 0
+    num_scored: int = 0
     error: Exception | None = None
 
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: EngineSampling, n: int, session: str) -> list[Sample]:
@@ -57,6 +58,7 @@ class Engines:
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
     ) -> PromptScore:
+        self.num_scored += 1
         return PromptScore((NAN, -1.0, -2.0), Version(0))
 
 
@@ -78,7 +80,7 @@ class Setting:
         return self.ended[int(answer.data)]
 
 
-def run(tmp_path: Path, body: Callable[[Setting], Awaitable[None]], *, max_in_flight: int = 8, max_queued_tokens: int = 10_000) -> None:
+def run(tmp_path: Path, body: Callable[[Setting], Awaitable[None]], *, max_in_flight: int = 32, max_queued_tokens: int = 10_000) -> None:
     async def main(store: Store) -> None:
         ended: dict[int, Outcome] = {}
 
@@ -88,7 +90,7 @@ def run(tmp_path: Path, body: Callable[[Setting], Awaitable[None]], *, max_in_fl
 
         world, engines = World(), Engines()
         usage = Usage(lambda _: Limits(max_queued_tokens=max_queued_tokens))
-        futures = Futures(store, Results(tmp_path / "results"), encode=encode, owner_of=lambda _: "alice")
+        futures = Futures(store, Results(tmp_path / "results"), encode=encode, owner_of=lambda _: "alice", usage=usage)
         rows = [SamplerRow(f"{SESSION}:sample:{seq}", SESSION, owner, "base") for seq, owner in enumerate(("alice", "bob"))]
         samplers = Samplers(rows, engines=world, store=store, usage=usage, sessions=world, checkpoints=world, timeout_s=60.0)
         sampling = Sampling(samplers, engines=engines, futures=futures, usage=usage, max_in_flight=max_in_flight)
@@ -119,13 +121,18 @@ def test_a_request_that_is_sent_again_is_sampled_once_and_belongs_to_its_owner(t
     run(tmp_path, body)
 
 
+BOBS = replace(REQUEST, sampling_session_id=f"{SESSION}:sample:1")
+
+
 def test_owners_take_turns_by_tokens_and_samples_in_flight_are_bounded(tmp_path: Path) -> None:
     async def body(setting: Setting) -> None:
         sampling, engines = setting.sampling, setting.engines
         flood = [sampling.sample(ALICE, replace(REQUEST, seq_id=i, num_samples=2)) for i in range(20)]
-        bobs = replace(REQUEST, sampling_session_id=f"{SESSION}:sample:1", num_samples=2)
-        late = [sampling.sample(BOB, replace(bobs, seq_id=i)) for i in range(5)]
-        waiting = await setting.futures.retrieve(late[0], "bob", timeout_s=0)
+        await until(lambda: engines.running == 8)
+        late = [sampling.sample(BOB, replace(BOBS, seq_id=i, num_samples=2)) for i in range(5)]
+        await until(lambda: engines.running == 12)
+        assert [session[-1] for *_, session in engines.asked] == ["0"] * 4 + ["1"] * 2, "who comes late gets his share at once"
+        waiting = await setting.futures.retrieve(late[2], "bob", timeout_s=0)
         assert isinstance(waiting, Pending) and waiting.queue_state == "paused_capacity" and "wait" in waiting.reason
         engines.gate.set()
         for request_id in flood:
@@ -133,10 +140,67 @@ def test_owners_take_turns_by_tokens_and_samples_in_flight_are_bounded(tmp_path:
         for request_id in late:
             await setting.outcome(request_id, "bob")
         order = [session[-1] for *_, session in engines.asked]
-        assert engines.most == 8 and order.index("1") == 4, "eight were in flight before bob came"
-        assert sum(owner == "1" for owner in order[4:14]) == 5, "then they take turns"
+        assert engines.most == 12 and "".join(order[6:14]).count("1") == 3, "and then they take turns"
 
-    run(tmp_path, body)
+    run(tmp_path, body, max_in_flight=8)
+
+
+def test_a_request_for_many_samples_is_cut_and_its_samples_are_those_of_the_whole(tmp_path: Path) -> None:
+    async def body(setting: Setting) -> None:
+        engines = setting.engines
+        request_id = setting.sampling.sample(ALICE, replace(REQUEST, num_samples=70, seed=5, prompt_logprobs=True))
+        engines.gate.set()
+        outcome = await setting.outcome(request_id)
+        assert isinstance(outcome, Sampled) and len(outcome.sequences) == 70 and outcome.prompt_logprobs is not None
+        asked = sorted((n, sampling.first_sample, sampling.seed) for _, sampling, n, _ in engines.asked)
+        assert asked == [(6, 64, 5), (32, 0, 5), (32, 32, 5)]
+        assert engines.num_scored == 1
+
+    run(tmp_path, body, max_in_flight=128)
+
+
+def test_one_token_of_a_neighbour_waits_for_none_of_512_samples(tmp_path: Path) -> None:
+    async def body(setting: Setting) -> None:
+        setting.sampling.sample(ALICE, replace(REQUEST, num_samples=512))
+        await until(lambda: setting.engines.running == 256)
+        setting.sampling.sample(BOB, BOBS)
+        await until(lambda: setting.engines.running == 257)
+        assert [n for _, _, n, session in setting.engines.asked if session == BOBS.sampling_session_id] == [1]
+
+    run(tmp_path, body, max_in_flight=256)
+
+
+def test_a_request_whose_part_fails_ends_once_and_asks_for_no_more(tmp_path: Path) -> None:
+    async def body(setting: Setting) -> None:
+        setting.engines.error = EngineError("it died")
+        request_id = setting.sampling.sample(ALICE, replace(REQUEST, num_samples=512))
+        await until(lambda: setting.engines.running == 128)
+        setting.engines.gate.set()
+        outcome = await setting.outcome(request_id)
+        assert isinstance(outcome, Failed) and outcome.category == "server"
+        await until(lambda: not setting.sampling._tasks)
+        assert len(setting.engines.asked) == 4 and len(setting.sampling.failures) == 1
+        use = setting.usage.of("alice")
+        assert (use.queued_tokens, use.queued_bytes, setting.sampling.standing().jobs) == (0, 0, 0)
+
+    run(tmp_path, body, max_in_flight=128)
+
+
+def test_samples_with_many_likely_tokens_are_bounded_by_memory(tmp_path: Path) -> None:
+    async def body(setting: Setting) -> None:
+        setting.engines.context = 4096
+        heavy = replace(REQUEST, topk_sample_logprobs=256, max_tokens=64, num_samples=16)  # 6.5 MB each, as two of ordinary length
+        setting.sampling.sample(ALICE, heavy)
+        await until(lambda: setting.engines.running)
+        assert setting.engines.running == 4, "not eight"
+        assert setting.usage.of("alice").queued_tokens == 16 * 64 * 64
+        assert setting.usage.of("alice").queued_bytes > 16 * 64 * 256 * 8
+        with pytest.raises(TooLargeError, match=r"a single sample of this request may take \d+ bytes .* lower max_tokens or topk"):
+            setting.sampling.sample(ALICE, replace(heavy, seq_id=1, max_tokens=4000, num_samples=1))
+        with pytest.raises(TooLargeError, match="costs 1048576 tokens"):
+            setting.sampling.sample(ALICE, replace(heavy, seq_id=2, num_samples=256))
+
+    run(tmp_path, body, max_in_flight=8, max_queued_tokens=2**20 - 1)
 
 
 def test_an_owner_with_too_much_under_way_is_put_off_and_others_are_not(tmp_path: Path) -> None:
@@ -209,10 +273,10 @@ def test_log_lines_carry_the_id_of_the_call_that_asked_and_of_no_other(tmp_path:
 
 def test_what_has_not_ended_when_the_server_ends_is_dropped_and_starts_nothing(tmp_path: Path) -> None:
     async def body(setting: Setting) -> None:
-        ids = [setting.sampling.sample(ALICE, replace(REQUEST, seq_id=i, num_samples=8)) for i in range(3)]
+        ids = [setting.sampling.sample(ALICE, replace(REQUEST, seq_id=i, num_samples=8)) for i in range(6)]
         await until(lambda: setting.engines.asked)
         await setting.sampling.close()
-        assert len(setting.engines.asked) == 1 and not setting.ended
+        assert len(setting.engines.asked) == 4 and not setting.ended
         assert all([isinstance(await setting.futures.retrieve(i, "alice", timeout_s=0), Pending) for i in ids])
 
     run(tmp_path, body)
@@ -245,16 +309,17 @@ SCORE = PromptScore(
 
 
 def test_scores_of_a_prompt_are_laid_out_as_they_were_asked_for() -> None:
-    targets = np.array([[-1, -1], [8, -1], [3, 4]])
+    targets = SparseArray(np.array([8, 3, 4]), np.array([2, 4, 5]), (3, 2))
     request = replace(
         REQUEST, prompt_logprobs=True, topk_prompt_logprobs=2, target_prompt_logprobs=targets, topk_sample_logprobs=3)
     top = (((5, -0.1), (6, -0.2), (7, -0.3)), ((5, -0.1),))
-    answer = sampled(request, [Sample((5, 6), (-0.1, -0.2), (0, 0), "", "stop", top_logprobs=top)], SCORE)
+    answer = sampled(request, [sequence_of(Sample((5, 6), (-0.1, -0.2), (0, 0), "", "stop", top_logprobs=top), 3)], SCORE)
     assert answer.prompt_logprobs is not None and answer.topk_prompt is not None
     np.testing.assert_array_equal(answer.prompt_logprobs, np.array([NAN, -1, -2], np.float32))
     np.testing.assert_array_equal(answer.topk_prompt.ids, [[-1, -1], [6, 9], [7, -1]])
     np.testing.assert_array_equal(answer.topk_prompt.logprobs, [[0, 0], [-1, -1.5], [-2, 0]])
-    np.testing.assert_array_equal(answer.target_prompt_logprobs, [[0, 0], [-3, 0], [-4, -5]])  # type: ignore[arg-type]
+    assert answer.target_prompt_logprobs is not None
+    np.testing.assert_array_equal(answer.target_prompt_logprobs.dense(), [[0, 0], [-3, 0], [-4, -5]])
     (sequence,) = answer.sequences
     assert sequence.stop_reason == "stop" and sequence.top is not None and sequence.tokens.dtype == np.int32
     np.testing.assert_array_equal(sequence.top.ids, [[5, 6, 7], [5, -1, -1]])
@@ -268,9 +333,9 @@ def test_only_the_last_positions_of_a_prompt_are_scored_if_that_is_asked() -> No
 
 
 def test_nothing_can_be_said_of_a_prompt_of_one_token() -> None:
-    targets = np.full((1, 2), -1)
+    targets = SparseArray(np.zeros(0, np.int64), np.zeros(0, np.int64), (1, 2))
     answer = sampled(
         replace(REQUEST, prompt=(5,), prompt_logprobs=True, topk_prompt_logprobs=2, target_prompt_logprobs=targets), [], None)
     assert answer.prompt_logprobs is not None and answer.topk_prompt is not None
     assert np.isnan(answer.prompt_logprobs).tolist() == [True] and answer.topk_prompt.ids.tolist() == [[-1, -1]]
-    assert answer.target_prompt_logprobs is not None and answer.target_prompt_logprobs.tolist() == [[0.0, 0.0]]
+    assert answer.target_prompt_logprobs is not None and answer.target_prompt_logprobs.dense().tolist() == [[0.0, 0.0]]

@@ -61,7 +61,7 @@ def test_what_cannot_be_loaded_or_saved_is_one_sentence_and_changes_nothing(clus
             assert "rank 4 and the model one of rank 2" in reason(rank)
             assert reason(foreign).replace("one,", "one-not,") == reason(missing)
             full = reason((await model.both(*(model.save(f"more-{i}") for i in range(20))))[-1])
-            assert "your checkpoints and samplers take up" in full and running.usage.of("alice").disk_bytes <= 200_000
+            assert "your checkpoints, samplers and answers take up" in full and running.usage.of("alice").disk_bytes <= 200_000
             row = running.service.checkpoints.readable(ALICE, CheckpointPath.parse(saved.path))
             (running.service.checkpoints.path(row.folder) / "adapter_state.safetensors").write_bytes(b"broken")
             assert "is not what was written" in reason((await model.both(model.load(saved.path)))[0], "server")

@@ -112,6 +112,38 @@ def test_a_newcomer_waits_no_longer_than_for_one_round_of_the_others(num_others:
         assert late.done == 1
 
 
+def test_what_is_had_in_one_lane_counts_in_all() -> None:
+    """An owner who saves all the time gets, beside nine who train, no more than they do; lanes that took turns gave him half."""
+    made, had = schedule(), Counter[str]()
+    for _ in range(200):
+        while sum(waiting.owner == "saver" for waiting in made) < 4:
+            made.add(Job("saver", "saver", Lane.ALONE, 0, sizes=np.array([25])))
+        for owner in "abcdefghi":
+            while sum(waiting.owner == owner for waiting in made) < 2:
+                made.add(job(owner, Lane.LEARN, [10, 10]))
+        turn = made.next()
+        assert turn is not None
+        had.update({part.job.owner: 0 for part in turn.parts})
+        for part in turn.parts:
+            had[part.job.owner] += part.size
+    assert max(had.values()) - min(had.values()) <= 3 * BUDGET, had
+
+
+def test_what_is_alone_shares_a_turn_by_its_size() -> None:
+    made = schedule(*(Job(model, model, Lane.ALONE, 0, sizes=np.array([40])) for model in "abcde"))
+    assert [len(turn.parts) for turn in drain(made)] == [2, 2, 1]
+    assert [len(turn.parts) for turn in drain(schedule(Job("a", "a", Lane.ALONE, 0, sizes=np.array([400]))))] == [1]
+
+
+def test_a_turn_needs_no_more_models_than_there_is_room_for() -> None:
+    made: Schedule[int] = Schedule(max_tokens=BUDGET, max_models=3)
+    for model in "abcdefgh":
+        for lane in (Lane.LEARN, Lane.STEP):
+            made.add(job(model, lane, [5]))
+    turns = drain(made)
+    assert max(len(turn.parts) for turn in turns) == 3 and sum(len(turn.parts) for turn in turns) == 16
+
+
 def test_passes_of_all_models_and_steps_of_all_models_are_one_turn_each() -> None:
     made = schedule(*(work for name in "abcd" for work in (
         job(name, Lane.LEARN, [10, 10]), job(name, Lane.LEARN, [4]), job(name, Lane.STEP), job(name, Lane.SCORE, [1]))))

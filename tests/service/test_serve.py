@@ -48,10 +48,12 @@ def test_nobody_is_let_in_from_elsewhere_without_keys(host: str, keys: str, allo
 
 
 def test_owners_may_take_up_what_is_configured_unless_their_file_says_otherwise(tmp_path: Path) -> None:
-    given = {"max_models": "3", "max_queued_tokens": "100", "max_disk_bytes": "5"}
-    assert read_keys(config(**given)).limits_of("key-1") == Limits(3, 100, 5)
-    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-a"\nmax_models = 7\n')
-    assert read_keys(config(keys=str(tmp_path / "keys.toml"), **given)).limits_of("alice") == Limits(7, 100, 5)
+    given = {
+        "max_models": "3", "max_queued_tokens": "100", "max_disk_bytes": "5", "max_queued_bytes": "6", "max_sessions": "8",
+        "max_samplers": "9"}
+    assert read_keys(config(**given)).limits_of("key-1") == Limits(3, 100, 5, 6, 8, 9)
+    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-a"\nmax_models = 7\nmax_sessions = 70\n')
+    assert read_keys(config(keys=str(tmp_path / "keys.toml"), **given)).limits_of("alice") == Limits(7, 100, 5, 6, 70, 9)
     assert read_keys(config()).limits_of("key-1") == Limits()
 
 

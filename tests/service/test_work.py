@@ -6,12 +6,13 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import DataError, DeathError, StorageError
 from offbeat.service.checkpoints import CheckpointError
+from offbeat.service.cost import FOLDER_TOKENS, REQUEST_BYTES, STEP_TOKENS
 from offbeat.service.futures import Future
 from offbeat.service.models import Model
 from offbeat.service.schedule import Lane, Schedule
 from offbeat.service.tables import ModelRow
-from offbeat.service.types import Failed, Layout, TrainingData
-from offbeat.service.work import Pass, Step, Work, datums_of, explain, params_of, pass_done, split
+from offbeat.service.types import Failed, Layout, SparseArray, TrainingData
+from offbeat.service.work import Leave, Pass, Step, Work, datums_of, explain, params_of, pass_done, split
 from offbeat.trainer.adapter_types import DatumPass
 from small_service import LORA, training_data
 
@@ -37,8 +38,9 @@ def test_a_request_that_is_cut_into_turns_gives_the_same_outcome_as_in_one() -> 
     whole, cut = map(pass_done, works)
     assert len(works[0].passes) == 1 and len(works[1].passes) == 4
     np.testing.assert_array_equal(whole.losses, cut.losses)
-    np.testing.assert_array_equal(np.stack(whole.logprobs), np.stack(cut.logprobs))
-    np.testing.assert_array_equal(np.concatenate(whole.logprobs), fake_pass(data.batch).logprobs)
+    for one, other in zip(whole.logprobs, cut.logprobs, strict=True):
+        np.testing.assert_array_equal(one, other)  # pyright: ignore[reportArgumentType]
+    np.testing.assert_array_equal(np.concatenate(whole.logprobs), fake_pass(data.batch).logprobs)  # pyright: ignore[reportArgumentType]
     assert whole.metrics == cut.metrics == {"loss:sum": 35.0}
 
 
@@ -57,12 +59,22 @@ def test_sparse_targets_get_their_logprobs_back_in_their_cells() -> None:
         rollout_logprobs=none, advantages=none, ratio_mask=none, losses=training_data(0).batch.losses, loss_ids=np.array([0]))
     work = Work(0, MODEL, 1, Pass(TrainingData(batch, (Layout((2, 3), np.array([0, 2, 4])),)), learn=False), NOBODY)
     work.passes = [fake_pass(batch)]
-    np.testing.assert_allclose(pass_done(work).logprobs[0], [[0.05, 0, 0.06], [0, 0.07, 0]])
+    (told,) = pass_done(work).logprobs
+    assert isinstance(told, SparseArray) and len(told.values) == 3, "nothing is laid out before the answer is written"
+    np.testing.assert_allclose(told.dense(), [[0.05, 0, 0.06], [0, 0.07, 0]])
 
 
 def test_a_step_takes_turns_with_other_steps() -> None:
     work = Work(0, MODEL, 1, Step(AdamParams(lr=0.5)), NOBODY)
-    assert work.job().lane is Lane.STEP and params_of(work).lr == 0.5 and work.tokens == 0
+    assert work.job().lane is Lane.STEP and params_of(work).lr == 0.5
+
+
+def test_what_trains_nothing_has_a_price_all_the_same() -> None:
+    step, leave, learn = (Work(0, MODEL, 1, request, NOBODY) for request in (
+        Step(AdamParams(lr=0.5)), Leave(ends=False), Pass(training_data(3), learn=True)))
+    assert [work.job().left for work in (step, leave, learn)] == [STEP_TOKENS, FOLDER_TOKENS, 24]
+    assert [work.charge["queued_tokens"] for work in (step, leave, learn)] == [0, 0, 24]
+    assert all(work.charge["queued_bytes"] >= REQUEST_BYTES for work in (step, leave, learn))
 
 
 def test_an_error_is_the_users_or_the_servers_and_tells_no_more_than_it_should() -> None:

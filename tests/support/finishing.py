@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from offbeat.service.futures import Futures
+from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.store import Store
 from offbeat.service.types import ModelCreated, Outcome, Payload
@@ -31,7 +32,7 @@ def encode(outcome: Outcome) -> Payload:
 async def finish_until_killed(folder: Path, url: str) -> None:
     store = Store.open(url)
     results = Results(folder / "results", segment_bytes=2**20)
-    futures = Futures(store, results, encode=encode, owner_of={SESSION: "alice"}.get)
+    futures = Futures(store, results, encode=encode, owner_of={SESSION: "alice"}.get, usage=Usage(lambda _: Limits()))
     numbers = itertools.count()
 
     async def finish_one_after_another() -> None:

@@ -14,7 +14,16 @@ class ServeConfig(Section):
     model_name: str = field("", "What clients call the base model, such as org/model; empty takes the last part of `model.path`.")
     max_models: int = field(64, "Models that an owner may have at a time, unless `keys` says otherwise.", ge=0)
     max_queued_tokens: int = field(16 * 2**20, "Tokens of an owner's requests that have not ended, unless `keys` says otherwise.", ge=0)
-    max_disk_bytes: int = field(100 * 2**30, "Bytes of an owner's checkpoints and unnamed samplers, unless `keys` says otherwise.", ge=0)
+    max_disk_bytes: int = field(
+        100 * 2**30, "Bytes of an owner's checkpoints, unnamed samplers and kept answers, unless `keys` says otherwise.", ge=0)
+    max_queued_bytes: int = field(
+        2**30, "Bytes of memory that an owner's requests which have not ended may take, answers included, unless `keys` says otherwise.",
+        ge=0)
+    max_sessions: int = field(4096, "Sessions of an owner that are remembered, unless `keys` says otherwise.", ge=0)
+    max_samplers: int = field(4096, "Samplers that an owner may have at a time, unless `keys` says otherwise.", ge=0)
+    max_resident_models: int = field(
+        0, "Models that the trainers hold at a time; the least recently used are parked on disk. 0 takes as many as fit a quarter of the "
+        "machine's memory, by the largest rank and the base model's layers.", ge=0)
     public_status: bool = field(False, "Show the status page and /metrics to other machines, too.")
     max_tokens_per_pass: int = field(
         65536, "Tokens of all tenants in one forward and backward; more make better use of the trainers, fewer shorten waits.", ge=1)
@@ -23,6 +32,11 @@ class ServeConfig(Section):
     gap_patience_s: float = field(5.0, "Seconds that a model's next request waits for an earlier one that has not arrived.", gt=0)
     session_timeout_s: float = field(
         600.0, "Seconds without a heartbeat after which a session's models are parked on disk; clients send one every 10 s.", gt=0)
+    session_retention_s: float = field(
+        86400.0, "Seconds without a heartbeat after which a session that owns nothing is forgotten, and so are its samplers that nobody "
+        "uses; an ended run without checkpoints, too.", ge=600)
+    parked_retention_s: float = field(
+        30 * 86400.0, "Seconds without a heartbeat after which parked models of a session end; saved checkpoints stay.", ge=3600)
     sampler_timeout_s: float = field(
         3600.0, "Seconds without a request after which an unnamed sampler is forgotten, unless it is the newest of its model and "
         "its session is not silent.", gt=0)

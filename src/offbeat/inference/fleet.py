@@ -198,7 +198,9 @@ class AdapterFleet:
 
     # -- generation --------------------------------------------------------------------------------------------------------------------
 
-    async def generate(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
+    async def generate(
+        self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "", max_failures: int | None = None,
+    ) -> list[Sample]:
         """n continuations by a tenant's current version, by the version that `tenant@version` names, or by the base model for "".
 
         See `EnginePool.generate`; the base model takes `serve_base` before.
@@ -207,15 +209,16 @@ class AdapterFleet:
             RefusedError: there is no such adapter, or its folder cannot be loaded.
         """
         with self._wanting(adapter) as wanted:
-            return await self._pool.generate(prompt, sampling, n=n, session=session, adapter=wanted)
+            return await self._pool.generate(prompt, sampling, n=n, session=session, adapter=wanted, max_failures=max_failures)
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
-        session: str = "",
+        session: str = "", max_failures: int | None = None,
     ) -> PromptScore:
         """What an adapter, or the base model, says of tokens; see `generate` and `ScoreRequest`."""
         with self._wanting(adapter) as wanted:
-            return await self._pool.score(tokens, top_k=top_k, targets=targets, session=session, adapter=wanted)
+            return await self._pool.score(
+                tokens, top_k=top_k, targets=targets, session=session, adapter=wanted, max_failures=max_failures)
 
     @contextmanager
     def _wanting(self, adapter: str) -> Iterator[Wanted | None]:

@@ -202,12 +202,14 @@ class EnginePool:
 
     async def generate(
         self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "", adapter: WantedAdapter | None = None,
+        max_failures: int | None = None,
     ) -> list[Sample]:
         """n continuations from one engine; when it fails, from another. Generation has no side effect, so running it twice is safe.
 
         Args:
             session: requests of one session go to one engine as long as the load allows, for its cached prefix.
             adapter: None for the base model.
+            max_failures: engines that may fail the request before it is given up; None for three times all.
 
         Raises:
             RefusedError: the engine says that the request is wrong.
@@ -220,26 +222,29 @@ class EnginePool:
             return client.generate(prompt, sampling, n=n, timeout_s=timeout_s, adapter=name)
 
         samples, num_retries = await self._route(
-            ask, _newest_of_samples, cost=n * (len(prompt) + sampling.max_new_tokens), session=session, adapter=adapter)
+            ask, _newest_of_samples, cost=n * (len(prompt) + sampling.max_new_tokens), session=session, adapter=adapter,
+            max_failures=max_failures)
         self.generated_tokens += sum(len(sample.token_ids) for sample in samples)
         return [replace(sample, num_retries=num_retries) for sample in samples] if num_retries else samples
 
     async def score(
         self, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None, session: str = "",
-        adapter: WantedAdapter | None = None,
+        adapter: WantedAdapter | None = None, max_failures: int | None = None,
     ) -> PromptScore:
         """What a model says of tokens; see `ScoreRequest`, and `generate` for the rest."""
         def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, PromptScore]:
             return client.score(tokens, adapter=name, top_k=top_k, targets=targets, timeout_s=self._request_timeout_s)
 
-        score, _ = await self._route(ask, _version_of_score, cost=len(tokens), session=session, adapter=adapter)
+        score, _ = await self._route(
+            ask, _version_of_score, cost=len(tokens), session=session, adapter=adapter, max_failures=max_failures)
         return score
 
     async def _route(
         self, ask: Ask[T], newest: Callable[[T], Version], *, cost: int, session: str, adapter: WantedAdapter | None,
+        max_failures: int | None,
     ) -> tuple[T, int]:
         """An engine's answer, and how many have failed before it; `newest` tells the newest version in an answer."""
-        failed = Failures(limit=_TRIES_PER_ENGINE * len(self._members))
+        failed = Failures(limit=max_failures or _TRIES_PER_ENGINE * len(self._members))
         give_up_s = time.monotonic() + self._request_timeout_s
         refused: set[str] = set()
         again: Member | None = None

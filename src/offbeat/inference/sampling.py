@@ -21,6 +21,7 @@ class Sampling:
         scaled_logprobs: log-probabilities of all tokens at this temperature, as if there were no top_k and top_p; without either it is no
             difference.
         top_logprobs: the number of likeliest tokens that are wanted at each sampled position.
+        first_sample: with a seed, the number of the first of the samples that are wanted, where a request was cut into several.
     """
 
     max_new_tokens: int
@@ -33,6 +34,7 @@ class Sampling:
     ignore_eos: bool = False
     scaled_logprobs: bool = False
     top_logprobs: int = 0
+    first_sample: int = 0
 
     @property
     def is_restricted(self) -> bool:

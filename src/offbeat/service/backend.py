@@ -16,6 +16,9 @@ from offbeat.service.types import EngineStatus, LoraSpec
 from offbeat.trainer.adapter_types import DatumPass
 from offbeat.weights.adapters import AdapterManifest
 
+_MAX_FAILURES = 3
+"""Engines that a tenant's request may have failed on, whatever became of them: it may itself be what ends them, and others are on them."""
+
 
 class Backend:
     """Trainers and engines with one base model.
@@ -123,13 +126,14 @@ class Backend:
 
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
         """n continuations by an adapter, or by the base model for ""; requests of one session share cached prefixes."""
-        return await self._tenants.serving.fleet.generate(adapter, prompt, sampling, n=n, session=session)
+        return await self._tenants.serving.fleet.generate(
+            adapter, prompt, sampling, n=n, session=session, max_failures=_MAX_FAILURES)
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
     ) -> PromptScore:
         """What an adapter, or the base model for "", says of tokens."""
-        return await self._tenants.serving.fleet.score(adapter, tokens, top_k=top_k, targets=targets)
+        return await self._tenants.serving.fleet.score(adapter, tokens, top_k=top_k, targets=targets, max_failures=_MAX_FAILURES)
 
     @property
     def sampled_tokens(self) -> int:

@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +187,11 @@ class Checkpoints:
         """Those of an owner, of a run, or both; the newest first."""
         found = (row for row in self._rows.values() if owner in (None, row.owner) and run_id in (None, row.run_id))
         return sorted((row for row in found if self._find(_path(row))), key=lambda row: -row.created)
+
+    @property
+    def run_ids(self) -> Set[str]:
+        """Runs of which there are checkpoints."""
+        return {path.run_id for path in self._rows}
 
     async def publish(self, row: CheckpointRow, *, public: bool) -> None:
         """Let everybody read a checkpoint, or nobody else; raises UnknownError if it is gone by now."""

@@ -6,6 +6,7 @@ comes back at the present virtual time: idleness saves up nothing.
 """
 
 from collections import deque
+from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -29,17 +30,26 @@ class FairQueue(Generic[T]):
             self._times[owner] = max(self._now, self._times.get(owner, 0))
         self._queues[owner].append((cost, item))
 
-    def pop(self) -> T:
+    @property
+    def owners(self) -> Collection[str]:
+        """Those who wait."""
+        return self._queues.keys()
+
+    def pop(self, may: Callable[[str, T], bool] = lambda _owner, _item: True) -> T:
         """Take the item that is next.
 
+        Args:
+            may: whether an owner's first item can be served now; where it cannot, others' come before it, and he makes up for that later.
+
         Raises:
-            LookupError: nothing waits.
+            LookupError: nothing waits that may be served.
         """
-        if not self._queues:
-            raise LookupError("nothing waits in the fair queue")
-        owner = min(self._queues, key=lambda name: self._times[name])
+        ranking = sorted(self._queues, key=lambda name: self._times[name])
+        owner = next((name for name in ranking if may(name, self._queues[name][0][1])), None)
+        if owner is None:
+            raise LookupError("nothing waits in the fair queue that may be served")
         cost, item = self._queues[owner].popleft()
-        self._now = self._times[owner]
+        self._now = max(self._now, self._times[owner])
         self._times[owner] += cost
         if not self._queues[owner]:
             del self._queues[owner]

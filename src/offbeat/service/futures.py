@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 
 from offbeat.errors import StorageError
+from offbeat.service.cost import ANSWER_ROW_BYTES
 from offbeat.service.errors import BadRequestError, LostError, UnknownError
 from offbeat.service.ids import session_of
+from offbeat.service.limits import Usage
 from offbeat.service.results import Location, Results
 from offbeat.service.store import Store
 from offbeat.service.tables import FutureRow
@@ -70,9 +72,9 @@ class Futures:
 
     def __init__(
         self, store: Store, results: Results, *, encode: Callable[[Outcome], Payload], owner_of: Callable[[str], str | None],
-        retention_s: float = 3600.0, clock: Callable[[], float] = time.time,
+        usage: Usage, retention_s: float = 3600.0, clock: Callable[[], float] = time.time,
     ) -> None:
-        """Learn which requests have ended before.
+        """Learn which requests have ended before. Answers are part of their owners' disk until they are swept.
 
         Args:
             encode: makes the answer of an outcome; called on the store's thread.
@@ -87,12 +89,15 @@ class Futures:
         self._results = results
         self._encode = encode
         self._owner_of = owner_of
+        self._usage = usage
         self._retention_s = retention_s
         self._clock = clock
         self._open: dict[str, Future] = {}
         # Hashes of ids, in little memory: most requests are new, and need no question to the database.
         self._on_disk = {hash(request_id) for request_id in store.future_ids()}
         self._fetched: dict[str, float] = {}
+        for owner, (num_answers, num_bytes) in store.answer_sizes().items():
+            usage.add(owner, disk_bytes=num_bytes + num_answers * ANSWER_ROW_BYTES)
 
     def __len__(self) -> int:
         """How many have not ended."""
@@ -160,6 +165,8 @@ class Futures:
                 if row.request_id not in self._fetched]
         await self._store.delete(*rows)  # after which all answers that were stored before are in the database
         self._on_disk.difference_update([hash(row.request_id) for row in rows])
+        for row in rows:
+            self._usage.release(row.owner, disk_bytes=row.length + ANSWER_ROW_BYTES)
         first = await asyncio.to_thread(self._store.first_segment)
         await asyncio.to_thread(self._results.delete_before, active if first is None else min(first, active))
 
@@ -174,6 +181,8 @@ class Futures:
         try:
             await self._store.put(store_answer)
             self._on_disk.add(hash(future.request_id))
+            assert answer is not None, "a stored answer was encoded"
+            self._usage.add(future.owner, disk_bytes=len(answer.data) + ANSWER_ROW_BYTES)
         except Exception as exc:
             _log.error("request %s: its answer could not be kept: %s", future.request_id, exc, exc_info=not isinstance(exc, StorageError))
             answer = self._encode(Failed(

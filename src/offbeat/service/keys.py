@@ -8,7 +8,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +32,9 @@ class _Owner(msgspec.Struct, forbid_unknown_fields=True):
     max_models: int | None = None
     max_queued_tokens: int | None = None
     max_disk_bytes: int | None = None
+    max_queued_bytes: int | None = None
+    max_sessions: int | None = None
+    max_samplers: int | None = None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,7 +115,7 @@ def _check(path: Path, owner: str, entry: _Owner) -> None:
 
 
 def _given(entry: _Owner) -> dict[str, Any]:
-    return {name: value for name in ("max_models", "max_queued_tokens", "max_disk_bytes") if (value := getattr(entry, name)) is not None}
+    return {field.name: value for field in fields(Limits) if (value := getattr(entry, field.name)) is not None}
 
 
 def _limits(entry: _Owner, default: Limits) -> Limits:

@@ -1,11 +1,11 @@
 """What one owner may take up at a time, and the accounting of it.
 
 The core charges before it takes work on and releases when that is done. A queue that is full is a matter of time, and clients wait; too
-many models or too much on disk lasts until the owner mends it, so that is refused for good. For one event loop.
+many models, sessions or samplers, or too much on disk, last until the owner mends it, so that is refused for good. For one event loop.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from offbeat.service.errors import OverLimitError, RequestError, TooLargeError
 
@@ -17,12 +17,18 @@ class Limits:
     Attributes:
         max_models: that have not ended.
         max_queued_tokens: of all requests that have not ended.
-        max_disk_bytes: of all checkpoints and unnamed samplers.
+        max_disk_bytes: of all checkpoints and unnamed samplers, and of answers until they are swept.
+        max_queued_bytes: of memory, the most that all requests that have not ended may take.
+        max_sessions: that are remembered.
+        max_samplers: that have not ended.
     """
 
     max_models: int = 64
     max_queued_tokens: int = 16 * 2**20
     max_disk_bytes: int = 100 * 2**30
+    max_queued_bytes: int = 2**30
+    max_sessions: int = 4096
+    max_samplers: int = 4096
 
 
 @dataclass
@@ -32,10 +38,13 @@ class Use:
     models: int = 0
     queued_tokens: int = 0
     disk_bytes: int = 0
+    queued_bytes: int = 0
+    sessions: int = 0
+    samplers: int = 0
 
 
 class Usage:
-    """What all owners take up."""
+    """What all owners take up. Amounts are given by the names of the fields of `Use`."""
 
     def __init__(self, limits_of: Callable[[str], Limits]) -> None:
         self._limits_of = limits_of
@@ -45,41 +54,84 @@ class Usage:
         """What an owner takes up; to be read only."""
         return self._uses.get(owner, Use())
 
-    def charge(self, owner: str, *, models: int = 0, queued_tokens: int = 0, disk_bytes: int = 0) -> None:
+    def is_full(self, owner: str, *, sessions: int = 0, samplers: int = 0) -> bool:
+        """Whether so many more would be refused."""
+        use, limits = self.of(owner), self._limits_of(owner)
+        return use.sessions + sessions > limits.max_sessions or use.samplers + samplers > limits.max_samplers
+
+    def charge(self, owner: str, **amounts: int) -> None:
         """Add to what an owner takes up, or raise and add nothing.
 
         Raises:
             OverLimitError: the queue is full for now.
-            TooLargeError: the queue will never hold that many tokens.
-            RequestError: there is no room for more models, or on disk.
+            TooLargeError: the queue will never hold that much.
+            RequestError: there is no room for more models, sessions or samplers, or on disk.
         """
         use, limits = self.of(owner), self._limits_of(owner)
-        if queued_tokens > limits.max_queued_tokens:
-            raise TooLargeError(
-                f"the request has {queued_tokens} tokens, where you may have {limits.max_queued_tokens} under way; send smaller ones")
-        if queued_tokens and use.queued_tokens + queued_tokens > limits.max_queued_tokens:
-            raise OverLimitError(
-                f"you have {use.queued_tokens} tokens under way and may have {limits.max_queued_tokens}; the request will be taken later")
-        if models and use.models + models > limits.max_models:
-            raise RequestError(
-                f"you have {use.models} of {limits.max_models} models that you may have; close the ServiceClient of one that you do not "
-                "need any more, or wait until its session has been silent for a while")
-        if disk_bytes and use.disk_bytes + disk_bytes > limits.max_disk_bytes:
-            raise RequestError(
-                f"your checkpoints and samplers take up {use.disk_bytes} bytes, {disk_bytes} more would exceed the {limits.max_disk_bytes} "
-                "that you may have; delete checkpoints, or finish sessions whose unnamed samplers you do not need any more")
-        self.add(owner, models=models, queued_tokens=queued_tokens, disk_bytes=disk_bytes)
+        for name, amount in amounts.items():
+            if amount:
+                _CHECKS[name](getattr(use, name), amount, getattr(limits, f"max_{name}"))
+        self.add(owner, **amounts)
 
-    def add(self, owner: str, *, models: int = 0, queued_tokens: int = 0, disk_bytes: int = 0) -> None:
+    def add(self, owner: str, **amounts: int) -> None:
         """Add what is there anyway, as at a start, even beyond the limits; negative numbers release."""
         use = self._uses.setdefault(owner, Use())
-        use.models += models
-        use.queued_tokens += queued_tokens
-        use.disk_bytes += disk_bytes
-        assert min(use.models, use.queued_tokens, use.disk_bytes) >= 0, f"owner {owner} released more than was charged: {use}"
+        for name, amount in amounts.items():
+            setattr(use, name, getattr(use, name) + amount)
+        assert min(vars(use).values()) >= 0, f"owner {owner} released more than was charged: {use}"
         if use == Use():
             del self._uses[owner]
 
-    def release(self, owner: str, *, models: int = 0, queued_tokens: int = 0, disk_bytes: int = 0) -> None:
+    def release(self, owner: str, **amounts: int) -> None:
         """Take back what was charged."""
-        self.add(owner, models=-models, queued_tokens=-queued_tokens, disk_bytes=-disk_bytes)
+        self.add(owner, **{name: -amount for name, amount in amounts.items()})
+
+
+def _check_tokens(used: int, more: int, most: int) -> None:
+    if more > most:
+        raise TooLargeError(f"the request costs {more} tokens, where you may have {most} under way; send smaller ones")
+    if used + more > most:
+        raise OverLimitError(f"you have {used} tokens under way and may have {most}; the request will be taken later")
+
+
+def _check_memory(used: int, more: int, most: int) -> None:
+    if more > most:
+        raise TooLargeError(
+            f"the request may take {more} bytes of memory, where you may have {most} under way; send fewer datums, targets or samples at "
+            "once, or ask for fewer likeliest tokens")
+    if used + more > most:
+        raise OverLimitError(f"your requests may take {used} bytes of memory and {most} are allowed; the request will be taken later")
+
+
+def _check_disk(used: int, more: int, most: int) -> None:
+    if used + more > most:
+        raise RequestError(
+            f"your checkpoints, samplers and answers take up {used} bytes, {more} more would exceed the {most} that you may have; delete "
+            "checkpoints, finish sessions whose unnamed samplers you do not need any more, or wait until old answers are forgotten")
+
+
+def _check_models(used: int, more: int, most: int) -> None:
+    if used + more > most:
+        raise RequestError(
+            f"you have {used} of {most} models that you may have; close the ServiceClient of one that you do not need any more, or wait "
+            "until its session has been silent for a while")
+
+
+def _check_sessions(used: int, more: int, most: int) -> None:
+    if used + more > most:
+        raise RequestError(
+            f"you have {used} of {most} sessions that you may have; close ServiceClients that you do not need any more, and delete the "
+            "checkpoints of their runs")
+
+
+def _check_samplers(used: int, more: int, most: int) -> None:
+    if used + more > most:
+        raise RequestError(
+            f"you have {used} of {most} samplers that you may have; use one again for the same weights, or close ServiceClients whose "
+            "samplers you do not need any more")
+
+
+_CHECKS: dict[str, Callable[[int, int, int], None]] = {
+    "models": _check_models, "queued_tokens": _check_tokens, "disk_bytes": _check_disk, "queued_bytes": _check_memory,
+    "sessions": _check_sessions, "samplers": _check_samplers}
+assert _CHECKS.keys() == {field.name for field in fields(Use)}, "every amount has its check"

@@ -1,13 +1,15 @@
 """Models, and where each is: in the trainers, or parked as a folder on disk, or fresh, which is its seed.
 
-A model enters the trainers when it is first needed and leaves them, saved, when its session is silent. What is trained is lost if the
-trainers or the server die before it is saved; a model then goes back to its last saved state, and what its client sends until it has heard
-of that is not carried out. Only `training` changes models, one turn at a time.
+A model enters the trainers when it is first needed and leaves them, saved, when its session is silent or its place is needed. What is
+trained is lost if the trainers or the server die before it is saved; a model then goes back to its last saved state, and what its client
+sends until it has heard of that is not carried out. Only `training` changes models, one turn at a time.
 """
 
 import asyncio
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -53,6 +55,7 @@ class Model:
         numbers: of its requests, those that have come to an outcome.
         step: optimizer steps so far, those before its checkpoint included.
         resident: the trainers have it.
+        last_used: rises with each turn that has needed it, over all models.
         counted: among those that its owner may have.
         has_gradient: passes have added to a gradient that no step has used.
         num_changes: of its state by steps and loads; `saved_changes` of them are in its saved state.
@@ -66,6 +69,7 @@ class Model:
         self.marked = row.dirty
         self.step = row.step
         self.resident = False
+        self.last_used = 0
         self.counted = counted
         self.has_gradient = False
         self.num_changes = 0
@@ -100,12 +104,23 @@ class Model:
 
 
 class Models:
-    """All models of all owners."""
+    """All models of all owners.
+
+    Attributes:
+        max_resident: models that the trainers hold at once, and so the most that one turn may need.
+    """
 
     def __init__(
         self, rows: Iterable[ModelRow], *, backend: Backend, store: Store, usage: Usage, checkpoints: Checkpoints,
+        max_resident: int = sys.maxsize,
     ) -> None:
-        """`rows` are those that there were before."""
+        """
+        Args:
+            rows: those that there were before.
+            max_resident: models that the trainers hold at once.
+        """
+        self.max_resident = max_resident
+        self._num_uses = 0
         self._models = {row.id: Model(row, counted=False) for row in rows}
         self._backend = backend
         self._store = store
@@ -192,6 +207,29 @@ class Models:
             model.counted = True
             self._usage.add(model.row.owner, models=1)
 
+    async def make_room(self, model: Model, wanted: Set[Model], *, busy: Set[Model]) -> None:
+        """See that the trainers have a place for a model: of those that have none, park the least recently used.
+
+        A gradient is lost by that, so that those who have one go last, and first from the owner who holds the most places.
+
+        Args:
+            wanted: stay where they are.
+            busy: have been asked for something; they come back for it.
+
+        Raises:
+            StorageError: what is to leave cannot be saved.
+        """
+        self._num_uses += 1
+        model.last_used = self._num_uses
+        while not model.resident and len(held := [other for other in self._models.values() if other.resident]) >= self.max_resident:
+            places = Counter(other.row.owner for other in held)
+            idle = [other for other in held if other not in wanted and not (other.has_gradient and other in busy)]
+            if not idle:
+                return  # each is in the middle of something, so that there are no more than requests under way
+            await self.park(min(idle, key=lambda other: (
+                other.has_gradient, other in busy, -places[other.row.owner] if other.has_gradient else 0, other.last_used)),
+                "its place in the trainers was needed, where it had waited for a step")
+
     async def mark(self, models: Sequence[Model]) -> None:
         """These are about to be trained, so that a restart from here on would lose something; stored before it is true."""
         async with AsyncExitStack() as stack:
@@ -222,15 +260,19 @@ class Models:
             await self._checkpoints.seal(folder)
             await self.keep(model, folder, step=model.step, num_changes=model.num_changes)
 
+    async def park(self, model: Model, reason: str) -> None:
+        """Take a model from the trainers, saved, to come back when it is needed; the reason is for who loses a gradient by it."""
+        if model.num_changes > model.saved_changes:
+            await self.save(model)
+        await self._backend.remove(model.id)
+        model.resident = False
+        if model.has_gradient:
+            self._fall_back(model, reason)
+
     async def leave(self, model: Model) -> None:
-        """Take a model from the trainers, saved."""
+        """Take a model of a silent session from the trainers, saved, and from those that its owner may have."""
         if model.resident:
-            if model.num_changes > model.saved_changes:
-                await self.save(model)
-            await self._backend.remove(model.id)
-            model.resident = False
-            if model.has_gradient:
-                self._fall_back(model, "nothing was heard of its session for long")
+            await self.park(model, "nothing was heard of its session for long")
         self._uncount(model)
 
     async def end(self, model: Model) -> None:
@@ -242,6 +284,11 @@ class Models:
         self._uncount(model)
         await self.store(model, ended=True, state_folder="", dirty=False)
         await self._checkpoints.release(state)
+
+    async def forget(self, model: Model) -> None:
+        """Of a session that has ended, with no checkpoints: not even that there was this run."""
+        del self._models[model.id]
+        await self._store.delete(model.row)
 
     def lose_all(self, reason: str) -> None:
         """The trainers have forgotten every model."""

@@ -57,12 +57,13 @@ class Samplers:
 
     def __init__(
         self, rows: Iterable[SamplerRow], *, engines: Engines, store: Store, usage: Usage, sessions: Sessions, checkpoints: Checkpoints,
-        timeout_s: float, clock: Callable[[], float] = time.time,
+        timeout_s: float, retention_s: float = 86400.0, clock: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
             rows: those that there were before.
             timeout_s: after so long without use, a snapshot ends, unless it is the newest of its model and its session is not silent.
+            retention_s: after so long without use, any sampler of a session that is silent ends.
         """
         self._rows = {row.id: row for row in rows}
         self._engines = engines
@@ -71,6 +72,7 @@ class Samplers:
         self._sessions = sessions
         self._checkpoints = checkpoints
         self._timeout_s = timeout_s
+        self._retention_s = retention_s
         self._clock = clock
         self._last_used = dict.fromkeys(self._rows, clock())
         self._pinned: dict[str, str] = {}
@@ -78,7 +80,7 @@ class Samplers:
         self._adding: dict[str, asyncio.Lock] = {}
         self._busy: Counter[str] = Counter()
         for row in self._rows.values():
-            usage.add(row.owner, disk_bytes=row.size_bytes)
+            usage.add(row.owner, disk_bytes=row.size_bytes, samplers=1)
 
     # -- making and finding ------------------------------------------------------------------------------------------------------------
 
@@ -88,6 +90,7 @@ class Samplers:
         Raises:
             UnknownError: there is no such session or checkpoint.
             BadRequestError: the checkpoint cannot be sampled, the base model is not this server's, or the number is another sampler's.
+            RequestError: the owner has as many as he may.
         """
         self._sessions.check(caller, session_id)
         row = SamplerRow(
@@ -115,7 +118,7 @@ class Samplers:
 
         Raises:
             BadRequestError: the number is another sampler's.
-            RequestError: its owner may not have that much on disk.
+            RequestError: its owner may not have that much on disk, or has as many samplers as he may.
         """
         row = SamplerRow(
             sampler_id(session_id, seq), session_id, owner, base_model, run_id=run_id, version=version, folder=folder,
@@ -128,11 +131,14 @@ class Samplers:
             try:
                 if (known := self._rows.get(row.id)) is not None:
                     return _same(known, row).id
-                self._usage.charge(row.owner, disk_bytes=row.size_bytes)
+                if self._usage.is_full(row.owner, samplers=1):
+                    await self._end([
+                        other for other in self._rows.values() if other.owner == row.owner and self._is_old(other, self._timeout_s)])
+                self._usage.charge(row.owner, disk_bytes=row.size_bytes, samplers=1)
                 try:
                     await self._store.put(row)
                 except StorageError:
-                    self._usage.release(row.owner, disk_bytes=row.size_bytes)
+                    self._usage.release(row.owner, disk_bytes=row.size_bytes, samplers=1)
                     raise
                 self._rows[row.id], self._last_used[row.id] = row, self._clock()
             finally:
@@ -153,12 +159,18 @@ class Samplers:
     def _unknown(self, sampler: str) -> UnknownError:
         return UnknownError(
             f"there is no sampler {sampler[:120]!r}; one that was saved without a name ends with its session, and when it is old and"
-            f" has not been used for {self._timeout_s:g} s")
+            f" has not been used for {self._timeout_s:g} s; any other when its session is silent and it has not been used for"
+            f" {self._retention_s:g} s")
 
     def info(self, caller: Caller, sampler: str) -> SamplerInfo:
         """What a sampler samples; raises as `find`."""
         row = self.find(caller, sampler)
         return SamplerInfo(row.id, row.base_model, row.path or None)
+
+    @property
+    def session_ids(self) -> Collection[str]:
+        """Sessions that have samplers."""
+        return {row.session_id for row in self._rows.values()}
 
     def ids_of(self, session_id: str) -> Collection[str]:
         """Samplers of a session."""
@@ -219,15 +231,19 @@ class Samplers:
         await self._end([row for row in self._rows.values() if row.session_id == session_id and row.folder and not row.path])
 
     async def sweep(self) -> None:
-        """End old snapshots that nobody uses, and unpin what no sampler may sample any more. To be called every minute or so."""
+        """End old samplers that nobody uses, and unpin what no sampler may sample any more. To be called every minute or so."""
         snapshots = [row for row in self._rows.values() if row.folder and not row.path]
         newest = {row.run_id: row.id for row in sorted(snapshots, key=lambda row: row.version)}
         since = self._clock() - self._timeout_s
         old = [row for row in snapshots if self._last_used[row.id] < since]
         await self._end([row for row in old if newest[row.run_id] != row.id or self._sessions.is_silent(row.session_id)])
+        await self._end([row for row in self._rows.values() if self._is_old(row, self._retention_s)])
         wanted = {row.folder for row in self._rows.values() if row.folder and (not row.path or self._stands(row))}
         for folder in self._pinned.keys() - wanted:
             await self._let_go(folder)
+
+    def _is_old(self, row: SamplerRow, after_s: float) -> bool:
+        return self._last_used[row.id] < self._clock() - after_s and self._sessions.is_silent(row.session_id)
 
     async def _end(self, rows: list[SamplerRow]) -> None:
         if not rows:
@@ -236,9 +252,10 @@ class Samplers:
         ended = [row for row in rows if self._rows.pop(row.id, None) is not None]
         for row in ended:
             del self._last_used[row.id]
-            self._usage.release(row.owner, disk_bytes=row.size_bytes)
+            self._usage.release(row.owner, disk_bytes=row.size_bytes, samplers=1)
         for row in ended:
-            await self._let_go(row.folder)
+            if row.folder:
+                await self._let_go(row.folder)
 
     async def _let_go(self, folder: str) -> None:
         """Unpin a folder and let its files go, unless a sampler may still want it."""

@@ -1,18 +1,19 @@
 """Requests for samples: queued fairly over owners, generated and scored by the engines, and answered through futures.
 
-What a request wants of its prompt is scored beside its generation. A request ends in an outcome whatever happens, unless the server ends
-before it.
+A request for many samples is carried out in parts, so that it never has the engines for itself. Who has nothing in flight begins at once,
+even where others fill the engines: they get no more than their share until he has his. What a request wants of its prompt is scored beside
+its first part. A request ends in an outcome whatever happens, unless the server ends before it.
 
-    Sampling._start   consumes the fair queue; produces one task per request, up to a number of samples in flight; woken by `sample` and by
-                      each request that ends
+    Sampling._start   consumes the fair queue; produces one task per part, up to a number of samples in flight; woken by `sample` and by
+                      each part that ends
 """
 
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,17 +23,32 @@ from offbeat.errors import OffbeatError, RefusedError
 from offbeat.inference.sampling import PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
 from offbeat.inference.sampling import TopTokens as EngineTopTokens
-from offbeat.service.errors import RequestError
+from offbeat.service.cost import SampleCost, cost_of_samples
+from offbeat.service.errors import RequestError, TooLargeError
 from offbeat.service.fair import FairQueue
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import sample_request
 from offbeat.service.limits import Usage
 from offbeat.service.samplers import Samplers
 from offbeat.service.tables import SamplerRow
-from offbeat.service.types import Caller, Failed, Failure, Outcome, Pending, QueueStatus, Sampled, SampledSequence, SampleRequest, TopTokens
+from offbeat.service.types import (
+    Caller,
+    Failed,
+    Failure,
+    Outcome,
+    Pending,
+    QueueStatus,
+    Sampled,
+    SampledSequence,
+    SampleRequest,
+    SparseArray,
+    TopTokens,
+)
 
 _log = logging.getLogger(__name__)
 _FAILURES_KEPT = 50
+_MOST_BEYOND = 2
+"""Times the samples that may be in flight: so many are while those who came late begin beside those who filled the engines."""
 
 
 class Engines(Protocol):
@@ -55,16 +71,42 @@ class Job:
     """One request under way.
 
     Attributes:
-        tokens: what it may cost.
+        sequences: of the samples so far, by number.
+        score: of the prompt, once that is there.
+        left: parts that have not ended.
+        failed: the first of its parts that did.
         context: of the call that asked for it, so that log lines carry that call's id.
     """
 
     request: SampleRequest
     row: SamplerRow
     future: Future
-    tokens: int
+    cost: SampleCost
+    sequences: dict[int, SampledSequence] = field(default_factory=dict)
+    score: PromptScore | None = None
+    left: int = 0
+    failed: Failed | None = None
     since: float = field(default_factory=time.monotonic)
     context: Context = field(default_factory=copy_context)
+
+    def parts(self) -> "list[Part]":
+        """All of it, in parts."""
+        num, together = self.request.num_samples, self.cost.together
+        return [Part(self, first, min(together, num - first)) for first in range(0, num, together)]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Samples `first` to `first + num` of a request."""
+
+    job: Job
+    first: int
+    num: int
+
+    @property
+    def slots(self) -> int:
+        """That it takes of those in flight."""
+        return self.job.cost.slots(self.num)
 
 
 class Sampling:
@@ -76,15 +118,15 @@ class Sampling:
     """
 
     def __init__(self, samplers: Samplers, *, engines: Engines, futures: Futures, usage: Usage, max_in_flight: int) -> None:
-        """`max_in_flight` is how many samples are generated at once; a request that wants more than are left still begins."""
+        """`max_in_flight` is how many samples are generated at once; large ones count as several."""
         self.samplers = samplers
         self.failures: deque[Failure] = deque(maxlen=_FAILURES_KEPT)
         self._engines = engines
         self._futures = futures
         self._usage = usage
         self._max_in_flight = max_in_flight
-        self._in_flight = 0
-        self._queue: FairQueue[Job] = FairQueue()
+        self._in_flight: Counter[str] = Counter()
+        self._queue: FairQueue[Part] = FairQueue()
         self._jobs: set[Job] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -93,26 +135,35 @@ class Sampling:
 
         Raises:
             UnknownError: there is no such sampler.
-            OverLimitError: too many of the owner's tokens are under way.
+            OverLimitError: too much of the owner's is under way.
+            RequestError: it costs more than will ever be taken, or there is no room on disk for its answer.
         """
         row = self.samplers.find(caller, request.sampling_session_id)
         request_id = sample_request(row.id, request.seq_id)
         if self._futures.find(request_id, caller.owner) is not None:
             return request_id
-        tokens = len(request.prompt) + request.num_samples * self._room(request)
-        self._usage.charge(caller.owner, queued_tokens=tokens)
+        cost = cost_of_samples(request, room=self._room(request), max_in_flight=self._max_in_flight)
+        if cost.slots(1) > self._max_in_flight > 0:
+            raise TooLargeError(
+                f"a single sample of this request may take {cost.sample_bytes} bytes of memory, which is more than engines have for it; "
+                "lower max_tokens or topk_sample_logprobs")
+        self._usage.charge(caller.owner, **cost.whole.charge)
         future, _ = self._futures.open(request_id, owner=caller.owner, kind="sample")
-        job = Job(request, row, future, tokens)
+        job = Job(request, row, future, cost)
         self._jobs.add(job)
-        self._queue.push(caller.owner, tokens, job)
-        future.pending = Pending("paused_capacity", f"{len(self._queue)} requests for samples wait for engines")
+        parts = job.parts()
+        job.left = len(parts)
+        for part in parts:
+            self._queue.push(caller.owner, -(-cost.whole.tokens * part.num // request.num_samples), part)
+        future.pending = Pending("paused_capacity", f"{len(self._jobs)} requests for samples wait for engines")
         self._start()
         return request_id
 
     def standing(self) -> QueueStatus:
         """Requests that wait or run."""
         oldest = min((job.since for job in self._jobs), default=time.monotonic())
-        return QueueStatus(len(self._jobs), sum(job.tokens for job in self._jobs), round(time.monotonic() - oldest, 2))
+        tokens = sum(job.cost.whole.tokens for job in self._jobs)
+        return QueueStatus(len(self._jobs), tokens, round(time.monotonic() - oldest, 2))
 
     async def close(self) -> None:
         """Drop what has not ended; its clients learn that it is lost when they ask a server that runs."""
@@ -124,40 +175,59 @@ class Sampling:
     # -- carrying out ------------------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        while len(self._queue) and self._in_flight < self._max_in_flight:
-            job = self._queue.pop()
+        while (part := self._next()) is not None:
+            job = part.job
             job.future.pending = Pending()
-            self._in_flight += job.request.num_samples
-            task = asyncio.create_task(self._carry_out(job), name=f"sample {job.future.request_id}", context=job.context)
+            self._in_flight[job.row.owner] += part.slots
+            task = asyncio.create_task(self._carry_out(part), name=f"sample {job.future.request_id}", context=job.context)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _carry_out(self, job: Job) -> None:
+    def _next(self) -> Part | None:
         try:
-            outcome = await self._outcome(job)
+            return self._queue.pop(self._may)
+        except LookupError:
+            return None
+
+    def _may(self, owner: str, part: Part) -> bool:
+        """Whether a part may begin: within its owner's share, even beyond the limit, and beyond the share only where nobody else waits."""
+        total, own = self._in_flight.total(), self._in_flight[owner] + part.slots
+        if own <= self._max_in_flight // len({*self._in_flight, *self._queue.owners}) or own == part.slots:
+            return total + part.slots <= _MOST_BEYOND * self._max_in_flight
+        return len(self._queue.owners) == 1 and total + part.slots <= self._max_in_flight
+
+    async def _carry_out(self, part: Part) -> None:
+        job, owner = part.job, part.job.row.owner
+        try:
+            if job.failed is None:
+                await self._try(part)
         finally:
-            self._in_flight -= job.request.num_samples
-            self._jobs.discard(job)
-            self._usage.release(job.row.owner, queued_tokens=job.tokens)
+            self._in_flight[owner] -= part.slots
+            if not self._in_flight[owner]:
+                del self._in_flight[owner]
+            job.left -= 1
+            if not job.left:
+                self._jobs.discard(job)
+                self._usage.release(owner, **job.cost.whole.charge)
             self._start()
+        if not job.left:
+            await self._end(job)
+
+    async def _end(self, job: Job) -> None:
+        outcome: Outcome = job.failed or sampled(job.request, [job.sequences[i] for i in range(job.request.num_samples)], job.score)
         if isinstance(outcome, Failed):
             self.failures.appendleft(Failure(time.time(), job.future.request_id, job.row.owner, outcome.message))
         await self._futures.finish(job.future, outcome)
 
-    async def _outcome(self, job: Job) -> Outcome:
+    async def _try(self, part: Part) -> None:
+        """Carry out a part; the first that fails says how its request ends."""
+        job = part.job
         try:
             self._check(job.request)
             async with self.samplers.using(job.row) as adapter:
-                return await self._sampled(adapter, job)
-        except (RequestError, RefusedError) as exc:
-            _log.info("%s is refused: %s", job.future.request_id, exc)
-            return Failed(str(exc), "user")
-        except OffbeatError as exc:
-            _log.warning("%s failed: %s", job.future.request_id, exc)
-            return Failed(str(exc), "server")
-        except Exception:
-            _log.exception("%s failed", job.future.request_id)
-            return Failed("the server failed in a way that it did not expect; its log has the reason", "server")
+                await self._sample(adapter, part)
+        except Exception as exc:
+            job.failed = job.failed or _explain(job.future.request_id, exc)
 
     def _check(self, request: SampleRequest) -> None:
         """Refuse what no engine can do; that the tokens are the model's, whoever read the request has seen to."""
@@ -170,20 +240,37 @@ class Sampling:
         room = max(self._engines.context - len(request.prompt), 1)
         return room if request.max_tokens is None else min(request.max_tokens, room)
 
-    async def _sampled(self, adapter: str, job: Job) -> Sampled:
-        request = job.request
+    async def _sample(self, adapter: str, part: Part) -> None:
+        job, request = part.job, part.job.request
         sampling = engine_sampling(request, self._room(request), end_token_ids=self._engines.end_token_ids)
-        samples, score = await both(
-            self._engines.sample(adapter, request.prompt, sampling, request.num_samples, job.row.id), self._score(adapter, request))
-        return sampled(request, samples, score)
+        asking = self._engines.sample(
+            adapter, request.prompt, replace(sampling, first_sample=part.first), part.num, job.row.id)
+        if part.first:
+            samples = await asking
+        else:
+            samples, job.score = await both(asking, self._score(adapter, request))
+        # As arrays at once: what engines say of the likeliest tokens takes fifty times as much memory.
+        job.sequences.update({part.first + i: sequence_of(sample, request.topk_sample_logprobs) for i, sample in enumerate(samples)})
 
     async def _score(self, adapter: str, request: SampleRequest) -> PromptScore | None:
         """What is wanted of the prompt; None if nothing is, or nothing can be said of a single token."""
         top_k, targets = request.topk_prompt_logprobs, request.target_prompt_logprobs
         if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None):
             return None
-        rows = None if targets is None else tuple(tuple(row[row != -1].tolist()) for row in _rows(targets))
+        rows = None if targets is None else _rows(targets)
         return await self._engines.score(adapter, request.prompt, top_k, rows)
+
+
+def _explain(request_id: str, exc: Exception) -> Failed:
+    """An error as an outcome, and in the log."""
+    if isinstance(exc, RequestError | RefusedError):
+        _log.info("%s is refused: %s", request_id, exc)
+        return Failed(str(exc), "user")
+    if isinstance(exc, OffbeatError):
+        _log.warning("%s failed: %s", request_id, exc)
+        return Failed(str(exc), "server")
+    _log.error("%s failed", request_id, exc_info=exc)
+    return Failed("the server failed in a way that it did not expect; its log has the reason", "server")
 
 
 # -- between the engines' terms and the service's --------------------------------------------------------------------------------------
@@ -199,7 +286,7 @@ def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_id
         ignore_eos=request.stop == (), scaled_logprobs=True, top_logprobs=request.topk_sample_logprobs)
 
 
-def sampled(request: SampleRequest, samples: list[Sample], score: PromptScore | None) -> Sampled:
+def sampled(request: SampleRequest, sequences: list[SampledSequence], score: PromptScore | None) -> Sampled:
     """The answer to a request."""
     length, last_n = len(request.prompt), request.prompt_logprobs_last_n
     score = score or PromptScore((np.nan,), 0)
@@ -208,7 +295,7 @@ def sampled(request: SampleRequest, samples: list[Sample], score: PromptScore | 
     logprobs[:unscored] = np.nan
     top = ((),) * unscored + (score.top or ((),) * length)[unscored:]
     return Sampled(
-        tuple(_sequence(sample, request.topk_sample_logprobs) for sample in samples),
+        tuple(sequences),
         prompt_logprobs=logprobs if request.prompt_logprobs else None,
         topk_prompt=top_tokens(top, request.topk_prompt_logprobs) if request.topk_prompt_logprobs else None,
         target_prompt_logprobs=_target_logprobs(request.target_prompt_logprobs, score))
@@ -223,22 +310,23 @@ def top_tokens(rows: tuple[EngineTopTokens, ...], k: int) -> TopTokens:
     return TopTokens(ids, logprobs)
 
 
-def _sequence(sample: Sample, top_k: int) -> SampledSequence:
+def sequence_of(sample: Sample, top_k: int) -> SampledSequence:
+    """One sample with at most so many of the likeliest tokens."""
     return SampledSequence(
         np.array(sample.token_ids, np.int32), np.array(sample.logprobs, np.float32), "stop" if sample.finish_reason == "stop" else "length",
         top_tokens(sample.top_logprobs, top_k) if top_k else None)
 
 
-def _target_logprobs(targets: np.ndarray | None, score: PromptScore) -> np.ndarray | None:
-    """Of the wanted tokens in the form in which they were asked for; 0 where there is none."""
+def _target_logprobs(targets: SparseArray | None, score: PromptScore) -> SparseArray | None:
+    """Of the wanted tokens in their cells; 0 where nothing can be said of them."""
     if targets is None:
         return None
-    found = np.zeros(targets.shape, np.float32)
-    for place, wanted, row in zip(_rows(found), _rows(targets), score.target_logprobs, strict=False):
-        place[wanted != -1] = np.nan_to_num(np.array(row, np.float32))
-    return found
+    found = np.array([logprob for row in score.target_logprobs for logprob in row] or [0.0] * len(targets.cells), np.float32)
+    return SparseArray(np.nan_to_num(found), targets.cells, targets.shape)
 
 
-def _rows(array: np.ndarray) -> np.ndarray:
-    """[P] or [P, K] as [P, K]; a view."""
-    return array.reshape(len(array), -1)
+def _rows(targets: SparseArray) -> tuple[tuple[int, ...], ...]:
+    """Of each position the tokens that are wanted."""
+    length, width = targets.shape
+    starts = np.searchsorted(targets.cells, np.arange(1, length) * width)
+    return tuple(tuple(row.tolist()) for row in np.split(targets.values, starts))

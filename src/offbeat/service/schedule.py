@@ -1,13 +1,16 @@
 """What the trainers do next: joins the queued work of many models into turns. Decisions only; `training` carries them out.
 
 Each model's jobs run in the order in which they were added. There are four lanes: steps, passes that learn, passes that only score, and
-a few jobs that each have the trainers alone. Lanes with work take turns, so none waits for more than three others. Steps of all models
-whose turn it is are one call. A pass holds the jobs of as many owners as fit into its budget of tokens; the owner who has had the least
-comes first, and a job that is larger than the budget is cut. Who comes late starts level with those who wait: nobody saves up.
+jobs that each have the trainers alone. Everything has a size, in tokens as `cost` weighs them, and what an owner has had is counted over
+all lanes. Lanes with work take turns, but for those in which only owners wait who are ahead of somebody else by more than a turn. Steps of
+all models whose turn it is are one call. A pass holds the jobs of as many owners as fit into its budget, and so do those that are alone.
+The owner who has had the least comes first, and a job that is larger than the budget is cut. Who comes late starts level with those who
+wait: nobody saves up.
 """
 
 import heapq
 import math
+import sys
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -29,14 +32,13 @@ class Lane(Enum):
 
 
 _PASSES = (Lane.LEARN, Lane.SCORE)
-_NUM_ALONE = 4
 
 
 class Job(Generic[T]):
     """Work of one model.
 
     Attributes:
-        sizes: [N] int64, tokens of the sequences of a pass; a single 1 in other lanes.
+        sizes: [N] int64, of the sequences of a pass; one entry in other lanes.
         done: sequences that were given out.
     """
 
@@ -51,7 +53,7 @@ class Job(Generic[T]):
 
     @property
     def left(self) -> int:
-        """Tokens of the sequences that were not given out yet."""
+        """Size of the sequences that were not given out yet."""
         return int(self._ends[-1] - self._ends[self.done])
 
     def take(self, budget: float) -> "Part[T]":
@@ -64,7 +66,7 @@ class Job(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Part(Generic[T]):
-    """Sequences start to end of a job, and their tokens."""
+    """Sequences start to end of a job, and their size."""
 
     job: Job[T]
     start: int
@@ -87,12 +89,17 @@ class Turn(Generic[T]):
 class Schedule(Generic[T]):
     """Queues of models, and whose turn it is. Each turn is done before the next one is asked for."""
 
-    def __init__(self, *, max_tokens: int) -> None:
-        """`max_tokens` is the budget of a pass; a single sequence may exceed it."""
-        self._budgets = {Lane.STEP: math.inf, Lane.LEARN: max_tokens, Lane.SCORE: max_tokens, Lane.ALONE: _NUM_ALONE}
+    def __init__(self, *, max_tokens: int, max_models: int = sys.maxsize) -> None:
+        """
+        Args:
+            max_tokens: the budget of a turn; a single sequence may exceed it, and steps do not count.
+            max_models: of one turn.
+        """
+        self._max_tokens = max_tokens
+        self._max_models = max_models
         self._queues: dict[str, deque[Job[T]]] = {}  # of models with jobs; those served last stand last
         self._lanes = deque(Lane)
-        self._shares = {lane: _Shares() for lane in Lane}
+        self._shares = _Shares()
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -115,13 +122,16 @@ class Schedule(Generic[T]):
 
     def next(self) -> Turn[T] | None:
         """What to do now; None if nothing waits."""
-        waiting = {queue[0].lane for queue in self._queues.values()}
-        for lane in tuple(self._lanes):
-            if lane in waiting:
-                self._lanes.remove(lane)
-                self._lanes.append(lane)
-                return Turn(lane, tuple(self._give(lane)))
-        return None
+        heads = [queue[0] for queue in self._queues.values()]
+        if not heads:
+            return None
+        self._shares.begin({job.owner for job in heads})
+        enough = self._shares.level + self._max_tokens
+        waiting = {job.lane for job in heads if self._shares.had[job.owner] <= enough}
+        lane = next(lane for lane in self._lanes if lane in waiting)  # that of whoever has had least is among them
+        self._lanes.remove(lane)
+        self._lanes.append(lane)
+        return Turn(lane, tuple(self._give(lane)))
 
     def _give(self, lane: Lane) -> Iterator[Part[T]]:
         """Parts of one turn: again and again of the owner who has had least, as long as the next job fits."""
@@ -129,24 +139,27 @@ class Schedule(Generic[T]):
         for model, queue in self._queues.items():
             if queue[0].lane is lane:
                 models.setdefault(queue[0].owner, deque()).append(model)
-        shares, left, is_first = self._shares[lane], self._budgets[lane], True
-        shares.begin(models)
-        ranking = [(shares.had[owner], place, owner) for place, owner in enumerate(models)]
+        had, left, is_first = self._shares.had, math.inf if lane is Lane.STEP else self._max_tokens, True
+        ranking = [(had[owner], place, owner) for place, owner in enumerate(models)]
         heapq.heapify(ranking)
+        chosen: set[str] = set()
         while ranking:
             _, place, owner = heapq.heappop(ranking)
             model = models[owner].popleft()
             job = self._queues[model][0]
             if job.left > left and not is_first:
                 continue  # with all that he has: he will be first then
+            chosen.add(model)
+            if len(chosen) > self._max_models:
+                return
             part = job.take(left)
             yield part
             is_first, left = False, left - part.size
-            shares.had[owner] += max(part.size, 1)
+            had[owner] += max(part.size, 1)
             if self._move_on(model, part) and lane in _PASSES:
                 models[owner].append(model)
             if models[owner]:
-                heapq.heappush(ranking, (shares.had[owner], place, owner))
+                heapq.heappush(ranking, (had[owner], place, owner))
 
     def _move_on(self, model: str, part: Part[T]) -> bool:
         """Put a model behind the others; whether its next job may follow in the same turn."""
@@ -159,18 +172,19 @@ class Schedule(Generic[T]):
 
 
 class _Shares:
-    """What each owner has had of a lane: start-time fair queueing (Goyal, Vin and Cheng 1996).
+    """What each owner has had: start-time fair queueing (Goyal, Vin and Cheng 1996).
 
     Attributes:
-        had: units, of owners that wait or are ahead of those that do.
+        had: in tokens, of owners that wait or are ahead of those that do.
+        level: the least that one who waits has had.
     """
 
     def __init__(self) -> None:
         self.had: dict[str, int] = {}
-        self._level = 0
+        self.level = 0
 
     def begin(self, owners: Collection[str]) -> None:
         """These wait now. Who did not before starts level with who has had least: nobody saves up."""
-        waiting = {owner: max(self.had.get(owner, 0), self._level) for owner in owners}
-        self._level = min(waiting.values())
-        self.had = {owner: had for owner, had in self.had.items() if had > self._level} | waiting
+        waiting = {owner: max(self.had.get(owner, 0), self.level) for owner in owners}
+        self.level = min(waiting.values())
+        self.had = {owner: had for owner, had in self.had.items() if had > self.level} | waiting

@@ -22,12 +22,14 @@ from offbeat.aio import beside, both
 from offbeat.cluster.material import Base, read_base
 from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.config.root import Config
+from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ConfigError, StorageError
 from offbeat.service.app.assembly import open_front
 from offbeat.service.app.auth import is_loopback
 from offbeat.service.app.reply import Served
 from offbeat.service.app.server import HttpServer, listen
 from offbeat.service.backend import Backend
+from offbeat.service.cost import max_resident
 from offbeat.service.futures import Futures
 from offbeat.service.identity import agree, keep
 from offbeat.service.keys import Keys
@@ -109,7 +111,8 @@ def read_keys(config: Config) -> Keys:
         ConfigError: the file of keys cannot be used.
     """
     given = config.serve
-    limits = Limits(given.max_models, given.max_queued_tokens, given.max_disk_bytes)
+    limits = Limits(
+        given.max_models, given.max_queued_tokens, given.max_disk_bytes, given.max_queued_bytes, given.max_sessions, given.max_samplers)
     return Keys.load(Path(given.keys), default=limits) if given.keys else Keys.open_house(default=limits)
 
 
@@ -173,17 +176,19 @@ async def open_core(config: Config, tenants: Tenants, store: Store, keys: Keys) 
     rows, usage = store.load(), Usage(keys.limits_of)
     futures = Futures(
         store, Results(folder / "results", after=store.last_segment()), encode=encode,
-        owner_of=lambda session: service.sessions.owner_of(session), retention_s=settings.result_retention_s)
+        owner_of=lambda session: service.sessions.owner_of(session), usage=usage, retention_s=settings.result_retention_s)
 
     def make_samplers(sessions: Sessions, checkpoints: Checkpoints) -> Samplers:
         return Samplers(
             rows.samplers, engines=backend, store=store, usage=usage, sessions=sessions, checkpoints=checkpoints,
-            timeout_s=settings.sampler_timeout_s)
+            timeout_s=settings.sampler_timeout_s, retention_s=settings.session_retention_s)
 
     service = Service(
         backend, store, rows, futures, usage, folder=folder, make_samplers=make_samplers,
         settings=ServiceSettings(
-            settings.max_tokens_per_pass, settings.session_timeout_s, settings.gap_patience_s, settings.orphan_retention_s))
+            settings.max_tokens_per_pass, settings.session_timeout_s, settings.gap_patience_s, settings.orphan_retention_s,
+            max_resident_models=settings.max_resident_models or _max_resident(config), session_retention_s=settings.session_retention_s,
+            parked_retention_s=settings.parked_retention_s))
     sampling = Sampling(
         service.samplers, engines=backend, futures=futures, usage=usage,
         max_in_flight=settings.max_samples_in_flight * (len(config.inference.urls) or config.inference.num_engines))
@@ -193,6 +198,12 @@ async def open_core(config: Config, tenants: Tenants, store: Store, keys: Keys) 
         finally:
             await sampling.close()
             await service.close()
+
+
+def _max_resident(config: Config) -> int:
+    """Models that the ranks on this machine have room for."""
+    base = read_model_config(config.model.path or str(config.run_dir / "model"))
+    return max_resident(base, rank=config.model.lora.rank, num_ranks=config.train.num_ranks)
 
 
 async def _sweep(futures: Futures, samplers: Samplers) -> None:

@@ -6,6 +6,7 @@ belongs to another owner is answered like what does not exist.
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,12 +61,19 @@ class ServiceSettings:
         session_timeout_s: after so long without a sign of life, a session's models leave the trainers, saved.
         patience_s: how long a request waits for one with a lower seq_id that has not arrived.
         orphan_retention_s: how long checkpoint folders that the database does not name stay aside; 0 for until somebody removes them.
+        max_resident_models: that the trainers hold at once; the least recently used are parked.
+        session_retention_s: after so long without a sign of life, a session to which nothing belongs is forgotten, and so is a run that
+            has ended, of which there are no checkpoints.
+        parked_retention_s: after so long without a sign of life of its session, a parked model ends, and with it its state.
     """
 
     max_tokens_per_pass: int = 65_536
     session_timeout_s: float = 600.0
     patience_s: float = 5.0
     orphan_retention_s: float = 7 * 86400.0
+    max_resident_models: int = sys.maxsize
+    session_retention_s: float = 86400.0
+    parked_retention_s: float = 30 * 86400.0
 
 
 class Service:
@@ -84,13 +92,18 @@ class Service:
             rows: what the store holds.
             folder: for data.
         """
-        self.sessions = Sessions(rows.sessions, store=store, timeout_s=settings.session_timeout_s)
+        self.sessions = Sessions(
+            rows.sessions, store=store, usage=usage, timeout_s=settings.session_timeout_s, retention_s=settings.session_retention_s)
         self.checkpoints = Checkpoints(
             rows.checkpoints, store=store, usage=usage, folder=folder / "checkpoints",
             on_removed=lambda adapter: backend.unpin(adapter.name), orphan_retention_s=settings.orphan_retention_s)
         self.samplers = make_samplers(self.sessions, self.checkpoints)
         self.checkpoints.users.append(self.samplers.uses)
-        self._models = Models(rows.models, backend=backend, store=store, usage=usage, checkpoints=self.checkpoints)
+        self._models = Models(
+            rows.models, backend=backend, store=store, usage=usage, checkpoints=self.checkpoints,
+            max_resident=settings.max_resident_models)
+        self.sessions.users += [
+            lambda: self.samplers.session_ids, lambda: {model.row.session_id for model in self._models if not model.row.ended}]
         saving = Saving(
             backend=backend, models=self._models, sessions=self.sessions, checkpoints=self.checkpoints, samplers=self.samplers)
         self._training = Training(
@@ -99,6 +112,7 @@ class Service:
         self._backend = backend
         self._futures = futures
         self._usage = usage
+        self._settings = settings
 
     async def run(self) -> None:
         """Work until `close`, or until cancelled."""
@@ -119,15 +133,23 @@ class Service:
             await asyncio.sleep(_SWEEP_EVERY_S)
 
     async def sweep(self) -> None:
-        """Park the models of silent sessions, drop those of ended ones, and delete what has expired."""
+        """Park the models of silent sessions, drop those of ended ones and those parked for long, and delete what has expired."""
+        kept, lately = self.checkpoints.run_ids, time.time() - self._settings.session_retention_s
         for model in self._models:
             session_id = model.row.session_id
-            if self.sessions.has_ended(session_id):
-                if not model.row.ended:
-                    self._training.dismiss(model, ends=True)
-            elif model.counted and self.sessions.is_silent(session_id) and not self._training.has_work(model):
-                self._training.dismiss(model, ends=False)
+            if model.row.ended:
+                if model.id not in kept and model.row.last_request < lately and not self._training.has_work(model):
+                    await self._models.forget(model)
+                    self._training.forget(model)
+            elif self.sessions.has_ended(session_id):
+                self._training.dismiss(model, ends=True)
+            elif self.sessions.is_silent(session_id) and not self._training.has_work(model):
+                if is_left := self.sessions.silence_s(session_id) > self._settings.parked_retention_s:
+                    _log.info("the parked model %s has expired", model.id)
+                if is_left or model.counted:
+                    self._training.dismiss(model, ends=is_left)
         await self.checkpoints.sweep()
+        await self.sessions.sweep()
 
     # -- sessions ----------------------------------------------------------------------------------------------------------------------
 
@@ -372,7 +394,9 @@ class Service:
             models=tuple(
                 ModelStatus(model.id, model.row.owner, model.row.lora.rank, model.step, model.resident, model.row.last_request)
                 for model in lasting),
-            owners=tuple(OwnerStatus(owner, use.models, use.queued_tokens, use.disk_bytes) for owner, use in uses.items()),
+            owners=tuple(
+                OwnerStatus(owner, use.models, use.queued_tokens, use.disk_bytes, use.queued_bytes, use.sessions)
+                for owner, use in uses.items()),
             engines=self._backend.engines, failures=tuple(self._training.failures))
 
 

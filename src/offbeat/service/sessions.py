@@ -1,4 +1,8 @@
-"""Clients' sessions: who began them, whether they last, and when they last gave a sign of life. Everything else belongs to one."""
+"""Clients' sessions: who began them, whether they last, and when they last gave a sign of life. Everything else belongs to one.
+
+One that has ended or been silent for long, and to which nothing belongs any more, is forgotten: memory and database hold no more than an
+owner's limit of them.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -7,32 +11,56 @@ from dataclasses import replace
 from offbeat.errors import StorageError
 from offbeat.service.errors import BadRequestError, LostError, UnknownError
 from offbeat.service.ids import new_session_id
+from offbeat.service.limits import Usage
 from offbeat.service.store import Store
 from offbeat.service.tables import SessionRow
 from offbeat.service.types import Caller
 
 _STORED_EVERY_S = 60.0
+_SWEPT_AT_ONCE = 1000
 
 
 class Sessions:
-    """All sessions of all owners. One is silent after a while without a sign of life, and ended only when its client says so."""
+    """All sessions of all owners. One is silent after a while without a sign of life, and ended only when its client says so.
+
+    Attributes:
+        users: each gives the sessions to which something belongs.
+    """
 
     def __init__(
-        self, rows: Iterable[SessionRow], *, store: Store, timeout_s: float, clock: Callable[[], float] = time.time,
+        self, rows: Iterable[SessionRow], *, store: Store, usage: Usage, timeout_s: float, retention_s: float = 86400.0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
             rows: those that there were before.
             timeout_s: after so long a session is silent; those from before get as long from now.
+            retention_s: after so long without a sign of life, one to which nothing belongs is forgotten. Time in which no server ran does
+                not count.
         """
+        self.users: list[Callable[[], Iterable[str]]] = []
         self._rows = {row.id: row for row in rows}
-        self._last_seen = dict.fromkeys(self._rows, clock())
+        self._started = clock()
+        away_s = self._started - max((row.last_seen for row in self._rows.values()), default=self._started)
+        self._last_seen = {row.id: row.last_seen + away_s for row in self._rows.values()}
         self._store = store
+        self._usage = usage
         self._timeout_s = timeout_s
+        self._retention_s = retention_s
         self._clock = clock
+        for row in self._rows.values():
+            usage.add(row.owner, sessions=1)
 
     async def create(self, caller: Caller, *, metadata: Mapping[str, str], tags: tuple[str, ...], display_name: str) -> str:
-        """Begin a session; its id."""
+        """Begin a session; its id.
+
+        Raises:
+            RequestError: the owner has as many as he may, and something belongs to each, or it is still heard of.
+        """
+        if self._usage.is_full(caller.owner, sessions=1):
+            await self._forget([
+                row for row in self._rows.values() if row.owner == caller.owner and (row.ended is not None or self.is_silent(row.id))])
+        self._usage.charge(caller.owner, sessions=1)
         now = self._clock()
         row = SessionRow(
             new_session_id(), caller.owner, created=now, last_seen=now, metadata=metadata, display_name=display_name, tags=tags)
@@ -66,12 +94,17 @@ class Sessions:
         return row and row.owner
 
     def has_ended(self, session_id: str) -> bool:
-        """Whether its client has said so."""
-        return self._rows[session_id].ended is not None
+        """Whether its client has said so, or it is forgotten."""
+        row = self._rows.get(session_id)
+        return row is None or row.ended is not None
 
     def is_silent(self, session_id: str) -> bool:
-        """Whether nothing was heard of it for a while."""
-        return self._last_seen[session_id] < self._clock() - self._timeout_s
+        """Whether nothing was heard of it for a while, or it is forgotten."""
+        return max(self._last_seen.get(session_id, 0.0), self._started) < self._clock() - self._timeout_s
+
+    def silence_s(self, session_id: str) -> float:
+        """Seconds since something was heard of it, without those in which no server ran."""
+        return self._clock() - self._last_seen.get(session_id, 0.0)
 
     def of(self, caller: Caller) -> list[SessionRow]:
         """The caller's sessions, the newest first."""
@@ -103,4 +136,19 @@ class Sessions:
         except StorageError:
             self._rows[session_id] = row
             raise
+        self._last_seen[session_id] = now
         return True
+
+    async def sweep(self) -> None:
+        """Forget those that were silent, or have ended, for long, and to which nothing belongs. To be called every minute or so."""
+        await self._forget([row for row in self._rows.values() if self.silence_s(row.id) > self._retention_s])
+
+    async def _forget(self, rows: list[SessionRow]) -> None:
+        """Those of the rows to which nothing belongs."""
+        used = {session_id for using in self.users for session_id in using()} if rows else set()
+        rows = [row for row in rows if row.id not in used][:_SWEPT_AT_ONCE]
+        for row in rows:
+            del self._rows[row.id], self._last_seen[row.id]
+            self._usage.release(row.owner, sessions=1)
+        if rows:
+            await self._store.delete(*rows)

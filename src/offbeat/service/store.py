@@ -163,6 +163,17 @@ class Store:
         with _sentences(self._engine), self._engine.connect() as connection:
             return list(connection.scalars(sa.select(TABLES[FutureRow].c.request_id)))
 
+    def answer_sizes(self) -> dict[str, tuple[int, int]]:
+        """Give by owner how many answers there are, and their bytes.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        table = TABLES[FutureRow]
+        with _sentences(self._engine), self._engine.connect() as connection:
+            found = connection.execute(sa.select(table.c.owner, sa.func.count(), sa.func.sum(table.c.length)).group_by(table.c.owner))
+            return {owner: (int(count), int(total)) for owner, count, total in found}
+
     def futures_before(self, finished: float) -> tuple[FutureRow, ...]:
         """Give the requests that ended before a time.
 

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Set
 from contextlib import suppress
 from typing import Any
 
@@ -64,6 +64,7 @@ class Training:
         self, *, backend: Backend, futures: Futures, usage: Usage, models: Models, saving: Saving, max_tokens_per_pass: int,
         patience_s: float,
     ) -> None:
+        """`max_tokens_per_pass` is the budget of a turn."""
         self.trained_tokens = 0
         self.failures: deque[Failure] = deque(maxlen=_NUM_FAILURES)
         self._backend = backend
@@ -72,7 +73,8 @@ class Training:
         self._models = models
         self._saving = saving
         self._patience_s = patience_s
-        self._schedule: Schedule[Work] = Schedule(max_tokens=max_tokens_per_pass)
+        self._pass_tokens = max_tokens_per_pass
+        self._schedule: Schedule[Work] = Schedule(max_tokens=max_tokens_per_pass, max_models=models.max_resident)
         self._sequencers: dict[str, Sequencer[Work]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._number = 0
@@ -91,8 +93,8 @@ class Training:
         """Take a request, and give its id; one that is sent again is not begun again.
 
         Raises:
-            OverLimitError: its owner has too many tokens under way, or this server is going down; it is not taken, and may be later.
-            RequestError: it has more tokens than will ever be taken.
+            OverLimitError: its owner has too much under way, or this server is going down; it is not taken, and may be later.
+            RequestError: it costs more than will ever be taken, or there is no room on disk for its answer.
             LostError: it was carried out before, and its answer is not kept any more.
         """
         owner, request_id = model.row.owner, training_request(model.id, seq)
@@ -100,7 +102,7 @@ class Training:
             return request_id
         model.check_unused(seq)
         sequencer = self._sequencer(model)
-        work = Work(self._next_number(), model, seq, request, None)
+        work = Work(self._next_number(), model, seq, request, None, pass_tokens=self._pass_tokens)
         self._charge(work, is_awaited=seq == sequencer.next_seq and sequencer.next_due is not None)
         work.future, _ = self._futures.open(request_id, owner=owner, kind=kind)
         self._begin(work)
@@ -118,6 +120,8 @@ class Training:
     def submit_first(self, model: Model, request: Load, future: Future) -> None:
         """Take the request by which a model begins."""
         work = Work(self._next_number(), model, 0, request, future)
+        work.charged = work.charge
+        self._usage.add(model.row.owner, **work.charged)
         self._begin(work)
         self._add(work)
 
@@ -136,6 +140,10 @@ class Training:
         """Nothing waits for this number any more."""
         self._sequencer(model).skip(seq, time.monotonic())
         self._advance(model)
+
+    def forget(self, model: Model) -> None:
+        """There is no such model any more."""
+        self._sequencers.pop(model.id, None)
 
     def has_work(self, model: Model) -> bool:
         """Whether the model has been asked for something that has not ended."""
@@ -161,11 +169,12 @@ class Training:
         if self._closing:
             raise OverLimitError("this server is going down; the request will be taken when it is back", retry_after_s=5.0)
         try:
-            self._usage.charge(work.model.row.owner, queued_tokens=work.tokens)
+            self._usage.charge(work.model.row.owner, **work.charge)
         except OverLimitError:
             if not is_awaited:
                 raise
-            self._usage.add(work.model.row.owner, queued_tokens=work.tokens)
+            self._usage.add(work.model.row.owner, **work.charge)
+        work.charged = work.charge
 
     def _begin(self, work: Work) -> None:
         self._open.add(work)
@@ -241,7 +250,8 @@ class Training:
         for its in together:
             parts = [part for part in its if self._may_begin(part.job)]
             try:
-                parts = [part for part in parts if await self._enter(part.job)]
+                wanted = {part.job.item.model for part in parts}
+                parts = [part for part in parts if await self._enter(part.job, wanted)]
                 if parts:
                     await self._do(turn.lane, parts)
             except Exception as exc:
@@ -289,12 +299,14 @@ class Training:
             model.loss = None
         return True
 
-    async def _enter(self, job: Job[Work]) -> bool:
-        """See that the trainers have the model; raises only if the trainers themselves have failed."""
-        if isinstance(job.item.request, Load | Leave):
+    async def _enter(self, job: Job[Work], wanted: Set[Model]) -> bool:
+        """See that the trainers have the model, beside all that are wanted now; raises only if the trainers themselves have failed."""
+        if isinstance(job.item.request, Leave):
             return True
         try:
-            await self._models.enter(job.item.model)
+            await self._models.make_room(job.item.model, wanted, busy={work.model for work in self._open})
+            if not isinstance(job.item.request, Load):
+                await self._models.enter(job.item.model)
         except Exception as exc:
             if not self._backend.trainers_alive:
                 raise
@@ -313,16 +325,16 @@ class Training:
                 await self._alone(part.job.item)
 
     async def _pass(self, parts: list[Part[Work]], *, learn: bool) -> None:
-        own: dict[str, list[Part[Work]]] = {}
+        own: dict[str, list[tuple[Part[Work], DatumBatch]]] = {}
         for part in parts:
-            own.setdefault(part.job.model, []).append(part)
+            own.setdefault(part.job.model, []).append((part, datums_of(part)))
         if learn:
-            await self._begin_change([its[0].job.item.model for its in own.values()])
+            await self._begin_change([its[0][0].job.item.model for its in own.values()])
         passes = await self._backend.run(
-            {model_id: DatumBatch.concatenate([datums_of(part) for part in its]) for model_id, its in own.items()}, learn=learn)
-        self.trained_tokens += sum(part.size for part in parts)
+            {model_id: DatumBatch.concatenate([datums for _, datums in its]) for model_id, its in own.items()}, learn=learn)
+        self.trained_tokens += sum(datums.num_tokens for its in own.values() for _, datums in its)
         for model_id, its in own.items():
-            for part, passed in zip(its, split(passes[model_id], [datums_of(part) for part in its]), strict=True):
+            for (part, _), passed in zip(its, split(passes[model_id], [datums for _, datums in its]), strict=True):
                 part.job.item.passes.append(passed)
                 if part.is_last:
                     self._end_soon(part.job.item, pass_done(part.job.item))
@@ -401,7 +413,7 @@ class Training:
 
     async def _end(self, work: Work, future: Future, outcome: Outcome) -> None:
         """Store an outcome, and with it how far the model has come."""
-        self._usage.release(work.model.row.owner, queued_tokens=work.tokens)
+        self._usage.release(work.model.row.owner, **work.charged)
         if isinstance(outcome, Failed):
             self.failures.append(Failure(time.time(), future.request_id, work.model.row.owner, outcome.message))
         await asyncio.gather(self._store_progress(work), self._futures.finish(future, outcome))

@@ -47,6 +47,21 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
+class SparseArray:
+    """Some cells of an array, as values [m] with their flat indices, int64 and rising; all others are empty."""
+
+    values: np.ndarray
+    cells: np.ndarray
+    shape: tuple[int, ...]
+
+    def dense(self) -> np.ndarray:
+        """All cells, 0 where there was none. To be called where an answer is written, and nowhere before."""
+        array = np.zeros(self.shape, self.values.dtype)
+        array.reshape(-1)[self.cells] = self.values
+        return array
+
+
+@dataclass(frozen=True, eq=False)
 class TrainingData:
     """The datums of one forward or forward-backward, and the layout of each."""
 
@@ -63,7 +78,7 @@ class SampleRequest:
         stop: strings or token ids that end a sample besides the end tokens; None for the end tokens alone; () never stops.
         prompt_logprobs: score the prompt, at temperature 1.
         topk_prompt_logprobs, topk_sample_logprobs: likeliest tokens wanted at each position of the prompt, of the samples.
-        target_prompt_logprobs: [P, K] int64 tokens to score at each position of the prompt, -1 for none.
+        target_prompt_logprobs: [P, K] int64 tokens to score at each position of the prompt.
         prompt_logprobs_last_n: score only the last n positions; None for all.
     """
 
@@ -80,7 +95,7 @@ class SampleRequest:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: np.ndarray | None = None
+    target_prompt_logprobs: SparseArray | None = None
     prompt_logprobs_last_n: int | None = None
 
 
@@ -107,12 +122,12 @@ class PassDone:
     """A forward, or forward and backward.
 
     Attributes:
-        logprobs: of each datum, float32 in the shape of its targets; 0 in cells that a sparse tensor does not list.
+        logprobs: of each datum, float32 in the shape of its targets; sparse where those were.
         losses: [N] float32, the loss summed over each datum.
         metrics: by `name:reduction`; loss:sum among them.
     """
 
-    logprobs: tuple[np.ndarray, ...]
+    logprobs: tuple[np.ndarray | SparseArray, ...]
     losses: np.ndarray
     metrics: Mapping[str, float]
 
@@ -174,13 +189,13 @@ class Sampled:
     Attributes:
         prompt_logprobs: [P] float32, NaN where there is none, as at the first position.
         topk_prompt: over all P positions, the first one empty.
-        target_prompt_logprobs: as the request's tokens, 0 where there was none.
+        target_prompt_logprobs: of the request's tokens, float32 in their cells.
     """
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: np.ndarray | None = None
     topk_prompt: TopTokens | None = None
-    target_prompt_logprobs: np.ndarray | None = None
+    target_prompt_logprobs: SparseArray | None = None
 
 
 @dataclass(frozen=True)
@@ -288,6 +303,8 @@ class OwnerStatus:
     models: int
     queued_tokens: int
     disk_bytes: int
+    queued_bytes: int = 0
+    sessions: int = 0
 
 
 @dataclass(frozen=True)

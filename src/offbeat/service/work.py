@@ -4,6 +4,7 @@ Made by `service`, carried out by `training` and `saving`.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import OffbeatError, PublishError, StorageError, UserError
 from offbeat.service.checkpoints import CheckpointError
+from offbeat.service.cost import cost_of_folder, cost_of_pass, cost_of_step, datum_sizes
 from offbeat.service.futures import Future
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.models import Model
 from offbeat.service.schedule import Job, Lane, Part
-from offbeat.service.types import Category, Failed, Layout, PassDone, TrainingData
+from offbeat.service.types import Category, Failed, Layout, PassDone, SparseArray, TrainingData
 from offbeat.trainer.adapter_types import DatumPass
 
 _log = logging.getLogger(__name__)
@@ -96,11 +98,16 @@ class Work:
         number: in the order of arrival, over all models.
         seq: of the model's requests; 0 for what has no place among them.
         future: None for what nobody waits for.
+        cost: of all of it.
+        charged: what its owner's use was charged with, to be released when it ends.
         passes: what the turns gave so far.
         has_ended: its outcome is there.
     """
 
-    def __init__(self, number: int, model: Model, seq: int, request: Request, future: Future | None) -> None:
+    def __init__(
+        self, number: int, model: Model, seq: int, request: Request, future: Future | None, *, pass_tokens: int = sys.maxsize,
+    ) -> None:
+        """`pass_tokens` is the budget of a pass."""
         self.number = number
         self.model = model
         self.seq = seq
@@ -109,19 +116,29 @@ class Work:
         self.since = time.monotonic()
         self.passes: list[DatumPass] = []
         self.has_ended = False
+        self.charged: Mapping[str, int] = {}
+        if isinstance(request, Pass):
+            self._sizes = datum_sizes(request.data)
+            self.cost = cost_of_pass(request.data, self._sizes, pass_tokens=pass_tokens)
+        else:
+            self.cost = cost_of_step() if isinstance(request, Step) else cost_of_folder()
+            self._sizes = np.array([self.cost.tokens], np.int64)
+
+    @property
+    def charge(self) -> Mapping[str, int]:
+        """What its owner is to be charged with: tokens of passes alone, for what the rest costs is a matter of whose turn it is."""
+        return self.cost.charge if isinstance(self.request, Pass) else {**self.cost.charge, "queued_tokens": 0}
 
     @property
     def tokens(self) -> int:
-        """Of a pass."""
-        return self.request.data.batch.num_tokens if isinstance(self.request, Pass) else 0
+        """That its owner's queue was charged with."""
+        return self.charged.get("queued_tokens", 0)
 
     def job(self) -> "Job[Work]":
         """For the schedule."""
         request, model = self.request, self.model
-        if isinstance(request, Pass):
-            lane = Lane.LEARN if request.learn else Lane.SCORE
-            return Job(model.id, model.row.owner, lane, self, sizes=request.data.batch.lengths)
-        return Job(model.id, model.row.owner, _LANES[type(request)], self)
+        lane = (Lane.LEARN if request.learn else Lane.SCORE) if isinstance(request, Pass) else _LANES[type(request)]
+        return Job(model.id, model.row.owner, lane, self, sizes=self._sizes)
 
 
 def params_of(work: Work) -> AdamParams:
@@ -156,12 +173,8 @@ def pass_done(work: Work) -> PassDone:
     return PassDone(told, losses, {"loss:sum": float(losses.astype(np.float64).sum())})
 
 
-def _laid_out(logprobs: np.ndarray, layout: Layout) -> np.ndarray:
-    if layout.cells is None:
-        return logprobs.reshape(layout.shape)
-    dense = np.zeros(layout.shape, np.float32)
-    dense.reshape(-1)[layout.cells] = logprobs
-    return dense
+def _laid_out(logprobs: np.ndarray, layout: Layout) -> np.ndarray | SparseArray:
+    return logprobs.reshape(layout.shape) if layout.cells is None else SparseArray(logprobs, layout.cells, layout.shape)
 
 
 def category_of(exc: Exception) -> Category:

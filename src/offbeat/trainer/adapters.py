@@ -35,6 +35,7 @@ from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.trainer.adapter_types import AdapterPass, DatumPass, WrittenAdapter
 from offbeat.trainer.datum_pass import DatumResults, layout
+from offbeat.trainer.heap import Heap
 from offbeat.trainer.optim import RowAdam
 from offbeat.trainer.policy import ScoredRow, autocast, canary_logprobs, load_policy, row_of, score_row
 from offbeat.weights.adapters import check_tenant
@@ -60,6 +61,7 @@ class AdapterEngine:
         self._config = config.train
         self._temperature = config.rollout.temperature or 1.0
         self._slots: dict[str, int] = {}
+        self._heap = Heap()
 
     @classmethod
     def build(cls, model_folder: str | Path, *, config: Config, groups: ProcessGroups) -> Self:
@@ -177,6 +179,12 @@ class AdapterEngine:
             ConfigError: no such adapter.
             DataError: a datum is longer than a micro-batch may be, or there are not as many names as datums; nothing was computed.
         """
+        try:
+            return self._run_datums(batch, adapters, learn=learn)
+        finally:
+            self._heap.settle()
+
+    def _run_datums(self, batch: DatumBatch, adapters: Sequence[str], *, learn: bool) -> DatumPass:
         packed = layout(batch, max_tokens=self._config.max_tokens_per_microbatch)
         results = DatumResults(batch)
         for row, route, _ in self._rows(packed, adapters):

@@ -23,6 +23,7 @@ class DatumResults:
 
     def __init__(self, batch: DatumBatch) -> None:
         self._batch = batch
+        self._sequences = batch.target_sequences
         self._logprobs = np.zeros(batch.num_targets, np.float32)
         self._losses = np.zeros(len(batch), np.float64)
 
@@ -30,7 +31,7 @@ class DatumResults:
         """Score a row of the batch's `layout`; the sum of its losses, with gradient."""
         batch = self._batch
         row = with_targets(row, batch)
-        sequences, owner = np.unique(batch.target_sequences[row.batch_index], return_inverse=True)
+        sequences, owner = np.unique(self._sequences[row.batch_index], return_inverse=True)
         logprobs = token_logprobs(model, row)
         losses = datum_losses(logprobs, batch.select(sequences))
         self._logprobs[row.batch_index] = logprobs.detach().cpu().numpy()

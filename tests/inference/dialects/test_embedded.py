@@ -10,6 +10,7 @@ import pytest
 from offbeat.errors import EngineError
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
+from offbeat.inference.seeds import seed_from
 
 
 class OneAnswer:
@@ -47,6 +48,8 @@ def test_a_request_carries_the_sampling() -> None:
     _, (_, _, body) = generate({"choices": []}, sampling, adapter="alice@3")
     assert (body["stop"], body["seed"], body["model"]) == (("\n",), 0, "alice@3")
     assert (body["stop_token_ids"], body["ignore_eos"], body["scaled_logprobs"], body["logprobs"]) == ((4,), True, True, 2)
+    _, (_, _, rest) = generate({"choices": []}, replace(sampling, first_sample=32))
+    assert rest["seed"] == seed_from(0, 32) != 32, "the keys of its samples are those that the whole would have had"
     _, (_, _, body) = generate({"choices": []}, replace(sampling, top_k=0))
     assert "scaled_logprobs" not in body  # it would be no difference
 

@@ -59,6 +59,8 @@ def test_samples_have_tokens_logprobs_and_a_version_each(start_engine, model_dir
         plain = (await client.generate(PROMPT, Sampling(6), n=1, timeout_s=30))[0]
         assert plain.logprobs == pytest.approx(reference_logprobs(model_dir, PROMPT + plain.token_ids)[len(PROMPT) - 1 :], abs=1e-4)
         asked = [body["sampling_params"] for body in server.bodies("/generate")][1:]
+        await client.generate(PROMPT, Sampling(1, seed=3, first_sample=32), n=2, timeout_s=30)
+        assert [body["sampling_params"]["sampling_seed"] for body in server.bodies("/generate")[-2:]] == [35, 36]
         assert asked[0] == {"max_new_tokens": 6, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "stop": ["?"], "sampling_seed": 3}
         assert sorted(params.get("sampling_seed", 0) for params in asked) == [0, 3, 4, 5]
         assert (await client.health(timeout_s=5))["version"] == 3

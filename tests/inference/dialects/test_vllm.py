@@ -82,6 +82,12 @@ def test_what_it_cannot_tell_is_refused_in_a_sentence() -> None:
     assert wire.asked == []
 
 
+def test_samples_of_a_request_that_was_cut_have_the_seeds_that_follow() -> None:
+    wire = Wire({"/v1/completions": {"choices": []}})
+    asyncio.run(dialect().generate(wire, (1,), Sampling(1, seed=7, first_sample=32), n=3, adapter=""))
+    assert [body["seed"] for _, _, body in wire.asked] == [39]
+
+
 def test_a_greedy_sample_is_asked_for_once() -> None:
     choice = {"token_ids": [4], "logprobs": {"token_logprobs": [-0.1]}, "text": "a", "finish_reason": "length"}
     wire = Wire({"/v1/completions": {"choices": [choice]}})

@@ -15,6 +15,7 @@ from offbeat.service.types import (
     Sampled,
     SampledSequence,
     SamplerSaved,
+    SparseArray,
     StepDone,
     TopTokens,
     WeightsLoaded,
@@ -48,8 +49,11 @@ def read(kind: str, data: bytes) -> Any:
 
 def test_a_pass_is_what_the_client_reads() -> None:
     logprobs = (f32(-0.5, -1.0, -1.5), f32(-2.0), f32([-0.25, 0.0], [-0.75, -4.0]), f32(-3.0))
-    payload = encode(PassDone(logprobs, f32(0, 0, 0, 0), {"loss:sum": 2.5, "tokens:sum": 7.0}))
+    metrics = {"loss:sum": 2.5, "tokens:sum": 7.0}
+    payload = encode(PassDone(logprobs, f32(0, 0, 0, 0), metrics))
     assert payload.content_type == "application/x-protobuf"
+    sparse = SparseArray(f32(-0.25, -0.75, -4.0), np.array([0, 2, 3]), (2, 2))
+    assert encode(PassDone((*logprobs[:2], sparse, logprobs[3]), f32(0, 0, 0, 0), metrics)) == payload, "sparse ones are told dense"
     recorded = GOLDEN["output"]
     assert recorded["logprobs"] == [values.tolist() for values in logprobs]
     assert read("ForwardBackwardOutput", payload.data) == read("ForwardBackwardOutput", golden_bytes(recorded))
@@ -70,7 +74,7 @@ def test_samples_are_what_the_client_reads() -> None:
         ),
         prompt_logprobs=f32(NONE, -1.0, -3.0),
         topk_prompt=TopTokens(i32([-1, -1], [4, 3], [7, -1]), f32([NONE, NONE], [-0.25, -1.25], [-0.5, 0.0])),
-        target_prompt_logprobs=f32([0.0, 0.0], [-1.0, 0.0], [-2.0, -3.0]))
+        target_prompt_logprobs=SparseArray(f32(-1.0, -2.0, -3.0), np.array([2, 4, 5]), (3, 2)))
     payload = encode(outcome)
     assert payload.content_type == "application/x-protobuf"
     assert read("SampleResponse", payload.data) == read("SampleResponse", golden_bytes(recorded))

@@ -24,8 +24,8 @@ def floats(*values: float) -> bytes:
     return np.array(values, "<f4").tobytes()
 
 
-def read(message: dict[str, Any], max_cells: int = 100) -> Tensor:
-    return read_tensor(message, name="data[3].weights", max_cells=max_cells)
+def read(message: dict[str, Any], max_cells: int = 100, max_width: int = 50) -> Tensor:
+    return read_tensor(message, name="data[3].weights", max_cells=max_cells, max_width=max_width)
 
 
 def sparse(values: bytes, crow: bytes, col: bytes, *shape: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def sparse(values: bytes, crow: bytes, col: bytes, *shape: int) -> dict[str, Any
 def test_a_dense_tensor_is_a_view_of_its_bytes() -> None:
     data = floats(1, 2, 3, 4, 5, 6)
     tensor = read({"dense": memoryview(data), "dtype": FLOAT32, "shape": [2, 3]})
-    assert tensor.values.tolist() == tensor.dense().tolist() == [1, 2, 3, 4, 5, 6]
+    assert tensor.values.tolist() == tensor.at(None).tolist() == [1, 2, 3, 4, 5, 6]
     assert tensor.shape == (2, 3) and tensor.cells is None and not tensor.values.flags.owndata
 
 
@@ -50,8 +50,10 @@ def test_compressed_rows_are_what_torch_makes_of_them(dense: np.ndarray) -> None
     rows = torch.from_numpy(dense).to_sparse_csr()
     parts = [part.numpy().astype("<i8").tobytes() for part in (rows.values(), rows.crow_indices(), rows.col_indices())]
     tensor = read(sparse(*parts, *dense.shape))
-    assert tensor.dense().reshape(dense.shape).tolist() == dense.tolist()
+    assert tensor.at(None).reshape(dense.shape).tolist() == dense.tolist()
     assert tensor.cells is not None and tensor.cells.tolist() == np.flatnonzero(dense).tolist()
+    wanted = np.unique([0, *tensor.cells, dense.size - 1])
+    assert tensor.at(wanted).tolist() == dense.reshape(-1)[wanted].tolist()
 
 
 @pytest.mark.parametrize(("message", "says"), [
@@ -65,6 +67,7 @@ def test_compressed_rows_are_what_torch_makes_of_them(dense: np.ndarray) -> None
     ({"dense": ints(1), "dtype": INT64, "shape": [-1]}, "got shape .-1."),
     ({"dense": ints(1), "dtype": INT64, "shape": [1, 1, 1]}, "got shape .1, 1, 1."),
     ({"dense": ints(1), "dtype": INT64, "shape": [1 << 62, 1 << 62]}, "at most 100 cells"),
+    (sparse(ints(1), ints(0, 1), ints(0), 1, 51), "K up to 50, .* got shape .1, 51."),
     ({"dense": b"", "dtype": INT64, "shape": [1 << 62, 0]}, "not empty"),
     ({"dense": floats(1, float("nan")), "dtype": FLOAT32}, "must be finite, got nan at value 1"),
     ({"dense": floats(float("-inf")), "dtype": FLOAT32}, "must be finite, got -inf at value 0"),
@@ -97,4 +100,4 @@ def test_any_message_is_read_whole_or_refused(message: dict[str, Any]) -> None:
         tensor = read(message)
     except BadRequestError:
         return
-    assert len(tensor.dense()) == np.prod(tensor.shape)
+    assert len(tensor.at(None)) == np.prod(tensor.shape)

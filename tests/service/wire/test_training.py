@@ -1,6 +1,7 @@
 """Requests for passes, as the public client writes them, become the batches that they describe; all others are refused with a sentence."""
 
 import contextlib
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,15 @@ from hypothesis import strategies as st
 
 from offbeat.data.datums import LOSSES
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
+from offbeat.service.models import Model
+from offbeat.service.tables import ModelRow
 from offbeat.service.wire.limits import WireLimits
 from offbeat.service.wire.proto import decode, encode
 from offbeat.service.wire.schema import FLOAT32, INT64
 from offbeat.service.wire.training import ForwardBackward, read_forward_backward
+from offbeat.service.work import Pass, Work, pass_done
+from offbeat.trainer.adapter_types import DatumPass
+from small_service import LORA
 from wire_golden import REQUESTS, golden_bytes
 
 LIMITS = WireLimits(vocab_size=100, context=16)
@@ -158,6 +164,29 @@ def test_cells_count_whether_they_are_listed_or_not() -> None:
     read(wide, limits=limits)
     with pytest.raises(BadRequestError, match=r"data\[1\].target_tokens must be .* at most 400 cells"):
         read(wide, wide, limits=limits)
+
+
+def test_a_sparse_tensor_is_never_made_dense() -> None:
+    """A body of some hundred bytes, whose targets took 256 MiB when they were laid out."""
+    sparse = {"values": np.array([1], "<i8").tobytes(), "crow_indices": np.array([0, 1], "<i8").tobytes(), "col_indices": bytes(8)}
+    limits = WireLimits(vocab_size=100, context=16, max_width=1 << 24, max_datum_cells=1 << 24)
+    huge = datum(1, target_tokens={"sparse_csr": sparse, "dtype": INT64, "shape": [1, 1 << 24]})
+    tracemalloc.start()
+    data = read(huge, limits=limits).data
+    work = Work(0, Model(ModelRow("m", "s", "alice", 0.0, 0.0, "base", LORA), counted=True), 1, Pass(data, learn=False), None)
+    work.passes = [DatumPass(np.ones(1, np.float32), np.ones(1, np.float32))]
+    outcome = pass_done(work)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20 and outcome.logprobs[0].shape == (1, 1 << 24)
+    assert work.cost.tokens == 1 << 22 and work.cost.answer_bytes >= 1 << 26, "and what its answer takes is charged"
+
+
+@pytest.mark.parametrize(("width", "says"), [(1025, "K up to 1024"), (1024, "at most 2048 cells, got shape .3, 1024.")])
+def test_targets_are_bounded_at_a_position_and_in_a_datum(width: int, says: str) -> None:
+    dense = datum(1, 2, 3, target_tokens=np.ones((3, width), np.int64))
+    with pytest.raises(BadRequestError, match=says):
+        read(dense, limits=WireLimits(vocab_size=100, context=16, max_datum_cells=2048))
 
 
 @pytest.mark.parametrize("fields", [{"model_id": ""}, {"seq_id": 0}, {"seq_id": -1}])

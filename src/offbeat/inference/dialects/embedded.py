@@ -11,6 +11,7 @@ from typing import Any
 from offbeat.errors import EngineError
 from offbeat.inference.dialects.base import Wire
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest, TopTokens
+from offbeat.inference.seeds import seed_from
 from offbeat.weights.adapters import split_adapter_name
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
@@ -49,11 +50,15 @@ class EmbeddedDialect:
         if sampling.ignore_eos:
             body["ignore_eos"] = True
         if sampling.seed is not None:
-            body["seed"] = sampling.seed
+            body["seed"] = self._seed(sampling.seed, sampling.first_sample)
         if adapter:
             body["model"] = adapter
         answer = await wire.call("POST", "/v1/completions", body | self._reporting(sampling))
         return [self._sample(choice, adapter, sampling.top_logprobs) for choice in answer["choices"]]
+
+    def _seed(self, seed: int, first: int) -> int:
+        """What makes an engine's samples 0, 1, ... those from `first` on of the seed."""
+        return seed_from(seed, first)
 
     def _reporting(self, sampling: Sampling) -> dict[str, Any]:
         """Fields of a request that say in which form, and under which distribution, log-probabilities are told."""

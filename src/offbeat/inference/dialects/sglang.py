@@ -47,7 +47,7 @@ class SGLangDialect:
         if sampling.ignore_eos:
             params["ignore_eos"] = True
         fields = {"top_logprobs_num": sampling.top_logprobs} if sampling.top_logprobs else {}
-        seeds = [None] * n if sampling.seed is None else [sampling.seed + i for i in range(n)]
+        seeds = [None] * n if sampling.seed is None else [sampling.seed + sampling.first_sample + i for i in range(n)]
         # One request per sample: they share the prompt's prefix in the cache.
         answers = await gather_all(
             self._generate(wire, prompt, params if seed is None else params | {"sampling_seed": seed}, adapter=adapter, **fields)

@@ -59,6 +59,9 @@ class VllmDialect(EmbeddedDialect):
             return await self.generate(wire, prompt, sampling, n=1, adapter=adapter) * n
         return await super().generate(wire, prompt, sampling, n=n, adapter=adapter)
 
+    def _seed(self, seed: int, first: int) -> int:
+        return seed + first  # sample i of a request has the seed of the request plus i
+
     def _reporting(self, sampling: Sampling) -> dict[str, Any]:
         return {"return_tokens_as_token_ids": True} if sampling.top_logprobs else {}
 

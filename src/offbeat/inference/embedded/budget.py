@@ -1,9 +1,8 @@
 """How much memory an engine's cache may take, where nobody has said. Called by the engine when it is made."""
 
-from pathlib import Path
-
-import psutil
 import torch
+
+from offbeat.process import machine_bytes
 
 CPU_SHARE = 0.25
 """Of a machine's memory, for the caches of all engines on it: the rest is for weights, staged weights, and a trainer beside them."""
@@ -15,16 +14,6 @@ DEVICE_SHARE = 0.5
 def default_cache_bytes(device: torch.device, *, num_engines: int) -> int:
     """A share of the memory that `device` computes in; `num_engines` share a machine, while an accelerator has one engine."""
     if device.type == "cpu":
-        return int(CPU_SHARE * _machine_bytes() / num_engines)
+        return int(CPU_SHARE * machine_bytes() / num_engines)
     free, _ = torch.accelerator.get_memory_info(device)
     return int(DEVICE_SHARE * free)
-
-
-def _machine_bytes() -> int:
-    """What this machine has, or its container may use."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        limit = ""  # no limit is set, or this is no Linux
-    total = psutil.virtual_memory().total
-    return min(total, int(limit)) if limit.isdigit() else total

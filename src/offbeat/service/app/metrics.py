@@ -35,7 +35,10 @@ class StatusCollector(Collector):
             "offbeat_queue_oldest_wait_seconds", "Its longest wait", "queue", {name: q.oldest_wait_s for name, q in queues.items()})
         yield _labelled("offbeat_owner_models", "Models of an owner", "owner", {o.owner: o.models for o in status.owners})
         yield _labelled("offbeat_owner_queued_tokens", "Its tokens under way", "owner", {o.owner: o.queued_tokens for o in status.owners})
-        yield _labelled("offbeat_owner_disk_bytes", "Its checkpoints", "owner", {o.owner: o.disk_bytes for o in status.owners})
+        yield _labelled("offbeat_owner_queued_bytes", "Memory for them", "owner", {o.owner: o.queued_bytes for o in status.owners})
+        yield _labelled("offbeat_owner_sessions", "Sessions of an owner", "owner", {o.owner: o.sessions for o in status.owners})
+        yield _labelled(
+            "offbeat_owner_disk_bytes", "Its checkpoints and answers", "owner", {o.owner: o.disk_bytes for o in status.owners})
         yield _labelled("offbeat_engine_up", "1 while it serves", "engine", {e.name: e.state == "serving" for e in status.engines})
         yield _labelled("offbeat_engine_adapters", "Adapters held", "engine", {e.name: len(e.adapters) for e in status.engines})
         yield _labelled(

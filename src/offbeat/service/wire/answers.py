@@ -18,6 +18,7 @@ from offbeat.service.types import (
     Sampled,
     SampledSequence,
     SamplerSaved,
+    SparseArray,
     StepDone,
     TopTokens,
     WeightsLoaded,
@@ -67,17 +68,22 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
 
 def _pass(outcome: PassDone) -> Mapping[str, Any]:
     assert all(name.count(":") == 1 for name in outcome.metrics), "clients read metrics as name:reduction"
-    groups = itertools.groupby(outcome.logprobs, key=lambda logprobs: logprobs.shape[1:])
+    groups = itertools.groupby(outcome.logprobs, key=lambda logprobs: logprobs.shape[1:])  # clients take them dense
     return {
         "loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": [_record(shape, list(group)) for shape, group in groups],
         "metrics": outcome.metrics}
 
 
-def _record(shape: tuple[int, ...], logprobs: Sequence[np.ndarray]) -> Mapping[str, Any]:
+def _record(shape: tuple[int, ...], logprobs: Sequence[np.ndarray | SparseArray]) -> Mapping[str, Any]:
     """Neighboring datums that differ only in their length."""
-    offsets = np.cumsum([0, *(4 * datum.size for datum in logprobs)])
-    field = {
-        "data": _floats(np.concatenate(logprobs)), "offsets": offsets.astype("<i8").tobytes(), "dtype": FLOAT32, "trailing_shape": shape}
+    ends = np.cumsum([0, *(math.prod(datum.shape) for datum in logprobs)])
+    values = np.zeros(ends[-1], "<f4")
+    for datum, start, end in zip(logprobs, ends[:-1], ends[1:], strict=True):
+        if isinstance(datum, SparseArray):
+            values[start + datum.cells] = datum.values
+        else:
+            values[start:end] = datum.reshape(-1)
+    field = {"data": values.data.cast("B"), "offsets": (4 * ends).astype("<i8").tobytes(), "dtype": FLOAT32, "trailing_shape": shape}
     return {"type_tag": "ArrayRecord", "fields": {"logprobs": field}, "num_datums": len(logprobs)}
 
 
@@ -91,7 +97,7 @@ def _samples(outcome: Sampled) -> Mapping[str, Any]:
     if outcome.topk_prompt is not None:
         message["topk_prompt_logprobs"] = _top(outcome.topk_prompt)
     if outcome.target_prompt_logprobs is not None:  # clients have no row for the first position, where nothing can be scored
-        message["target_prompt_logprobs"] = _tensor(outcome.target_prompt_logprobs[1:])
+        message["target_prompt_logprobs"] = _tensor(outcome.target_prompt_logprobs.dense()[1:])
     return message
 
 

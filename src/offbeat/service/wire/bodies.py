@@ -10,6 +10,8 @@ from offbeat.errors import ConfigError
 from offbeat.service.types import LoraSpec
 from offbeat.service.wire.json_body import Body, Count, Label, Metadata, Seed, Text, TrainingBody, TrainingSeq, TtlSeconds, metadata_of
 
+_MAX_TAG_BYTES = 16384
+
 
 def _refuse_token(token: str | None) -> None:
     if token:
@@ -28,6 +30,8 @@ class CreateSessionBody(Body):
 
     def __post_init__(self) -> None:
         metadata_of(self.user_metadata)
+        if sum(len(tag.encode(errors="surrogatepass")) for tag in self.tags) > _MAX_TAG_BYTES:
+            raise ValueError(f"tags may have {_MAX_TAG_BYTES} bytes in all; keep larger things elsewhere")
 
 
 class SessionBody(Body):

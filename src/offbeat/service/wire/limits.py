@@ -16,6 +16,8 @@ class WireLimits:
         vocab_size: token ids are below it.
         context: tokens of one sequence or prompt.
         max_datums, max_tokens, max_cells: of all datums together; cells are those of their targets, listed or not.
+        max_width: targets at one position, which is the K of a tensor [N, K].
+        max_datum_cells: of one datum, which is computed as a whole.
         max_fields: of protocol buffers; each takes about a microsecond to read.
     """
 
@@ -24,6 +26,8 @@ class WireLimits:
     max_datums: int = 16384
     max_tokens: int = 4 << 20
     max_cells: int = 16 << 20
+    max_width: int = 1024
+    max_datum_cells: int = 2 << 20
     max_fields: int = 1_000_000
 
     def check_length(self, name: str, length: int) -> None:

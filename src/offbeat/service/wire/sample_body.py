@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from offbeat.service.errors import BadRequestError
-from offbeat.service.types import SampleRequest
+from offbeat.service.types import SampleRequest, SparseArray
 from offbeat.service.wire.json_body import Body, Count, Seed, Text
 from offbeat.service.wire.limits import WireLimits
 from offbeat.service.wire.schema import INT64
@@ -118,15 +118,14 @@ class SampleBody(Body):
         limits.check_ids("prompt", tokens)
         return tokens
 
-    def _targets(self, length: int, limits: WireLimits) -> np.ndarray | None:
-        """[length, K] int64, -1 for none. The request's rows are for the positions after the first, which nothing stands before."""
+    def _targets(self, length: int, limits: WireLimits) -> SparseArray | None:
+        """[length, K] int64. The request's rows are for the positions after the first, which nothing stands before."""
         tensor, name = self.target_prompt_logprobs, "target_prompt_logprobs"
         if tensor is None:
             return None
-        read = read_tensor(tensor.message(), name=name, max_cells=limits.max_cells)
+        read = read_tensor(tensor.message(), name=name, max_cells=limits.max_datum_cells, max_width=limits.max_width)
         if len(read.shape) != 2 or read.shape[0] != length - 1:
             raise BadRequestError(f"{name} must have the shape [{length - 1}, K] for a prompt of {length} tokens, got {list(read.shape)}")
         limits.check_ids(name, read.values[read.values != -1])
-        targets = np.full((length, read.shape[1]), -1, np.int64)
-        targets[1:].flat[slice(None) if read.cells is None else read.cells] = read.values
-        return targets
+        width, wanted = read.shape[1], np.flatnonzero(read.values != -1)
+        return SparseArray(read.values[wanted], (wanted if read.cells is None else read.cells[wanted]) + width, (length, width))

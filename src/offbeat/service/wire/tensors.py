@@ -28,20 +28,21 @@ class Tensor:
     shape: tuple[int, ...]
     cells: np.ndarray | None = None
 
-    def dense(self) -> np.ndarray:
-        """The values of all cells, flat; 0 in those that are not listed."""
+    def at(self, cells: np.ndarray | None) -> np.ndarray:
+        """The values of some cells, which include all that are listed, or of every one for None; 0 in those that are not listed."""
         if self.cells is None:
-            return self.values
-        values = np.zeros(math.prod(self.shape), self.values.dtype)
-        values[self.cells] = self.values
+            return self.values if cells is None else self.values[cells]
+        values = np.zeros(math.prod(self.shape) if cells is None else len(cells), self.values.dtype)
+        values[self.cells if cells is None else np.searchsorted(cells, self.cells)] = self.values
         return values
 
 
-def read_tensor(message: Mapping[str, Any], *, name: str, max_cells: int) -> Tensor:
+def read_tensor(message: Mapping[str, Any], *, name: str, max_cells: int, max_width: int) -> Tensor:
     """A tensor from its message, as a view of the bytes.
 
     Args:
         name: what errors call it.
+        max_width: of a tensor [N, K], the largest K.
 
     Raises:
         BadRequestError: it is neither float32 nor int64, its parts do not fit each other, it is too large, or a value is not finite.
@@ -54,8 +55,10 @@ def read_tensor(message: Mapping[str, Any], *, name: str, max_cells: int) -> Ten
     sparse = message.get("sparse_csr")
     values = _array(message["dense"] if sparse is None else sparse.get("values", b""), dtype, name)
     shape = tuple(message.get("shape", ())) or (len(values),)
-    if len(shape) > 2 or min(shape) < 1 or math.prod(shape) > max_cells:
-        raise BadRequestError(f"{name} must be [N] or [N, K], not empty, with at most {max_cells} cells, got shape {list(shape[:4])}")
+    if len(shape) > 2 or min(shape) < 1 or math.prod(shape) > max_cells or (len(shape) == 2 and shape[1] > max_width):
+        raise BadRequestError(
+            f"{name} must be [N] or [N, K] with K up to {max_width}, not empty, with at most {max_cells} cells, got shape"
+            f" {list(shape[:4])}; send fewer targets for each position, or shorter datums")
     if dtype.kind == "f" and not np.isfinite(values).all():
         place = int(np.flatnonzero(~np.isfinite(values))[0])
         raise BadRequestError(f"{name} must be finite, got {values[place]} at value {place}")

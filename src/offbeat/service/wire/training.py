@@ -115,8 +115,7 @@ class _DatumReader:
         width = targets.shape[-1] if len(targets.shape) == 2 else 1
         self._counts.append(np.full(len(tokens), width) if cells is None else np.bincount(cells // width, minlength=len(tokens)))
         for key, tensor in {"target_tokens": targets, **tensors}.items():
-            values = tensor.dense()
-            self._columns[self._inputs.get(key, "targets")].append(values if cells is None else values[cells])
+            self._columns[self._inputs.get(key, "targets")].append(tensor.at(cells))
         if "weights" in self._inputs and "weights" not in tensors:
             self._columns["weights"].append(np.ones(len(self._columns["targets"][-1]), np.float32))
 
@@ -145,7 +144,10 @@ class _DatumReader:
         # Weights of 1 are what clients of other servers mean by none.
         if missing := [key for key in known if key not in inputs and key != "weights"]:
             raise BadRequestError(f"{name}.loss_fn_inputs: {self._loss.name} needs {', '.join(known)}; {missing[0]} is missing")
-        tensors = {key: read_tensor(tensor, name=f"{name}.{key}", max_cells=self._cells_left) for key, tensor in inputs.items()}
+        most = min(self._cells_left, self._limits.max_datum_cells)
+        tensors = {
+            key: read_tensor(tensor, name=f"{name}.{key}", max_cells=most, max_width=self._limits.max_width)
+            for key, tensor in inputs.items()}
         if (mask := tensors.get("sequence_ratio_mask")) and np.any((mask.values != 0) & (mask.values != 1)):
             raise BadRequestError(f"{name}.sequence_ratio_mask must hold only 0 and 1")
         return tensors
