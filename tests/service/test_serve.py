@@ -50,7 +50,7 @@ def test_nobody_is_let_in_from_elsewhere_without_keys(host: str, keys: str, allo
 def test_owners_may_take_up_what_is_configured_unless_their_file_says_otherwise(tmp_path: Path) -> None:
     given = {"max_models": "3", "max_queued_tokens": "100", "max_disk_bytes": "5"}
     assert read_keys(config(**given)).limits_of("key-1") == Limits(3, 100, 5)
-    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-a"\nmax_models = 7\n')
+    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-alice-0123456789"\nmax_models = 7\n')
     assert read_keys(config(keys=str(tmp_path / "keys.toml"), **given)).limits_of("alice") == Limits(7, 100, 5)
     assert read_keys(config()).limits_of("key-1") == Limits()
 

@@ -22,10 +22,12 @@ import msgspec
 from offbeat.errors import StorageError
 from offbeat.service.errors import RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath
+from offbeat.service.index import CheckpointRows
+from offbeat.service.index import path_of as _path
 from offbeat.service.limits import Usage
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow
-from offbeat.service.types import Caller
+from offbeat.service.types import Caller, CheckpointKind
 from offbeat.weights.adapters import AdapterManifest
 
 _log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class Checkpoints:
             on_removed: hears of each adapter whose files are about to go.
         """
         self.users: list[Callable[[str], bool]] = []
-        self._rows = {_path(row): row for row in rows}
+        self._rows = CheckpointRows(rows)
         self._store = store
         self._usage = usage
         self._root = folder.resolve()
@@ -127,7 +129,7 @@ class Checkpoints:
 
     async def release(self, folder: str) -> None:
         """Remove a folder's files if nothing needs them any more."""
-        if not folder or folder in self._held or any(row.folder == folder for row in self._rows.values()):
+        if not folder or folder in self._held or self._rows.has_folder(folder):
             return
         if not any(uses(folder) for uses in self.users):
             await self._remove(folder)
@@ -194,8 +196,26 @@ class Checkpoints:
 
     def select(self, *, owner: str | None = None, run_id: str | None = None) -> list[CheckpointRow]:
         """Those of an owner, of a run, or both; the newest first."""
-        found = (row for row in self._rows.values() if owner in (None, row.owner) and run_id in (None, row.run_id))
-        return sorted((row for row in found if self._find(_path(row))), key=lambda row: -row.created)
+        return sorted(self._lasting(self._rows.of(owner=owner, run_id=run_id)), key=lambda row: -row.created)
+
+    @property
+    def owners(self) -> set[str]:
+        """Those who have checkpoints."""
+        return self._rows.owners
+
+    def public_runs(self) -> set[str]:
+        """Runs with checkpoints that anybody may read."""
+        return {row.run_id for row in self._lasting(self._rows.public)}
+
+    def newest(self, run_id: str, *, owner: str) -> dict[CheckpointKind, CheckpointRow]:
+        """The last checkpoint of each kind that a run has, of those that an owner may read."""
+        found = [row for row in self._lasting(self._rows.of(run_id=run_id)) if row.public or row.owner == owner]
+        return {row.kind: row for row in sorted(found, key=lambda row: row.created)}
+
+    def _lasting(self, rows: Iterable[CheckpointRow]) -> list[CheckpointRow]:
+        """Those that have not expired."""
+        now = self._clock()
+        return [row for row in rows if row.expires is None or row.expires > now]
 
     async def publish(self, row: CheckpointRow, *, public: bool) -> None:
         """Let everybody read a checkpoint, or nobody else."""
@@ -235,7 +255,8 @@ class Checkpoints:
 
     async def sweep(self) -> None:
         """Delete what has expired."""
-        for row in [row for path, row in self._rows.items() if self._find(path) is None]:
+        now = self._clock()
+        for row in [row for row in self._rows.values() if row.expires is not None and row.expires <= now]:
             _log.info("the checkpoint %s has expired", _path(row))
             await self.delete(row)
 
@@ -247,10 +268,6 @@ class Checkpoints:
     def _find(self, path: CheckpointPath) -> CheckpointRow | None:
         row = self._rows.get(path)
         return None if row is None or (row.expires is not None and row.expires <= self._clock()) else row
-
-
-def _path(row: CheckpointRow) -> CheckpointPath:
-    return CheckpointPath(row.run_id, row.kind, row.name)
 
 
 def _digest(path: Path) -> _File:

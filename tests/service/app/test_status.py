@@ -50,7 +50,7 @@ def test_the_page_shows_the_service_and_its_rates(monkeypatch: pytest.MonkeyPatc
 
 def test_others_than_this_machine_see_nothing_but_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.service.app.auth.is_loopback", lambda _: False)
-    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-alice"\n')
+    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-alice-0123456789"\n')
     keys = Keys.load(tmp_path / "keys.toml")
 
     async def seen(*, public: bool) -> list[int]:
