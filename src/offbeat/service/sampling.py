@@ -33,6 +33,8 @@ from offbeat.service.types import Caller, Failed, Failure, Outcome, Pending, Que
 
 _log = logging.getLogger(__name__)
 _FAILURES_KEPT = 50
+_CELLS_AT_ONCE = 20_000
+"""Likeliest tokens that are put into an answer on the event loop, in about 10 ms; more are on a thread."""
 
 
 class Engines(Protocol):
@@ -175,7 +177,9 @@ class Sampling:
         sampling = engine_sampling(request, self._room(request), end_token_ids=self._engines.end_token_ids)
         samples, score = await both(
             self._engines.sample(adapter, request.prompt, sampling, request.num_samples, job.row.id), self._score(adapter, request))
-        return sampled(request, samples, score)
+        if len(request.prompt) * request.topk_prompt_logprobs + sum(map(_cells, samples)) <= _CELLS_AT_ONCE:
+            return sampled(request, samples, score)
+        return await asyncio.to_thread(sampled, request, samples, score)
 
     async def _score(self, adapter: str, request: SampleRequest) -> PromptScore | None:
         """What is wanted of the prompt; None if nothing is, or nothing can be said of a single token."""
@@ -212,6 +216,10 @@ def sampled(request: SampleRequest, samples: list[Sample], score: PromptScore | 
         prompt_logprobs=logprobs if request.prompt_logprobs else None,
         topk_prompt=top_tokens(top, request.topk_prompt_logprobs) if request.topk_prompt_logprobs else None,
         target_prompt_logprobs=_target_logprobs(request.target_prompt_logprobs, score))
+
+
+def _cells(sample: Sample) -> int:
+    return sum(map(len, sample.top_logprobs))
 
 
 def top_tokens(rows: tuple[EngineTopTokens, ...], k: int) -> TopTokens:

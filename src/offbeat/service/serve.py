@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Any, cast
 
 import psutil
 import uvicorn
@@ -138,9 +137,10 @@ def is_exempt(config: Config, address: str) -> bool:
     if is_loopback(address):
         return True
     try:
-        return any(ip_network(address).subnet_of(cast(Any, network)) for network in trusted_networks(config))
-    except (ValueError, TypeError):  # a name, or the other version of addresses
+        asks = ip_network(address)
+    except ValueError:
         return False
+    return any(network.version == asks.version and network.overlaps(asks) for network in trusted_networks(config))
 
 
 def names_of(config: Config) -> Names:
