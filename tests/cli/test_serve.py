@@ -87,7 +87,9 @@ def fails(capsys: pytest.CaptureFixture[str], model_dir: str, tmp_path: Path) ->
     return run
 
 
-KEYS = {"none.toml": "", "twice.toml": '[owners.a]\nkey = "tml-1"\n[owners.b]\nkey = "tml-1"\n', "plain.toml": '[owners.a]\nkey = "sk-1"\n'}
+KEYS = {
+    "none.toml": "", "twice.toml": '[owners.a]\nkey = "tml-0123456789abcdef"\n[owners.b]\nkey = "tml-0123456789abcdef"\n',
+    "plain.toml": '[owners.a]\nkey = "sk-1"\n'}
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [

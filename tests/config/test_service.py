@@ -13,7 +13,8 @@ def test_nobody_but_this_machine_is_served_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("values", [
     {"port": -1}, {"port": 65536}, {"data_dir": ""}, {"host": ""}, {"max_tokens_per_pass": 0}, {"gap_patience_s": 0},
-    {"max_models": -1}, {"max_disk_bytes": -1}, {"max_body_bytes": 10}, {"result_retention_s": 60}, {"max_samples_in_flight": 0}])
+    {"max_models": -1}, {"max_disk_bytes": -1}, {"max_body_bytes": 10}, {"result_retention_s": 60}, {"max_samples_in_flight": 0},
+    {"max_connections": 15}, {"max_connections_per_address": 0}])
 def test_settings_that_cannot_work_are_refused(values: dict) -> None:
     with pytest.raises(ValidationError):
         ServeConfig(**values)

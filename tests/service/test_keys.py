@@ -18,14 +18,15 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_key_of_the_file_is_its_owner(tmp_path: Path) -> None:
-    keys = Keys.load(write(tmp_path, '[owners.alice]\nkey = "tml-a"\n[owners."bob.b"]\nkey = "tml-b"\n'))
-    assert keys.caller("tml-a") == Caller("alice")
-    assert keys.caller("tml-b") == Caller("bob.b")
+    keys = Keys.load(write(tmp_path, '[owners.alice]\nkey = "tml-alice-6789abcdef"\n[owners."bob.b"]\nkey = "tml-bob-456789abcdef"\n'))
+    assert keys.caller("tml-alice-6789abcdef") == Caller("alice")
+    assert keys.caller("tml-bob-456789abcdef") == Caller("bob.b")
 
 
-@pytest.mark.parametrize("api_key", ["", "tml-", "tml-A", "tml-a ", "tml-ab", "alice", "tml-é", "tml-\udc80"])
+@pytest.mark.parametrize("api_key", [
+    "", "tml-", "tml-Alice-6789abcdef", "tml-alice-6789abcdef ", "tml-alice-6789abcdef0", "alice", "tml-é", "tml-\udc80"])
 def test_any_other_key_is_unknown_and_the_sentence_does_not_repeat_it(tmp_path: Path, api_key: str) -> None:
-    keys = Keys.load(write(tmp_path, '[owners.alice]\nkey = "tml-a"\n'))
+    keys = Keys.load(write(tmp_path, '[owners.alice]\nkey = "tml-alice-6789abcdef"\n'))
     with pytest.raises(UnknownKeyError, match="API key") as caught:
         keys.caller(api_key)
     assert caught.value.status == 401
@@ -34,7 +35,8 @@ def test_any_other_key_is_unknown_and_the_sentence_does_not_repeat_it(tmp_path: 
 
 def test_limits_of_an_owner_stand_beside_its_key(tmp_path: Path) -> None:
     default = Limits(max_models=3, max_queued_tokens=10, max_disk_bytes=5)
-    keys = Keys.load(write(tmp_path, '[owners.alice]\nkey = "tml-a"\nmax_models = 7\n[owners.bob]\nkey = "tml-b"\n'), default=default)
+    file = write(tmp_path, '[owners.alice]\nkey = "tml-alice-6789abcdef"\nmax_models = 7\n[owners.bob]\nkey = "tml-bob-456789abcdef"\n')
+    keys = Keys.load(file, default=default)
     assert keys.limits_of("alice") == Limits(max_models=7, max_queued_tokens=10, max_disk_bytes=5)
     assert keys.limits_of("bob") == default
 
@@ -56,12 +58,15 @@ def test_in_an_open_house_each_key_is_an_owner_of_its_own() -> None:
     ("owners = 3", "owners"),
     ("[owners", "cannot be used"),
     ('[owners.alice]\nkee = "tml-a"', "key"),
-    ('[owners.alice]\nkey = "tml-a"\nmax_modells = 3', "max_modells"),
-    ('[owners.alice]\nkey = "tml-a"\nmax_models = -1', "max_models of owner alice in .* must be >= 0, got -1"),
+    ('[owners.alice]\nkey = "tml-alice-6789abcdef"\nmax_modells = 3', "max_modells"),
+    ('[owners.alice]\nkey = "tml-alice-6789abcdef"\nmax_models = -1', "max_models of owner alice in .* must be >= 0, got -1"),
     ('[owners.alice]\nkey = "secret"', "the key of owner alice in .* does not begin with tml-"),
     ('[owners.alice]\nkey = "tml-"', "does not begin with tml-"),
-    ('[owners."a b"]\nkey = "tml-a"', "the owner 'a b' in .* has a name that cannot be used"),
-    ('[owners.alice]\nkey = "tml-a"\n[owners.bob]\nkey = "tml-a"', "the owners alice and bob in .* have the same key"),
+    ('[owners.alice]\nkey = "tml-x"', "the key of owner alice in .* must have at least 16 characters after tml-, got 1; take"),
+    ('[owners.alice]\nkey = "tml-0123456789abcde"', "at least 16 characters after tml-, got 15"),
+    ('[owners."a b"]\nkey = "tml-alice-6789abcdef"', "the owner 'a b' in .* has a name that cannot be used"),
+    ('[owners.alice]\nkey = "tml-alice-6789abcdef"\n[owners.bob]\nkey = "tml-alice-6789abcdef"',
+     "the owners alice and bob in .* have the same key"),
 ])
 def test_a_file_that_cannot_be_used_is_a_sentence_without_keys(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

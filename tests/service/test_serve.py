@@ -1,22 +1,36 @@
 """What a server is made of; `tests/cli/test_serve.py` runs whole ones."""
 
 import asyncio
+import resource
 import socket
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import Request
 
 from offbeat.cluster.material import read_base
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, StorageError
 from offbeat.service.app.server import HttpServer
+from offbeat.service.errors import NameRefusedError
 from offbeat.service.keys import Keys
 from offbeat.service.limits import Limits
-from offbeat.service.serve import _Run, base_model_name, check_address, open_record, read_keys, tokenizer_id
+from offbeat.service.serve import (
+    _Run,
+    base_model_name,
+    check_address,
+    check_proxies,
+    is_exempt,
+    max_connections,
+    names_of,
+    open_record,
+    read_keys,
+    tokenizer_id,
+)
 from offbeat.service.store import Store
 
 
@@ -52,7 +66,7 @@ def test_owners_may_take_up_what_is_configured_unless_their_file_says_otherwise(
         "max_models": "3", "max_queued_tokens": "100", "max_disk_bytes": "5", "max_queued_bytes": "6", "max_sessions": "8",
         "max_samplers": "9"}
     assert read_keys(config(**given)).limits_of("key-1") == Limits(3, 100, 5, 6, 8, 9)
-    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-a"\nmax_models = 7\nmax_sessions = 70\n')
+    (tmp_path / "keys.toml").write_text('[owners.alice]\nkey = "tml-alice-0123456789"\nmax_models = 7\nmax_sessions = 70\n')
     assert read_keys(config(keys=str(tmp_path / "keys.toml"), **given)).limits_of("alice") == Limits(7, 100, 5, 6, 70, 9)
     assert read_keys(config()).limits_of("key-1") == Limits()
 
@@ -79,3 +93,34 @@ def test_a_data_folder_is_one_servers(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written"):
         open_record(tmp_path / "file")
+
+
+def test_connections_leave_files_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max_connections(config(max_connections="50")) == 50
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (400, 400))
+    assert 100 < max_connections(config()) <= 200, "as many clients that never finish a request leave half of ulimit -n 400"
+
+
+@pytest.mark.parametrize(("address", "exempt"), [
+    ("127.0.0.1", True), ("::1", True), ("10.2.3.4", True), ("192.0.2.1", True), ("192.0.2.2", False), ("2001:db8:0:1::/64", True),
+    ("2001:db9:0:1::/64", False), ("", False)])
+def test_this_machine_and_proxies_may_have_any_number_of_connections(address: str, exempt: bool) -> None:
+    assert is_exempt(config(trusted_proxies='["10.0.0.0/8", "192.0.2.1", "2001:db8::/32"]'), address) is exempt
+    assert is_exempt(config(), address) is (address in ("127.0.0.1", "::1"))
+
+
+def test_proxies_are_addresses() -> None:
+    check_proxies(config(trusted_proxies='["127.0.0.1", "fd00::/8"]'))
+    with pytest.raises(ConfigError, match=r"serve\.trusted_proxies must hold addresses or networks such as 10\.0\.0\.0/8: .*'proxy'"):
+        check_proxies(config(trusted_proxies='["proxy"]'))
+
+
+@pytest.mark.parametrize(("host", "open_house", "with_keys"), [
+    ("localhost", True, True), ("name.example", True, True), ("10.0.0.7", False, True), ("listens.example", False, True),
+    ("evil.example", False, False)])
+def test_a_server_without_keys_answers_to_fewer_names(host: str, open_house: bool, with_keys: bool) -> None:
+    http = Request({"type": "http", "method": "GET", "path": "/", "headers": [(b"host", host.encode())]})
+    names = {"allowed_hosts": '["name.example"]', "host": "listens.example"}
+    for keys, allowed in (("", open_house), ("keys.toml", with_keys)):
+        with nullcontext() if allowed else pytest.raises(NameRefusedError):
+            names_of(config(keys=keys, **names)).demand(http)

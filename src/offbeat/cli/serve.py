@@ -13,7 +13,7 @@ trainers and engines. Models, checkpoints and results are kept in the data folde
 The server answers to this machine only. To let others in, give it an address and a file of keys:
 
   [owners.alice]
-  key = "tml-long-and-random"          # what alice sets as TINKER_API_KEY
+  key = "tml-3f9c2e7b51d84a06"         # at least 16 random characters; what alice sets as TINKER_API_KEY
   max_models = 8                       # and, where they should differ: max_queued_tokens, max_disk_bytes
 
 Without the file any key that begins with tml- will do, and each is an owner of its own. A status page is at /, metrics are at /metrics.
@@ -61,8 +61,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--lora-alpha", type=float, metavar="A", help="an adapter's output is scaled by A / its rank (default: 32)")
     parser.add_argument(
         "--public-status", action="store_true", default=None,
-        help="show the status page and /metrics to other machines; a proxy on this one makes them public, too, unless it "
-        "sends X-Forwarded-For")
+        help="show the status page and /metrics to other machines; a proxy on this one makes them public, too, if it neither passes on "
+        "its own name as Host nor sends X-Forwarded-For")
     parser.set_defaults(run=run)
 
 

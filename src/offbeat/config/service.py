@@ -24,11 +24,20 @@ class ServeConfig(Section):
     max_resident_models: int = field(
         0, "Models that the trainers hold at a time; the least recently used are parked on disk. 0 takes as many as fit a quarter of the "
         "machine's memory, by the largest rank and the base model's layers.", ge=0)
+    allowed_hosts: tuple[str, ...] = field(
+        (), "Names besides this machine's own that requests may be for, as where a proxy passes on its own; checked where no key is.")
+    trusted_proxies: tuple[str, ...] = field(
+        (), "Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed; none by default.")
+    max_connections: int = field(
+        8192, "Connections at a time, if half of the files that the process may open are as many; each poll holds one.", ge=16)
+    max_connections_per_address: int = field(
+        1024, "Connections at a time from one address, or one /64 network of IPv6, but for this machine's own and trusted proxies.", ge=1)
     public_status: bool = field(False, "Show the status page and /metrics to other machines, too.")
     max_tokens_per_pass: int = field(
         65536, "Tokens of all tenants in one forward and backward; more make better use of the trainers, fewer shorten waits.", ge=1)
     max_samples_in_flight: int = field(256, "Samples per engine that are generated at once; the rest waits its owner's turn.", ge=1)
-    max_body_bytes: int = field(256 * 2**20, "Largest body of a request, in bytes, also after unpacking.", ge=2**20)
+    max_body_bytes: int = field(
+        256 * 2**20, "Largest body of a forward-backward, in bytes, also after unpacking; JSON may have less.", ge=2**20)
     gap_patience_s: float = field(5.0, "Seconds that a model's next request waits for an earlier one that has not arrived.", gt=0)
     session_timeout_s: float = field(
         600.0, "Seconds without a heartbeat after which a session's models are parked on disk; clients send one every 10 s.", gt=0)

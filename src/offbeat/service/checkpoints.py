@@ -21,12 +21,14 @@ from offbeat.errors import StorageError
 from offbeat.service.disk import make_folder
 from offbeat.service.errors import RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath
+from offbeat.service.index import CheckpointRows
+from offbeat.service.index import path_of as _path
 from offbeat.service.limits import Usage
 from offbeat.service.manifest import CheckpointError, read_manifest, seal, verify
 from offbeat.service.orphans import FOLDER, Orphans
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow
-from offbeat.service.types import Caller
+from offbeat.service.types import Caller, CheckpointKind
 from offbeat.weights.adapters import AdapterManifest
 
 _log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class Checkpoints:
             orphan_retention_s: how long folders that no row names stay aside; 0 for until somebody removes them.
         """
         self.users: list[Callable[[str], bool]] = []
-        self._rows = {_path(row): row for row in rows}
+        self._rows = CheckpointRows(rows)
         self._store = store
         self._usage = usage
         self._root = folder.resolve()
@@ -114,8 +116,7 @@ class Checkpoints:
             await self._remove(folder)
 
     def _is_needed(self, folder: str) -> bool:
-        return (folder in self._held or any(row.folder == folder for row in self._rows.values())
-                or any(uses(folder) for uses in self.users))
+        return folder in self._held or self._rows.has_folder(folder) or any(uses(folder) for uses in self.users)
 
     async def clean(self) -> None:
         """Put aside what no row names, as a killed server or another database leaves it, and bring back what a row names again."""
@@ -185,8 +186,26 @@ class Checkpoints:
 
     def select(self, *, owner: str | None = None, run_id: str | None = None) -> list[CheckpointRow]:
         """Those of an owner, of a run, or both; the newest first."""
-        found = (row for row in self._rows.values() if owner in (None, row.owner) and run_id in (None, row.run_id))
-        return sorted((row for row in found if self._find(_path(row))), key=lambda row: -row.created)
+        return sorted(self._lasting(self._rows.of(owner=owner, run_id=run_id)), key=lambda row: -row.created)
+
+    @property
+    def owners(self) -> set[str]:
+        """Those who have checkpoints."""
+        return self._rows.owners
+
+    def public_runs(self) -> set[str]:
+        """Runs with checkpoints that anybody may read."""
+        return {row.run_id for row in self._lasting(self._rows.public)}
+
+    def newest(self, run_id: str, *, owner: str) -> dict[CheckpointKind, CheckpointRow]:
+        """The last checkpoint of each kind that a run has, of those that an owner may read."""
+        found = [row for row in self._lasting(self._rows.of(run_id=run_id)) if row.public or row.owner == owner]
+        return {row.kind: row for row in sorted(found, key=lambda row: row.created)}
+
+    def _lasting(self, rows: Iterable[CheckpointRow]) -> list[CheckpointRow]:
+        """Those that have not expired."""
+        now = self._clock()
+        return [row for row in rows if row.expires is None or row.expires > now]
 
     @property
     def run_ids(self) -> Set[str]:
@@ -239,7 +258,8 @@ class Checkpoints:
 
     async def sweep(self) -> None:
         """Delete what has expired, and orphans that are old."""
-        for row in [row for path, row in self._rows.items() if self._find(path) is None]:
+        now = self._clock()
+        for row in [row for row in self._rows.values() if row.expires is not None and row.expires <= now]:
             _log.info("the checkpoint %s has expired", _path(row))
             await self.delete(row)
         await asyncio.to_thread(self._orphans.sweep)
@@ -260,7 +280,3 @@ def _names(folder: Path) -> set[str]:
 
 def _unknown(path: CheckpointPath) -> UnknownError:
     return UnknownError(f"there is no checkpoint {path}, or it is not yours")
-
-
-def _path(row: CheckpointRow) -> CheckpointPath:
-    return CheckpointPath(row.run_id, row.kind, row.name)

@@ -1,6 +1,6 @@
 """How a request to the service can be refused at once. The HTTP layer turns each into its status and one sentence.
 
-409 and 5xx are not among them: clients repeat those for minutes.
+409 and 5xx are not among them: clients repeat those for minutes. They repeat 408, too, which is for what did not arrive.
 """
 
 from offbeat.errors import OffbeatError, UserError
@@ -30,6 +30,12 @@ class UnknownKeyError(RequestError):
     status = 401
 
 
+class NameRefusedError(RequestError):
+    """A request to a name that is none of this server's."""
+
+    status = 403
+
+
 class UnknownError(RequestError, LookupError):
     """There is no such thing, or it is another owner's, which is the same answer."""
 
@@ -46,6 +52,12 @@ class TooLargeError(RequestError):
     """A body, or what it unpacks to, exceeds the limit."""
 
     status = 413
+
+
+class SlowBodyError(RequestError):
+    """A body that arrives too slowly to be waited for; clients send it again."""
+
+    status = 408
 
 
 class OverLimitError(OffbeatError):

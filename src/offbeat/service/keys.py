@@ -20,6 +20,8 @@ from offbeat.service.limits import Limits
 from offbeat.service.types import Caller
 
 _PREFIX = "tml-"
+_MIN_CHARS = 16
+"""Of a key in the file, after the prefix: as hexadecimal digits 64 bits, which nobody guesses over a network."""
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DEFAULT = Limits()
 _EXAMPLE = '[owners.NAME] with key = "tml-..."'
@@ -109,6 +111,10 @@ def _check(path: Path, owner: str, entry: _Owner) -> None:
         raise ConfigError(f"the owner {owner!r} in {path} has a name that cannot be used; take 1 to 64 of A-Z a-z 0-9 . _ -")
     if not entry.key.startswith(_PREFIX) or entry.key == _PREFIX:
         raise ConfigError(f"the key of owner {owner} in {path} does not begin with {_PREFIX}, which clients require")
+    if (length := len(entry.key) - len(_PREFIX)) < _MIN_CHARS:
+        raise ConfigError(
+            f"the key of owner {owner} in {path} must have at least {_MIN_CHARS} characters after {_PREFIX}, got {length}; take random "
+            "ones, such as openssl rand -hex 16 gives")
     for name, value in _given(entry).items():
         if value < 0:
             raise ConfigError(f"{name} of owner {owner} in {path} must be >= 0, got {value}")

@@ -1,7 +1,7 @@
 """Requests for samples: queued fairly over owners, generated and scored by the engines, and answered through futures.
 
-A request for many samples is carried out in parts, so that it never has the engines for itself. Who has nothing in flight begins at once,
-even where others fill the engines: they get no more than their share until he has his. What a request wants of its prompt is scored beside
+A request for many samples is carried out in parts, so that it never has the engines for itself. An owner with nothing in flight begins at
+once, even where others fill the engines, which then get no more until that owner has an equal share. What a request wants of its prompt is scored beside
 its first part. A request ends in an outcome whatever happens, unless the server ends before it.
 
     Sampling._start   consumes the fair queue; produces one task per part, up to a number of samples in flight; woken by `sample` and by
@@ -12,9 +12,10 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -46,9 +47,12 @@ from offbeat.service.types import (
 )
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 _FAILURES_KEPT = 50
 _MOST_BEYOND = 2
 """Times the samples that may be in flight: so many are while those who came late begin beside those who filled the engines."""
+_CELLS_AT_ONCE = 20_000
+"""Likeliest tokens that are put into an answer on the event loop, in about 10 ms; more are on a thread."""
 
 
 class Engines(Protocol):
@@ -214,7 +218,11 @@ class Sampling:
             await self._end(job)
 
     async def _end(self, job: Job) -> None:
-        outcome: Outcome = job.failed or sampled(job.request, [job.sequences[i] for i in range(job.request.num_samples)], job.score)
+        request, outcome = job.request, job.failed
+        if outcome is None:
+            outcome = await _made(
+                len(request.prompt) * request.topk_prompt_logprobs, sampled, request,
+                [job.sequences[i] for i in range(request.num_samples)], job.score)
         if isinstance(outcome, Failed):
             self.failures.appendleft(Failure(time.time(), job.future.request_id, job.row.owner, outcome.message))
         await self._futures.finish(job.future, outcome)
@@ -250,7 +258,9 @@ class Sampling:
         else:
             samples, job.score = await both(asking, self._score(adapter, request))
         # As arrays at once: what engines say of the likeliest tokens takes fifty times as much memory.
-        job.sequences.update({part.first + i: sequence_of(sample, request.topk_sample_logprobs) for i, sample in enumerate(samples)})
+        num_cells = sum(len(top) for sample in samples for top in sample.top_logprobs)
+        sequences = await _made(num_cells, lambda: [sequence_of(sample, request.topk_sample_logprobs) for sample in samples])
+        job.sequences.update(enumerate(sequences, part.first))
 
     async def _score(self, adapter: str, request: SampleRequest) -> PromptScore | None:
         """What is wanted of the prompt; None if nothing is, or nothing can be said of a single token."""
@@ -259,6 +269,11 @@ class Sampling:
             return None
         rows = None if targets is None else _rows(targets)
         return await self._engines.score(adapter, request.prompt, top_k, rows)
+
+
+async def _made(num_cells: int, make: Callable[..., T], *args: object) -> T:
+    """Call `make`, on a thread if there are many of the likeliest tokens to put into an answer."""
+    return make(*args) if num_cells <= _CELLS_AT_ONCE else await asyncio.to_thread(make, *args)
 
 
 def _explain(request_id: str, exc: Exception) -> Failed:

@@ -6,6 +6,7 @@ every model is saved. A second Ctrl-C ends at once; models are then at their las
 
 import asyncio
 import logging
+import math
 import os
 import resource
 import signal
@@ -13,8 +14,11 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 
+import psutil
 import uvicorn
 import uvloop
 
@@ -25,7 +29,8 @@ from offbeat.config.root import Config
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ConfigError, StorageError
 from offbeat.service.app.assembly import open_front
-from offbeat.service.app.auth import is_loopback
+from offbeat.service.app.auth import Names, is_loopback
+from offbeat.service.app.connections import Bounds, Connections
 from offbeat.service.app.reply import Served
 from offbeat.service.app.server import HttpServer, listen
 from offbeat.service.backend import Backend
@@ -50,6 +55,7 @@ _GRACE_S = 3
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
 _OPEN_FILES = 65536
+_SHARE_OF_ONE = 4
 _CLUSTER = "cluster"
 
 _log = logging.getLogger(__name__)
@@ -66,6 +72,7 @@ def run_service(config: Config, *, say: Say, debug: bool = False) -> None:
         StorageError: the data folder cannot be written.
     """
     check_address(config)
+    check_proxies(config)
     _allow_connections()
     folder = Path(config.serve.data_dir).resolve()
     config = config.model_copy(update={
@@ -92,6 +99,13 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
+def max_connections(config: Config) -> int:
+    """As many as configured, but at most half of the files that are left: calls of engines, the database and results need some, too."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = math.inf if most == resource.RLIM_INFINITY else most - psutil.Process().num_fds()
+    return int(min(config.serve.max_connections, max(left // 2, 1)))
+
+
 def check_address(config: Config) -> None:
     """Refuse to let in everybody from everywhere.
 
@@ -102,6 +116,41 @@ def check_address(config: Config) -> None:
         raise ConfigError(
             f"serve.host = {config.serve.host!r} can be reached by other machines, so serve.keys must name a file of API keys; write one"
             ' with [owners.NAME] and key = "tml-..." for each owner, or listen on 127.0.0.1')
+
+
+def check_proxies(config: Config) -> None:
+    """Refuse what is no address and no network.
+
+    Raises:
+        ConfigError: one of serve.trusted_proxies.
+    """
+    try:
+        trusted_networks(config)
+    except ValueError as exc:
+        raise ConfigError(f"serve.trusted_proxies must hold addresses or networks such as 10.0.0.0/8: {exc}") from exc
+
+
+def trusted_networks(config: Config) -> list[IPv4Network | IPv6Network]:
+    """Where proxies are that may say for whom they ask."""
+    return [ip_network(proxy) for proxy in config.serve.trusted_proxies]
+
+
+def is_exempt(config: Config, address: str) -> bool:
+    """Whether an address may have any number of connections: this machine's own, and proxies, which speak for many."""
+    if is_loopback(address):
+        return True
+    try:
+        asks = ip_network(address)
+    except ValueError:
+        return False
+    return any(network.version == asks.version and network.overlaps(asks) for network in trusted_networks(config))
+
+
+def names_of(config: Config) -> Names:
+    """What this server may be called by: where any key will do this machine's own addresses only, else any address and its own names."""
+    if not config.serve.keys:
+        return Names(config.serve.allowed_hosts)
+    return Names([config.serve.host, socket.gethostname(), *config.serve.allowed_hosts], any_address=True)
 
 
 def read_keys(config: Config) -> Keys:
@@ -240,12 +289,17 @@ class _Run:
         async with open_tenants(config, record) as tenants, open_core(config, tenants, self._store, self._keys) as core:
             limits = WireLimits(vocab_size=core.backend.vocab_size, context=core.backend.context)
             served = Served(self._name, tokenizer_id(config, self._base), config.model.lora.alpha, limits)
+            most = max_connections(config)
             front = open_front(
                 core.service, core.sampling, served, keys=self._keys, max_body_bytes=config.serve.max_body_bytes,
-                public_status=config.serve.public_status)
+                public_status=config.serve.public_status, names=names_of(config), max_requests_of_one=max(most // _SHARE_OF_ONE, 1))
+            connections = Connections(
+                Bounds(connections=most, of_address=config.serve.max_connections_per_address), is_exempt=partial(is_exempt, config))
             server = HttpServer(uvicorn.Config(
-                front.app, lifespan="off", access_log=False, server_header=False, log_config=None, log_level="warning", backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_GRACE_S))
+                front.app, lifespan="off", access_log=False, server_header=False, log_config=None, backlog=_BACKLOG,
+                log_level="error",  # what is wrong with a stranger's request is no warning
+                proxy_headers=bool(config.serve.trusted_proxies), forwarded_allow_ips=list(config.serve.trusted_proxies),
+                timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_GRACE_S), connections)
             async with beside(front.page.watch()):
                 await self._until_stopped(server, listener)
 

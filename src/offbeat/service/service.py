@@ -318,7 +318,7 @@ class Service:
 
     def runs(self, caller: Caller, *, limit: int, offset: int, accessible: bool = False) -> tuple[list[ModelInfo], int]:
         """The caller's runs, the newest first, with those that have public checkpoints if `accessible`; and how many there are."""
-        public = {row.run_id for row in self.checkpoints.select() if row.public} if accessible else ()
+        public = self.checkpoints.public_runs() if accessible else ()
         found = [model for model in self._models if model.row.owner == caller.owner or model.id in public]
         found.sort(key=lambda model: -model.row.created)
         return [model.info for model in found[offset : offset + limit]], len(found)
@@ -329,6 +329,11 @@ class Service:
         if accessible and model is not None and any(row.public for row in self.checkpoints.select(run_id=run_id)):
             return model.info
         return self._models.find(caller, run_id).info
+
+    def newest_checkpoints(self, caller: Caller, run_id: str) -> dict[CheckpointKind, CheckpointInfo]:
+        """The last checkpoint of each kind of a run, of those that the caller may read."""
+        newest = self.checkpoints.newest(run_id, owner=caller.owner)
+        return {kind: _info(row) for kind, row in newest.items()}
 
     def list_checkpoints(
         self, caller: Caller, *, run_id: str | None = None, limit: int | None = None, offset: int = 0,
@@ -361,8 +366,12 @@ class Service:
         row = self.checkpoints.readable(caller, CheckpointPath.parse(path))
         return row.base_model, row.lora
 
+    def external_folder(self, caller: Caller, path: str) -> str:
+        """The folder of an export; another one means another export."""
+        return self._readable(caller, path, "external").folder
+
     def external_files(self, caller: Caller, path: str) -> Mapping[str, Path]:
-        """Files of an export, by their names in it."""
+        """Files of an export, by their names in it; for any thread."""
         return self.checkpoints.files(self._readable(caller, path, "external"))
 
     async def copy_weights(self, caller: Caller, *, path: str, session_id: str, model_seq_id: int, ttl_s: float | None) -> str:
@@ -386,7 +395,7 @@ class Service:
     def status(self) -> Status:
         """Everything for the status page but the queue of samples."""
         lasting = [model for model in self._models if not model.row.ended]
-        owners = sorted({model.row.owner for model in lasting} | {row.owner for row in self.checkpoints.select()})
+        owners = sorted({model.row.owner for model in lasting} | self.checkpoints.owners)
         uses = {owner: self._usage.of(owner) for owner in owners}
         return Status(
             base_model=self._backend.base_model, trainers_alive=self._backend.trainers_alive,

@@ -14,6 +14,7 @@ from offbeat.inference.embedded.request import Request, SamplingParams
     ({"top_p": 0}, r"top_p must be in \(0, 1\], got 0"), ({"top_p": 1.1}, "got 1.1"),
     ({"top_k": -1}, "top_k must be >= 0"), ({"top_k": 2**63 - 1}, "below 2"),
     ({"stop": ("a", "")}, "stop must not hold an empty string"), ({"stop": ("a",) * 65}, "stop takes at most 64 strings, got 65"),
+    ({"stop": ("a" * 4000, "b" * 97)}, "stop takes at most 4096 characters in all, got 4097"),
     ({"top_logprobs": -1}, "logprobs must be 0 to 1024 likeliest tokens, got -1"), ({"top_logprobs": 1025}, "got 1025"),
     ({"stop_token_ids": (2**63,)}, "stop_token_ids must be >= 0 and below 2"), ({"stop_token_ids": (1,) * 65}, "at most 64 ids, got 65"),
 ])

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from offbeat.service.errors import BadRequestError, LostError, OverLimitError, U
 from offbeat.service.keys import Keys
 from offbeat.telemetry.log import set_up_logging
 
-KEYS = '[owners.alice]\nkey = "tml-alice"\n[owners.bob]\nkey = "tml-bob"\n'
+ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"
+KEYS = f'[owners.alice]\nkey = "{ALICE}"\n[owners.bob]\nkey = "{BOB}"\n'
 ERRORS = {
     "bad": BadRequestError("seq_id must be at least 1"), "unknown": UnknownError("there is no such thing"),
     "lost": LostError("send it again"), "busy": OverLimitError("too much under way", retry_after_s=2.5),
@@ -44,6 +46,11 @@ async def echo(call: Call) -> Response:
     return answer({"owner": call.caller.owner, "body": call.body.decode()})
 
 
+async def poll(_: Call) -> Response:
+    await asyncio.sleep(0.3)
+    return answer({})
+
+
 async def fail(call: Call) -> Response:
     raise ERRORS[call.param("how")]
 
@@ -54,10 +61,13 @@ async def gate(
 ) -> AsyncIterator[tuple[Client, Journal]]:
     (tmp_path / "keys.toml").write_text(KEYS)
     journal = Journal(registry or CollectorRegistry())
-    endpoints = [Endpoint("POST", "/api/v1/echo", echo), Endpoint("GET", "/api/v1/fail/{how}", fail)]
-    app = make_app(endpoints, [], keys=keys or Keys.load(tmp_path / "keys.toml"), bodies=Bodies(2**20), journal=journal)
+    endpoints = [
+        Endpoint("POST", "/api/v1/echo", echo, max_body_bytes=1000), Endpoint("POST", "/api/v1/large", echo, max_body_bytes=None),
+        Endpoint("GET", "/api/v1/fail/{how}", fail), Endpoint("GET", "/api/v1/poll", poll)]
+    app = make_app(
+        endpoints, [], keys=keys or Keys.load(tmp_path / "keys.toml"), bodies=Bodies(2**20), journal=journal, max_requests_of_one=3)
     async with serving(app) as client:
-        yield client, journal
+        yield replace(client, key=ALICE), journal
 
 
 def test_a_request_reaches_its_handler_with_its_owner_and_its_body(tmp_path: Path):
@@ -65,11 +75,33 @@ def test_a_request_reaches_its_handler_with_its_owner_and_its_body(tmp_path: Pat
         async with gate(tmp_path) as (client, _):
             assert (await client.post("echo", b"hello")).json == {"owner": "alice", "body": "hello"}
             packed = zstandard.compress(b"packed")
-            there = await client.of("tml-bob").post("echo", packed, headers={"content-encoding": "zstd"})
+            there = await client.of(BOB).post("large", packed, headers={"content-encoding": "zstd"})
             assert there.json == {"owner": "bob", "body": "packed"} and len(there.headers["x-request-id"]) == 12
             for key in ("", "tml-mallory", "sk-1"):
                 refused = await client.of(key).post("echo", b"hello")
                 assert refused.status == 401 and "TINKER_API_KEY" in refused.detail
+
+    asyncio.run(body())
+
+
+def test_a_body_is_read_within_the_limit_of_its_endpoint_and_unpacked_where_that_is_allowed(tmp_path: Path):
+    async def body() -> None:
+        async with gate(tmp_path) as (client, _):
+            large = await client.post("echo", bytes(1001))
+            assert large.status == 413 and "larger than 1000 bytes" in large.detail
+            packed = await client.post("echo", zstandard.compress(b"packed"), headers={"content-encoding": "zstd"})
+            assert packed.status == 422 and "takes no Content-Encoding, got 'zstd'" in packed.detail
+            assert (await client.post("large", bytes(2**20))).status == 200
+
+    asyncio.run(body())
+
+
+def test_an_owner_has_so_many_requests_at_a_time_whatever_others_have(tmp_path: Path):
+    async def body() -> None:
+        async with gate(tmp_path) as (client, _):
+            answers = await asyncio.gather(*(client.get("poll") for _ in range(5)), client.of(BOB).get("poll"))
+            assert sorted(answer.status for answer in answers) == [200, 200, 200, 200, 429, 429] and answers[-1].status == 200
+            assert (await client.get("poll")).status == 200
 
     asyncio.run(body())
 

@@ -1,10 +1,12 @@
 """Who may ask."""
 
+from contextlib import nullcontext
+
 import pytest
 from starlette.requests import Request
 
-from offbeat.service.app.auth import authenticate, demand_local, is_loopback
-from offbeat.service.errors import UnknownError, UnknownKeyError
+from offbeat.service.app.auth import LOCAL_NAMES, Names, authenticate, demand_local, is_loopback
+from offbeat.service.errors import NameRefusedError, UnknownError, UnknownKeyError
 from offbeat.service.keys import Keys
 
 
@@ -31,6 +33,25 @@ def test_only_loopback_addresses_are_this_machine(host: str, own: bool):
 
 
 def test_what_is_for_this_machine_is_refused_to_others():
-    demand_local(request({}, "::1"))
+    demand_local(request({"host": "localhost"}, "::1"), LOCAL_NAMES, public=False)
+    demand_local(request({"host": "127.0.0.1:8000"}, "10.1.2.3"), LOCAL_NAMES, public=True)
     with pytest.raises(UnknownError, match="--public-status"):
-        demand_local(request({}, "10.1.2.3"))
+        demand_local(request({}, "10.1.2.3"), LOCAL_NAMES, public=False)
+
+
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip", "x-forwarded-proto", "via"])
+def test_what_a_proxy_passes_on_is_not_this_machines_whatever_it_says(header: str):
+    with pytest.raises(UnknownError, match="--public-status"):
+        demand_local(request({header: "127.0.0.1"}), LOCAL_NAMES, public=False)
+
+
+@pytest.mark.parametrize(("host", "local", "anywhere"), [
+    ("localhost:80", True, True), ("127.0.0.1", True, True), ("[::1]:9", True, True), ("LOCALHOST.", True, True),
+    ("Proxy.Example", True, True),
+    ("10.0.0.7:80", False, True), ("[2001:db8::1]", False, True), ("evil.example", False, False), ("127.0.0.1.evil.example", False, False),
+    ("10.0.0.7.evil.example", False, False), ("[::1", False, False), ("localhost@evil.example", False, False)])
+def test_names_of_a_server_are_those_that_can_mean_no_other(host: str, local: bool, anywhere: bool):
+    for any_address, allowed in ((False, local), (True, anywhere)):
+        names = Names(["proxy.example"], any_address=any_address)
+        with nullcontext() if allowed else pytest.raises(NameRefusedError, match=r"serve\.allowed_hosts"):
+            names.demand(request({"host": host}))

@@ -1,6 +1,7 @@
 """Bodies are bounded as they come, as they unpack, and all together."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
@@ -9,7 +10,8 @@ import zstandard
 from starlette.requests import Request
 
 from offbeat.service.app.body import Bodies
-from offbeat.service.errors import BadRequestError, OverLimitError, RequestError, TooLargeError
+from offbeat.service.errors import BadRequestError, OverLimitError, RequestError, SlowBodyError, TooLargeError
+from waiting import until
 
 LIMIT = 2**20
 
@@ -90,12 +92,75 @@ def test_what_a_body_unpacks_to_is_held_too(with_size: bool):
     asyncio.run(body())
 
 
-def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offbeat.service.app.body._ARRIVAL_TIMEOUT_S", 0.05)
+class Trickle:
+    """A request that sends so many bytes at once, and then one of a size every so often."""
 
-    async def receive() -> dict[str, Any]:
-        await asyncio.sleep(60)
-        raise AssertionError
+    def __init__(self, first: int, size: int, every_s: float) -> None:
+        self.sent = 0
+        self._first, self._size, self._every_s = first, size, every_s
 
-    with pytest.raises(BadRequestError, match="did not arrive within"):
-        asyncio.run(read(Bodies(LIMIT), Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)))
+    async def receive(self) -> dict[str, Any]:
+        if self.sent:
+            await asyncio.sleep(self._every_s)
+        size = self._size if self.sent else self._first
+        self.sent += size
+        return {"type": "http.request", "body": bytes(size), "more_body": True}
+
+    def request(self, **headers: str) -> Request:
+        raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        return Request({"type": "http", "method": "POST", "path": "/", "headers": raw}, self.receive)
+
+
+@pytest.mark.parametrize(("first", "size", "every_s"), [(9, 0, 60.0), (LIMIT - 1, 0, 60.0), (LIMIT // 2, 1, 0.01), (1, 100, 0.02)])
+def test_a_body_that_stalls_or_trickles_is_given_up_wherever_it_is(
+    monkeypatch: pytest.MonkeyPatch, first: int, size: int, every_s: float,
+):
+    monkeypatch.setattr("offbeat.service.app.body._PATIENCE_S", 0.2)
+    bodies, begin = Bodies(LIMIT), time.monotonic()
+    with pytest.raises(SlowBodyError, match="fewer than 16384 a second for 0.2 s"):
+        asyncio.run(read(bodies, Trickle(first, size, every_s).request()))
+    assert time.monotonic() - begin < 5 and not bodies._held
+
+
+def test_a_body_that_arrives_fast_enough_may_take_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.service.app.body._PATIENCE_S", 0.3)
+    monkeypatch.setattr("offbeat.service.app.body._MIN_BYTES_PER_S", 1000)
+    trickle = Trickle(100, 1000, 0.02)
+    with pytest.raises(TooLargeError):
+        asyncio.run(read(Bodies(40_000), trickle.request()))
+    assert trickle.sent > 40_000
+
+
+def test_a_body_that_says_that_it_is_too_large_is_not_received():
+    trickle = Trickle(10, 10, 60)
+    with pytest.raises(TooLargeError, match="larger than 1048576 bytes"):
+        asyncio.run(read(Bodies(LIMIT), trickle.request(content_length=str(LIMIT + 1))))
+    assert trickle.sent == 0
+
+
+def test_slow_bodies_give_way_where_all_are_full():
+    async def body() -> None:
+        bodies = Bodies(LIMIT)
+
+        async def hold(owner: str) -> None:
+            async with bodies.reading(Trickle(LIMIT - 1, 0, 60).request(), owner):
+                raise AssertionError("it never ends")
+
+        slow = [asyncio.create_task(hold(owner)) for owner in ("mallory", "mallory", "trudy", "trudy")]
+        await until(lambda: bodies._held.total() == 4 * (LIMIT - 1))
+        with pytest.raises(OverLimitError, match="as much as it can hold"):
+            await read(bodies, request(bytes(LIMIT)))
+        assert not any(task.done() for task in slow), "they have just begun"
+        for arrival in bodies._arriving:
+            arrival._last -= 10
+        with pytest.raises(OverLimitError, match="as much as it can hold"):
+            await read(bodies, request(bytes(LIMIT)))
+        (given_up,), _ = await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+        assert isinstance(given_up.exception(), OverLimitError)
+        assert len(await read(bodies, request(bytes(LIMIT)))) == LIMIT, "sent again, it finds room"
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        assert not bodies._held and not bodies._arriving
+
+    asyncio.run(body())

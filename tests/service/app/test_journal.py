@@ -15,12 +15,31 @@ async def nothing(_: Call):
     return answer({})
 
 
-def test_errors_are_kept_newest_first_and_bounded() -> None:
+X = Endpoint("POST", "/api/v1/x", nothing)
+
+
+def test_errors_are_kept_newest_first_and_bounded_for_each_owner() -> None:
     journal = Journal(CollectorRegistry())
     for number in range(60):
-        journal.note(Endpoint("POST", "/api/v1/x", nothing), "/api/v1/x", status=422, detail=f"wrong {number}", **NOTED)
+        journal.note(X, "/api/v1/x", status=422, detail=f"wrong {number}", **NOTED | {"owner": f"owner {number % 6}"})
     assert len(journal.troubles) == 50 and journal.troubles[0].sentence == "wrong 59"
-    assert (journal.troubles[0].what, journal.troubles[0].owner) == ("POST /api/v1/x", "alice")
+    assert (journal.troubles[0].what, journal.troubles[0].owner) == ("POST /api/v1/x", "owner 5")
+    for number in range(100):
+        journal.note(X, "/api/v1/x", status=422, detail=f"more {number}", **NOTED)
+    owners = [trouble.owner for trouble in journal.troubles]
+    assert journal.troubles[0].sentence == "more 99" and owners.count("alice") == 15 and set(owners) > {"owner 0", "owner 5"}
+
+
+def test_wrong_keys_are_counted_and_push_no_owners_errors_away(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    journal = Journal(CollectorRegistry())
+    journal.note(X, "/api/v1/x", status=422, detail="what bob should see", **NOTED | {"owner": "bob"})
+    for number in range(200):
+        journal.note(X, "/api/v1/x", status=401, detail=f"no such key {number}", **NOTED | {"owner": ""})
+    assert [trouble.sentence for trouble in journal.troubles] == ["what bob should see"]
+    strangers = journal.strangers
+    assert strangers.requests == 200 and strangers.last[0].sentence == "no such key 199" and len(strangers.last) == 5
+    assert len(caplog.records) < 10, "the log is not theirs either"
 
 
 @pytest.mark.parametrize(("quiet", "status", "logged"), [

@@ -1,13 +1,25 @@
 """JSON bodies are read strictly, and what is wrong with one is said in one sentence."""
 
 import contextlib
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
-from offbeat.service.wire.json_body import MAX_JSON_BYTES, Body, Count, Metadata, Text, TrainingBody, metadata_of, read_json
+from offbeat.service.wire.json_body import (
+    MAX_JSON_BYTES,
+    MAX_SAMPLE_BYTES,
+    Body,
+    Count,
+    Metadata,
+    Text,
+    TrainingBody,
+    metadata_of,
+    read_json,
+)
+from offbeat.service.wire.sample_body import SampleBody
 
 
 class Part(Body):
@@ -69,8 +81,21 @@ def test_a_body_that_cannot_be_read_says_why(data: bytes, says: str) -> None:
 
 
 def test_a_body_of_many_bytes_is_refused_unread() -> None:
-    with pytest.raises(TooLargeError):
+    with pytest.raises(TooLargeError, match="this kind of JSON may have 1048576"):
         read_json(Whole, b" " * (MAX_JSON_BYTES + 1))
+    with pytest.raises(TooLargeError, match="this kind of JSON may have 4194304"):
+        read_json(SampleBody, b" " * (MAX_SAMPLE_BYTES + 1))
+
+
+def test_a_large_body_that_is_wrong_is_not_read_again_to_say_what_it_holds() -> None:
+    with pytest.raises(BadRequestError) as caught:
+        read_json(Whole, b'{"model_id": "m", "seq_id": 7, "count": "x", "more": "%s"}' % (b"y" * 70_000))
+    assert str(caught.value) == "count must be a whole number, got something else" and not caught.value.model_id
+    lists = b'{"model_id": "m", "seq_id": 7, "count": "x", "more": [' + b"[[]]," * 200_000 + b"1]}"
+    begin = time.process_time()
+    with pytest.raises(BadRequestError):
+        read_json(Whole, lists)
+    assert time.process_time() - begin < 0.05
 
 
 def test_metadata_is_given_back_as_texts() -> None:

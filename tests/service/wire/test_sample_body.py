@@ -66,6 +66,7 @@ def test_stops_are_strings_or_tokens_or_none_at_all(stop: Any, means: Any) -> No
     ({"stop": ""}, "sampling_params.stop must be a string of length >= 1"),
     ({"stop": [-1]}, "sampling_params.stop[0] must be a whole number >= 0, got -1"),
     ({"stop": ["a"] * 65}, "sampling_params.stop must be a list of length <= 64"),
+    ({"stop": ["a" * 1000] * 5}, "sampling_params.stop must have at most 4096 characters in all, got 5000"),
     ({"stop": 5}, "sampling_params.stop must be a string or a list or null, got 5"),
     ({"max_tokens": 0}, "sampling_params.max_tokens must be a whole number >= 1, got 0"),
     ({"temperature": -0.5}, "sampling_params.temperature must be a number >= 0.0, got -0.5"),

@@ -3,6 +3,7 @@
 Weights have endpoints of their own; adapters have vLLM's, and a fingerprint.
 """
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -54,7 +55,11 @@ class EmbeddedDialect:
         if adapter:
             body["model"] = adapter
         answer = await wire.call("POST", "/v1/completions", body | self._reporting(sampling))
-        return [self._sample(choice, adapter, sampling.top_logprobs) for choice in answer["choices"]]
+
+        def read() -> list[Sample]:
+            return [self._sample(choice, adapter, sampling.top_logprobs) for choice in answer["choices"]]
+
+        return await asyncio.to_thread(read) if sampling.top_logprobs else read()  # rows of many numbers each take their time
 
     def _seed(self, seed: int, first: int) -> int:
         """What makes an engine's samples 0, 1, ... those from `first` on of the seed."""
@@ -78,11 +83,15 @@ class EmbeddedDialect:
         if adapter:
             body["adapter"] = adapter
         answer = await wire.call("POST", "/v1/score", body)
-        version = split_adapter_name(adapter)[1] if adapter else answer["version"]
-        top = ((), *(tuple((token, logprob) for token, logprob in row) for row in answer["top_logprobs"])) if request.top_k else ()
-        target_logprobs = () if request.targets is None else (
-            (math.nan,) * len(request.targets[0]), *map(tuple, answer["target_logprobs"]))
-        return PromptScore((math.nan, *answer["logprobs"]), version, top, target_logprobs).check(request)
+
+        def read() -> PromptScore:
+            version = split_adapter_name(adapter)[1] if adapter else answer["version"]
+            top = ((), *(tuple((token, logprob) for token, logprob in row) for row in answer["top_logprobs"])) if request.top_k else ()
+            target_logprobs = () if request.targets is None else (
+                (math.nan,) * len(request.targets[0]), *map(tuple, answer["target_logprobs"]))
+            return PromptScore((math.nan, *answer["logprobs"]), version, top, target_logprobs).check(request)
+
+        return await asyncio.to_thread(read) if request.top_k or request.targets is not None else read()
 
     async def stage(self, wire: Wire, manifest: Manifest) -> None:
         body = {

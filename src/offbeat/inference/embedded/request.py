@@ -14,7 +14,10 @@ from offbeat.types import Version
 FinishReason = Literal["stop", "length", "abort"]
 
 MAX_STOPS = 64
-"""Stop strings, and stop token ids, of one request: each is compared with every token."""
+"""Stop strings, and stop token ids, of one request: each id is compared with every token."""
+
+MAX_STOP_CHARS = 4096
+"""Of all stop strings of a request together: the automaton that looks for them has a state for each, made before the first token."""
 
 MAX_TOP = 1024
 """Likeliest tokens told at one position."""
@@ -49,6 +52,7 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
+        stop_chars = sum(map(len, self.stop))
         checks = (
             (self.max_new_tokens >= 1, "max_tokens must be >= 1", self.max_new_tokens),
             (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "temperature must be 0 (greedy) or 0.001 to 1000", self.temperature),
@@ -56,6 +60,7 @@ class SamplingParams:
             (0 <= self.top_k < 2**31, "top_k must be >= 0 and below 2**31; 0 samples from all tokens", self.top_k),
             (all(self.stop), "stop must not hold an empty string", list(self.stop)),
             (len(self.stop) <= MAX_STOPS, f"stop takes at most {MAX_STOPS} strings", len(self.stop)),
+            (stop_chars <= MAX_STOP_CHARS, f"stop takes at most {MAX_STOP_CHARS} characters in all", stop_chars),
             (all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids must be >= 0 and below 2**31", self.stop_token_ids[:9]),
             (len(self.stop_token_ids) <= MAX_STOPS, f"stop_token_ids takes at most {MAX_STOPS} ids", len(self.stop_token_ids)),
             (0 <= self.top_logprobs <= MAX_TOP, f"logprobs must be 0 to {MAX_TOP} likeliest tokens", self.top_logprobs),

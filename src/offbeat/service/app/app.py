@@ -6,7 +6,9 @@ An error is `{"detail": one sentence}`. 5xx is for what is no fault of the clien
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,9 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from offbeat.errors import OffbeatError
-from offbeat.service.app.auth import LocalNames, authenticate
+from offbeat.service.app.auth import LOCAL_NAMES, Names, NamesGate, authenticate
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
+from offbeat.service.app.readers import Readers
 from offbeat.service.app.reply import Call, Endpoint, refusal
 from offbeat.service.errors import OverLimitError, RequestError
 from offbeat.service.keys import Keys
@@ -29,26 +32,47 @@ Open = Callable[[Request], Awaitable[Response]]
 _log = logging.getLogger(__name__)
 
 
-def make_app(endpoints: Iterable[Endpoint], public: Iterable[Route], *, keys: Keys, bodies: Bodies, journal: Journal) -> Starlette:
+def make_app(
+    endpoints: Iterable[Endpoint], public: Iterable[Route], *, keys: Keys, bodies: Bodies, journal: Journal, names: Names = LOCAL_NAMES,
+    max_requests_of_one: int = 2048,
+) -> Starlette:
     """The application.
 
     Args:
         endpoints: for callers with a key.
         public: for anybody.
+        names: by which this server may be called, where any key will do.
+        max_requests_of_one: of an owner at a time; polls count.
     """
-    gate = Gate(keys, bodies, journal)
+    gate = Gate(keys, bodies, journal, max_requests_of_one=max_requests_of_one)
     routes = [Route(endpoint.path, gate.guard(endpoint), methods=[endpoint.method]) for endpoint in endpoints]
-    middleware = [Middleware(LocalNames)] if keys.any_will_do else []
+    middleware = [Middleware(NamesGate, names=names)] if keys.any_will_do else []
     return Starlette(routes=[*public, *routes], middleware=middleware, exception_handlers={HTTPException: _no_such_endpoint})
 
 
 class Gate:
     """Stands before every handler."""
 
-    def __init__(self, keys: Keys, bodies: Bodies, journal: Journal) -> None:
+    def __init__(self, keys: Keys, bodies: Bodies, journal: Journal, *, max_requests_of_one: int) -> None:
         self._keys = keys
         self._bodies = bodies
         self._journal = journal
+        self._readers = Readers()
+        self._max_requests_of_one = max_requests_of_one
+        self._requests: Counter[str] = Counter()
+
+    @contextmanager
+    def _counted(self, owner: str) -> Iterator[None]:
+        """One request more of an owner's; raises OverLimitError if there are too many, for each holds a connection."""
+        if self._requests[owner] >= self._max_requests_of_one:
+            raise OverLimitError(f"you have {self._max_requests_of_one} requests under way, as many as you may at a time; send fewer")
+        self._requests[owner] += 1
+        try:
+            yield
+        finally:
+            self._requests[owner] -= 1
+            if not self._requests[owner]:
+                del self._requests[owner]
 
     def guard(self, endpoint: Endpoint) -> Open:
         """The handler of an endpoint for whoever has a key."""
@@ -60,8 +84,11 @@ class Gate:
             try:
                 caller = authenticate(http, self._keys)
                 owner = caller.owner
-                async with self._bodies.reading(http, owner) as body:
-                    response, detail = await endpoint.handler(Call(http, caller, body)), ""
+                with self._counted(owner):
+                    async with self._bodies.reading(
+                        http, owner, max_bytes=endpoint.max_body_bytes, may_be_packed=endpoint.max_body_bytes is None,
+                    ) as body:
+                        response, detail = await endpoint.handler(Call(http, caller, body, self._readers)), ""
             except Exception as exc:
                 response, detail = _refuse(exc, endpoint, request_id)
             finally:

@@ -7,6 +7,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from offbeat.service.app.app import make_app
+from offbeat.service.app.auth import LOCAL_NAMES, Names
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.metrics import StatusCollector, scrape
@@ -30,9 +31,12 @@ class Front:
     page: StatusPage
 
 
-def open_front(service: Service, sampling: Sampling, served: Served, *, keys: Keys, max_body_bytes: int, public_status: bool) -> Front:
-    """Put it together."""
-    registry, links = CollectorRegistry(), Links()
+def open_front(
+    service: Service, sampling: Sampling, served: Served, *, keys: Keys, max_body_bytes: int, public_status: bool,
+    names: Names = LOCAL_NAMES, max_requests_of_one: int = 2048,
+) -> Front:
+    """Put it together; see `make_app`."""
+    registry, links = CollectorRegistry(), Links(service.external_folder)
     journal = Journal(registry)
 
     def status() -> Status:
@@ -40,10 +44,12 @@ def open_front(service: Service, sampling: Sampling, served: Served, *, keys: Ke
         failures = sorted((*core.failures, *sampling.failures), key=lambda failure: -failure.time)
         return replace(core, sampling=sampling.standing(), failures=tuple(failures))
 
-    page = StatusPage(status, journal, public=public_status)
+    page = StatusPage(status, journal, public=public_status, names=names)
     registry.register(StatusCollector(status))
     endpoints = [
         *SamplingRoutes(service, sampling, served).endpoints,  # asked for most often, and routes are tried in order
         *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, links).endpoints]
     public = [*page.routes, links.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
-    return Front(make_app(endpoints, public, keys=keys, bodies=Bodies(max_body_bytes), journal=journal), page)
+    app = make_app(
+        endpoints, public, keys=keys, bodies=Bodies(max_body_bytes), journal=journal, names=names, max_requests_of_one=max_requests_of_one)
+    return Front(app, page)

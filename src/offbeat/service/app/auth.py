@@ -1,16 +1,19 @@
 """Who asks: API keys for clients, and this machine alone for those who look at the server. Called by `app` before a handler runs."""
 
+from collections.abc import Iterable
 from ipaddress import ip_address
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from offbeat.service.app.reply import refusal
-from offbeat.service.errors import UnknownError, UnknownKeyError
+from offbeat.service.errors import NameRefusedError, UnknownError, UnknownKeyError
 from offbeat.service.keys import Keys
 from offbeat.service.types import Caller
 
 _HEADER = "x-api-key"
+_FORWARDED = {"forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via"}
+"""What proxies add."""
 
 
 def authenticate(http: Request, keys: Keys) -> Caller:
@@ -25,33 +28,79 @@ def authenticate(http: Request, keys: Keys) -> Caller:
     return keys.caller(key)
 
 
-def demand_local(http: Request) -> None:
-    """Let only this machine pass.
+class Names:
+    """Names that this server may be called by.
+
+    A page from elsewhere could read what needs no key if its host's name came to mean this machine, for then a browser takes the two for
+    one site. An address in place of a name cannot come to mean another one.
+    """
+
+    def __init__(self, allowed: Iterable[str] = (), *, any_address: bool = False) -> None:
+        """
+        Args:
+            allowed: names besides localhost.
+            any_address: whether addresses other than this machine's own will do.
+        """
+        self._allowed = {name.lower().rstrip(".") for name in allowed}
+        self._any_address = any_address
+
+    def demand(self, http: Request) -> None:
+        """Raise NameRefusedError unless a request is for one of the names."""
+        name = (_hostname(http) or "").lower().rstrip(".")
+        if not (is_loopback(name) or name in self._allowed or (self._any_address and _is_address(name))):
+            raise NameRefusedError(
+                f"this server answers to 127.0.0.1, localhost and its own names only here, not to {name[:80]!r}; add the name to "
+                "serve.allowed_hosts to change that")
+
+
+LOCAL_NAMES = Names()
+"""This machine's own."""
+
+
+def demand_local(http: Request, names: Names, *, public: bool) -> None:
+    """Let only this machine pass, or everybody if `public`, and only under a name of this server's.
+
+    What came through a proxy is not this machine's, whatever the proxy or the client says of where it comes from.
 
     Raises:
-        UnknownError: the request comes from another one.
+        UnknownError: the request comes from another machine.
+        NameRefusedError: it is for another name.
     """
-    if not is_loopback(http.client.host if http.client else ""):
+    if not public and (_FORWARDED & set(http.headers.keys()) or not is_loopback(http.client.host if http.client else "")):
         raise UnknownError("the status of this server is shown to its own machine only; start it with --public-status to change that")
+    names.demand(http)
 
 
-class LocalNames:
-    """Middleware that refuses requests to any other name than this machine's own.
+class NamesGate:
+    """Middleware that refuses all requests to any other name. Where any key will do, a page from elsewhere could ask for everything."""
 
-    Where any key will do, a page from elsewhere could ask for everything: its host's name need only come to mean this machine, for then a
-    browser takes the two for one site.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, names: Names) -> None:
         self._app = app
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and not is_loopback(name := Request(scope).url.hostname or ""):
-            app = refusal(
-                f"this server takes any key, and so answers to 127.0.0.1 and localhost only, not to {name[:80]!r}; start it with --keys to "
-                "change that", status=403)
+        if scope["type"] == "http":
+            try:
+                self._names.demand(Request(scope))
+            except NameRefusedError as exc:
+                app = refusal(f"{exc}, or start it with --keys", status=exc.status)
         await app(scope, receive, send)
+
+
+def _hostname(http: Request) -> str | None:
+    try:
+        return http.url.hostname
+    except ValueError:  # such as of "[::1"
+        return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

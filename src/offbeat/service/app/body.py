@@ -1,84 +1,161 @@
-"""Bodies of requests, bounded while they arrive: one by one, those of an owner together, and all that are held at a time."""
+"""Bodies of requests, bounded while they arrive: one by one, those of an owner together, and all that are held at a time.
+
+A body has to arrive at a minimal rate, so that memory is not held by those who send slowly. Used by `app`, once the key is known.
+"""
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
-from offbeat.service.errors import BadRequestError, OverLimitError, RequestError, TooLargeError
+from offbeat.service.errors import BadRequestError, OverLimitError, RequestError, SlowBodyError, TooLargeError
 from offbeat.service.wire.unpack import unpack, unpacked_size
 
-_ARRIVAL_TIMEOUT_S = 300.0
+_MIN_BYTES_PER_S = 16384
+_PATIENCE_S = 10.0
+_FAST_BYTES_PER_S = 1 << 20
+_RATE_OVER_S = 1.0
 _HELD_BODIES, _HELD_BY_ONE = 4, 2
 _SMALL_BYTES = 1 << 16
+_JOINED_AT_ONCE_BYTES = 1 << 20
 
 
 class Bodies:
-    """Reads bodies of at most `max_bytes`, and holds at most a few times as much at once: half of it for one owner, so that who sends
-    slowly does not keep others out. Small bodies are always let in, so that heartbeats and polls come through.
+    """Reads bodies, and holds at most a few times the largest at once: half of it for one owner. Small bodies are always let in, so that
+    heartbeats and polls come through. Where all is full, the slowest of those that arrive slowly gives way to whoever sends it again.
     """
 
     def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` are those of the largest body of all endpoints."""
         self._max_bytes = max_bytes
         self._held: Counter[str] = Counter()
+        self._arriving: dict[_Arrival, asyncio.Timeout] = {}
 
     @asynccontextmanager
-    async def reading(self, http: Request, owner: str) -> AsyncIterator[bytes]:
+    async def reading(self, http: Request, owner: str, *, max_bytes: int | None = None, may_be_packed: bool = True) -> AsyncIterator[bytes]:
         """The whole body, unpacked if it came packed; it counts as held while the block runs.
+
+        Args:
+            max_bytes: as it comes, and unpacked; None for as many as the largest may have.
+            may_be_packed: whether zstd is taken.
 
         Raises:
             TooLargeError: it is larger than allowed, as it came or unpacked.
             OverLimitError: other requests' bodies fill the memory that there is for them.
-            BadRequestError: its encoding is unknown, or it did not arrive in time.
+            BadRequestError: its encoding is unknown.
+            SlowBodyError: it arrives too slowly.
         """
-        arrival = _Arrival(owner)
+        arrival = _Arrival(owner, self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes))
+        packed = _is_packed(http, may_be_packed=may_be_packed)
         try:
-            yield await self._unpacked(http, await self._receive(http, arrival), arrival)
+            body = await self._receive(http, arrival)
+            if packed:
+                self._hold(unpacked_size(body, max_bytes=arrival.max_bytes), arrival)
+                body = await asyncio.to_thread(unpack, body, max_bytes=arrival.max_bytes)
+            yield body
         finally:
             self._held[owner] -= arrival.num_bytes
             if not self._held[owner]:
                 del self._held[owner]
 
     async def _receive(self, http: Request, arrival: "_Arrival") -> bytes:
+        declared = http.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > arrival.max_bytes:
+            raise arrival.too_large()
         chunks: list[bytes] = []
         try:
-            async with asyncio.timeout(_ARRIVAL_TIMEOUT_S):
+            async with asyncio.timeout(_PATIENCE_S) as patience:
+                self._arriving[arrival] = patience
                 async for chunk in http.stream():
-                    if arrival.num_bytes + len(chunk) > (most := self._max_bytes):
-                        raise TooLargeError(
-                            f"the body is larger than {most} bytes; send less at once, or raise serve.max_body_bytes on the server")
+                    if arrival.num_bytes + len(chunk) > arrival.max_bytes:
+                        raise arrival.too_large()
                     self._hold(len(chunk), arrival)
                     chunks.append(chunk)
+                    arrival.note(len(chunk))
+                    if not arrival.gives_way:
+                        self._extend(patience, len(chunk))
         except TimeoutError as exc:
-            raise BadRequestError(f"the body did not arrive within {_ARRIVAL_TIMEOUT_S:g} s; send less at once") from exc
+            raise arrival.ended() from exc
         except ClientDisconnect as exc:
             raise RequestError("the client went away while it sent its body") from exc
-        return b"".join(chunks)
+        finally:
+            self._arriving.pop(arrival, None)
+        return b"".join(chunks) if arrival.num_bytes < _JOINED_AT_ONCE_BYTES else await asyncio.to_thread(b"".join, chunks)
 
-    async def _unpacked(self, http: Request, body: bytes, arrival: "_Arrival") -> bytes:
-        match http.headers.get("content-encoding", "identity").lower():
-            case "identity":
-                return body
-            case "zstd":
-                self._hold(unpacked_size(body, max_bytes=self._max_bytes), arrival)
-                return await asyncio.to_thread(unpack, body, max_bytes=self._max_bytes)
-            case other:
-                raise BadRequestError(f"Content-Encoding must be zstd, or absent, got {other[:40]!r}")
+    def _extend(self, patience: asyncio.Timeout, num_bytes: int) -> None:
+        """Each byte buys time, but never more than there was at first: so a body that stalls ends, and one that trickles does, too."""
+        now, until = asyncio.get_running_loop().time(), patience.when()
+        assert until is not None, "it has a deadline from the start"
+        patience.reschedule(min(until + num_bytes / _MIN_BYTES_PER_S, now + _PATIENCE_S))
 
     def _hold(self, size: int, arrival: "_Arrival") -> None:
-        full = self._held.total() + size > _HELD_BODIES * self._max_bytes
-        if arrival.num_bytes + size > _SMALL_BYTES and (full or self._held[arrival.owner] + size > _HELD_BY_ONE * self._max_bytes):
-            raise OverLimitError("this server is receiving as much as it can hold; send the request again in a moment", retry_after_s=2.0)
+        if arrival.num_bytes + size > _SMALL_BYTES:
+            if self._held.total() + size > _HELD_BODIES * self._max_bytes:
+                self._end_slowest(arrival)
+                raise _full()
+            if self._held[arrival.owner] + size > _HELD_BY_ONE * self._max_bytes:
+                raise _full()
         arrival.num_bytes += size
         self._held[arrival.owner] += size
 
+    def _end_slowest(self, newcomer: "_Arrival") -> None:
+        """Make room for when the newcomer is sent again: the slowest of the bodies that arrive slowly ends."""
+        slow = {
+            other: rate for other in self._arriving
+            if other is not newcomer and other.num_bytes > _SMALL_BYTES and (rate := other.rate()) < _FAST_BYTES_PER_S}
+        if slow:
+            slowest = min(slow, key=lambda other: slow[other])
+            slowest.gives_way = True
+            self._arriving.pop(slowest).reschedule(asyncio.get_running_loop().time())
 
-@dataclass
+
 class _Arrival:
     """What has come of one body."""
 
-    owner: str
-    num_bytes: int = 0
+    def __init__(self, owner: str, max_bytes: int) -> None:
+        self.owner = owner
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.gives_way = False
+        self._rate, self._last = 4.0 * _FAST_BYTES_PER_S, time.monotonic()  # one that has just begun is not slow
+
+    def note(self, num_bytes: int) -> None:
+        """So many more have come."""
+        self._rate = self.rate() + num_bytes / _RATE_OVER_S
+        self._last = time.monotonic()
+
+    def rate(self) -> float:
+        """Bytes per second of late: an average in which what is longer ago counts less."""
+        return self._rate * math.exp((self._last - time.monotonic()) / _RATE_OVER_S)
+
+    def too_large(self) -> TooLargeError:
+        return TooLargeError(
+            f"the body is larger than {self.max_bytes} bytes, as many as this endpoint takes; send less at once, or, if it is data to "
+            "train on, raise serve.max_body_bytes on the server")
+
+    def ended(self) -> Exception:
+        """Why no more of it was waited for."""
+        if self.gives_way:
+            return _full()
+        return SlowBodyError(
+            f"{self.num_bytes} bytes of the body arrived, and then fewer than {_MIN_BYTES_PER_S} a second for {_PATIENCE_S:g} s; send it "
+            "again, with less at once if your connection is slow")
+
+
+def _full() -> OverLimitError:
+    return OverLimitError("this server is receiving as much as it can hold; send the request again in a moment", retry_after_s=2.0)
+
+
+def _is_packed(http: Request, *, may_be_packed: bool) -> bool:
+    encoding = http.headers.get("content-encoding", "identity").lower()
+    if encoding == "identity":
+        return False
+    if not may_be_packed:
+        raise BadRequestError(f"this endpoint takes no Content-Encoding, got {encoding[:40]!r}; only data to train on may be packed")
+    if encoding != "zstd":
+        raise BadRequestError(f"Content-Encoding must be zstd, or absent, got {encoding[:40]!r}")
+    return True

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from offbeat.service.app.reply import Endpoint
 
 _log = logging.getLogger(__name__)
-_ERRORS_KEPT = 50
+_ERRORS_KEPT, _KEPT_OF_ONE = 50, 15
+_STRANGERS_KEPT, _STRANGERS_LOGGED_EVERY_S = 5, 1.0
 _BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 _LATER = (408, 429)  # how a server with much to do answers all day
 
@@ -26,16 +27,27 @@ class Trouble:
     sentence: str
 
 
+@dataclass(frozen=True)
+class Strangers:
+    """Requests without a key that this server knows: how many there were, and the last ones, the newest first."""
+
+    requests: int = 0
+    last: tuple[Trouble, ...] = ()
+
+
 class Journal:
-    """Hears of every request.
+    """Hears of every request. What one owner gets wrong does not push all that others did from the list, and what strangers send none.
 
     Attributes:
-        troubles: the last ones, the newest first.
+        troubles: the last ones of owners, the newest first.
+        strangers: those of nobody's.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Counts go into `registry`."""
         self.troubles: deque[Trouble] = deque(maxlen=_ERRORS_KEPT)
+        self.strangers = Strangers()
+        self._stranger_logged = 0.0
         self._requests = Counter("offbeat_http_requests", "Requests by endpoint and status", ["endpoint", "status"], registry=registry)
         self._seconds = Histogram("offbeat_http_seconds", "Time to the answer", ["endpoint"], buckets=_BUCKETS, registry=registry)
 
@@ -49,11 +61,27 @@ class Journal:
         failed = status >= 400 and status not in _LATER
         if failed:
             self.trouble(request_id, owner, f"{endpoint.method} {path}"[:200], detail)
-        if failed or not endpoint.quiet:
+        if (failed or not endpoint.quiet) and (owner or self._may_log_stranger()):
             fields = {"request": request_id, "owner": owner, "status": status, "ms": round(1000 * seconds, 1)}
             _log.info(
                 "%s %s", endpoint.method, path[:300], extra={"fields": fields | ({"detail": detail} if detail else {})})
 
     def trouble(self, request_id: str, owner: str, what: str, sentence: str) -> None:
-        """Keep an error for the status page."""
-        self.troubles.appendleft(Trouble(time.time(), request_id, owner, what, sentence))
+        """Keep an error for the status page; `owner` is empty for a stranger's."""
+        trouble = Trouble(time.time(), request_id, owner, what, sentence)
+        if not owner:
+            last = (trouble, *self.strangers.last)[:_STRANGERS_KEPT]
+            self.strangers = Strangers(self.strangers.requests + 1, last)
+            return
+        self.troubles.appendleft(trouble)
+        of_owner = [known for known in self.troubles if known.owner == owner]
+        if len(of_owner) > _KEPT_OF_ONE:
+            self.troubles.remove(of_owner[-1])
+
+    def _may_log_stranger(self) -> bool:
+        """One line a second: /metrics counts them all."""
+        now = time.monotonic()
+        if now < self._stranger_logged + _STRANGERS_LOGGED_EVERY_S:
+            return False
+        self._stranger_logged = now
+        return True

@@ -2,16 +2,19 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from offbeat.service.app.readers import SMALL_BYTES, Readers
 from offbeat.service.types import Caller, Payload
+from offbeat.service.wire.json_body import MAX_JSON_BYTES, read_json
 from offbeat.service.wire.limits import WireLimits
 
 _JSON = "application/json"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,19 @@ class Call:
     http: Request
     caller: Caller
     body: bytes
+    readers: Readers
+
+    async def read(self, read: Callable[[bytes], T]) -> T:
+        """What a function makes of the body; a large one is read beside the event loop."""
+        return read(self.body) if len(self.body) <= SMALL_BYTES else await self.beside(read, self.body)
+
+    async def json(self, kind: type[T]) -> T:
+        """The body as JSON of this kind; raises what `read_json` does."""
+        return await self.read(lambda body: read_json(kind, body))
+
+    async def beside(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """What a function gives, called beside the event loop."""
+        return await self.readers.run(self.caller.owner, function, *args, **kwargs)
 
     def param(self, name: str) -> str:
         """A part of the path."""
@@ -51,12 +67,14 @@ class Endpoint:
 
     Attributes:
         quiet: called so often that its successes are not logged.
+        max_body_bytes: None for as many as the server takes at all, which may come packed.
     """
 
     method: str
     path: str
     handler: Handler
     quiet: bool = False
+    max_body_bytes: int | None = MAX_JSON_BYTES
 
 
 def answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,8 +1,10 @@
 """Endpoints over runs, checkpoints and sessions, as the SDK's RestClient and command line use them; all answer at once."""
 
+import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
@@ -10,16 +12,16 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from offbeat.service.app.reply import Call, Endpoint, answer, refusal
-from offbeat.service.errors import BadRequestError
+from offbeat.service.errors import BadRequestError, RequestError
 from offbeat.service.service import Service
-from offbeat.service.types import ModelInfo
+from offbeat.service.types import Caller, CheckpointInfo, ModelInfo
 from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CopyWeightsBody, TtlBody, WeightsInfoBody
-from offbeat.service.wire.json_body import read_json
 
 _RUN = "/api/v1/training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{segment}/{name}"
 _LINK_S = 3600.0
+_MAX_LINKS = 10_000
 _MAX_PAGE = 1000
 
 
@@ -61,21 +63,21 @@ class RestRoutes:
 
     def _run_answer(self, call: Call, info: ModelInfo) -> rest.Answer:
         """A run with its newest checkpoints: to train from, and to sample."""
-        infos, _ = self._service.list_checkpoints(call.caller, run_id=info.model_id)
-        newest = {checkpoint.kind: checkpoint for checkpoint in sorted(infos, key=lambda checkpoint: checkpoint.created)}
+        newest = self._service.newest_checkpoints(call.caller, info.model_id)
         return rest.training_run(info, last_checkpoint=newest.get("training"), last_sampler_checkpoint=newest.get("sampler"))
 
     async def _checkpoints_of_run(self, call: Call) -> Response:
         infos, total = self._service.list_checkpoints(call.caller, run_id=call.param("run"))
-        return answer(rest.checkpoints(infos, limit=total, offset=0, total=total))
+        return await _listed(call, infos, limit=total, offset=0, total=total)
 
     async def _checkpoints(self, call: Call) -> Response:
         limit, offset = _page(call, default=100)
         infos, total = self._service.list_checkpoints(call.caller, limit=limit, offset=offset)
-        return answer(rest.checkpoints(infos, limit=limit, offset=offset, total=total))
+        return await _listed(call, infos, limit=limit, offset=offset, total=total)
 
     async def _delete(self, call: Call) -> Response:
         await self._service.delete_checkpoint(call.caller, _path(call))
+        self._links.end(_path(call))
         return Response(status_code=204)
 
     async def _publish(self, call: Call) -> Response:
@@ -84,24 +86,27 @@ class RestRoutes:
 
     async def _unpublish(self, call: Call) -> Response:
         await self._service.set_public(call.caller, _path(call), public=False)
+        self._links.end(_path(call))
         return Response(status_code=204)
 
     async def _set_ttl(self, call: Call) -> Response:
-        await self._service.set_ttl(call.caller, _path(call), read_json(TtlBody, call.body).ttl_seconds)
+        await self._service.set_ttl(call.caller, _path(call), (await call.json(TtlBody)).ttl_seconds)
         return Response(status_code=204)
 
     async def _urls(self, call: Call) -> Response:
-        files = self._service.external_files(call.caller, _path(call))
-        token, expires = self._links.make(files)
+        path = _path(call)
+        export = Export(call.caller, path, self._service.external_folder(call.caller, path))
+        files = await asyncio.to_thread(self._service.external_files, call.caller, path)
+        token, expires = self._links.make(export, files)
         base = f"{call.http.base_url}api/v1/external/{token}"
         return answer(rest.external_weights_urls({name: f"{base}/{name}" for name in files}, expires=expires))
 
     async def _weights_info(self, call: Call) -> Response:
-        base_model, lora = self._service.weights_info(call.caller, read_json(WeightsInfoBody, call.body).tinker_path)
+        base_model, lora = self._service.weights_info(call.caller, (await call.json(WeightsInfoBody)).tinker_path)
         return answer(rest.weights_info(base_model, lora))
 
     async def _copy(self, call: Call) -> Response:
-        body = read_json(CopyWeightsBody, call.body)
+        body = await call.json(CopyWeightsBody)
         assert body.session_id is not None and body.model_seq_id is not None, "checked when the body was read"
         path = await self._service.copy_weights(
             call.caller, path=body.source_path, session_id=body.session_id, model_seq_id=body.model_seq_id, ttl_s=body.ttl_seconds)
@@ -115,19 +120,54 @@ class RestRoutes:
         return answer(rest.session(self._service.session_info(call.caller, call.param("session"))))
 
 
+@dataclass(frozen=True)
+class Export:
+    """Whose link it is, to which export; another one of the same name is in another folder."""
+
+    caller: Caller
+    path: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class _Link:
+    export: Export
+    files: Mapping[str, Path]
+    expires: float
+
+
 class Links:
-    """URLs of exported files, which nobody can guess and which expire; whoever has one needs no key, as clients send none."""
+    """URLs of exported files, which nobody can guess and which expire; whoever has one needs no key, as clients send none.
 
-    def __init__(self) -> None:
-        self._files: dict[str, tuple[float, dict[str, Path]]] = {}
+    A link is good as long as whoever asked for it may have the export, and ends when the export is made private or deleted.
+    """
 
-    def make(self, files: Mapping[str, Path]) -> tuple[str, float]:
-        """A token for files by their names, and until when it is good, in seconds since the epoch."""
+    def __init__(self, folder_of: Callable[[Caller, str], str]) -> None:
+        """`folder_of` an export at a path for a caller; raises RequestError where there is none for him."""
+        self._folder_of = folder_of
+        self._links: dict[str, _Link] = {}  # the oldest first
+        self._token_of: dict[Export, str] = {}
+
+    def make(self, export: Export, files: Mapping[str, Path]) -> tuple[str, float]:
+        """A token for files by their names, and until when it is good, in seconds since the epoch; the last one if it is good for long."""
         now = time.time()
-        self._files = {token: (expires, known) for token, (expires, known) in self._files.items() if expires > now}
+        while self._links and (len(self._links) >= _MAX_LINKS or next(iter(self._links.values())).expires <= now):
+            self._drop(next(iter(self._links)))
+        if (known := self._token_of.get(export)) is not None and self._links[known].expires > now + _LINK_S / 2:
+            return known, self._links[known].expires
         token, expires = secrets.token_urlsafe(24), now + _LINK_S
-        self._files[token] = expires, dict(files)
+        self._links[token], self._token_of[export] = _Link(export, dict(files), expires), token
         return token, expires
+
+    def end(self, path: str) -> None:
+        """End all links to an export."""
+        for token in [token for token, link in self._links.items() if link.export.path == path]:
+            self._drop(token)
+
+    def _drop(self, token: str) -> None:
+        export = self._links.pop(token).export
+        if self._token_of.get(export) == token:
+            del self._token_of[export]
 
     @property
     def route(self) -> Route:
@@ -136,14 +176,28 @@ class Links:
 
     def find(self, token: str, name: str) -> Path | None:
         """The file that a link means, while it is good."""
-        expires, files = self._files.get(token, (0.0, {}))
-        return files.get(name) if expires > time.time() else None
+        link = self._links.get(token)
+        return link.files.get(name) if link is not None and link.expires > time.time() and self._stands(link.export) else None
+
+    def _stands(self, export: Export) -> bool:
+        try:
+            return self._folder_of(export.caller, export.path) == export.folder
+        except RequestError:
+            return False
 
     async def _fetch(self, http: Request) -> Response:
         path = self.find(http.path_params["token"], http.path_params["name"])
         if path is None or not path.is_file():
-            return refusal("there is no such file, or its link has expired; ask for external_weights_urls again", status=404)
+            return refusal("there is no such file, or its link has ended; ask for external_weights_urls again", status=404)
         return FileResponse(path)
+
+
+async def _listed(call: Call, infos: Sequence[CheckpointInfo], *, limit: int, offset: int, total: int) -> Response:
+    """A page of checkpoints; a long one is written beside the event loop."""
+    def write() -> Response:
+        return answer(rest.checkpoints(infos, limit=limit, offset=offset, total=total))
+
+    return write() if len(infos) <= _MAX_PAGE else await call.beside(write)
 
 
 def _path(call: Call) -> str:

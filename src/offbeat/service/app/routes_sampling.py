@@ -33,12 +33,12 @@ class SamplingRoutes:
         return [
             Endpoint("POST", "/api/v1/create_sampling_session", self._create),
             Endpoint("GET", "/api/v1/samplers/{sampler}", self._info),
-            Endpoint("POST", "/api/v1/asample", self._sample, quiet=True),
+            Endpoint("POST", "/api/v1/asample", self._sample, quiet=True, max_body_bytes=SampleBody.max_bytes),
             Endpoint("POST", "/api/v1/retrieve_future", self._retrieve, quiet=True),
         ]
 
     async def _create(self, call: Call) -> Response:
-        body = read_json(CreateSamplingSessionBody, call.body)
+        body = await call.json(CreateSamplingSessionBody)
         sampler = await self._sampling.samplers.create(
             call.caller, session_id=body.session_id, seq=body.sampling_session_seq_id, base_model=body.base_model,
             model_path=body.model_path)
@@ -48,11 +48,11 @@ class SamplingRoutes:
         return answer(rest.sampler(self._sampling.samplers.info(call.caller, call.param("sampler"))))
 
     async def _sample(self, call: Call) -> Response:
-        request = read_json(SampleBody, call.body).request(self._served.limits)
+        request = await call.read(lambda body: read_json(SampleBody, body).request(self._served.limits))
         return answer(rest.sample_accepted(self._sampling.sample(call.caller, request), num_samples=request.num_samples))
 
     async def _retrieve(self, call: Call) -> Response:
-        request_id = read_json(RetrieveFutureBody, call.body).request_id
+        request_id = (await call.json(RetrieveFutureBody)).request_id
         try:
             found = await self._service.retrieve(call.caller, request_id, timeout_s=_POLL_S)
         except StorageError:

@@ -6,7 +6,7 @@ from offbeat.service.app.reply import Call, Endpoint, Served, answer
 from offbeat.service.service import Service
 from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CreateSessionBody, FinishSessionBody, SessionBody
-from offbeat.service.wire.json_body import metadata_of, read_json
+from offbeat.service.wire.json_body import metadata_of
 
 # One batch is one request, so that its gradients do not depend on how a client cuts it, and requests arrive in order.
 _CLIENT_CONFIG = {
@@ -50,16 +50,16 @@ class SessionRoutes:
         return answer({"status": "accepted"})
 
     async def _create(self, call: Call) -> Response:
-        body = read_json(CreateSessionBody, call.body)
+        body = await call.json(CreateSessionBody)
         session_id = await self._service.create_session(
             call.caller, metadata=metadata_of(body.user_metadata), tags=tuple(body.tags), display_name=body.display_name or "")
         return answer({"type": "create_session", "session_id": session_id})
 
     async def _heartbeat(self, call: Call) -> Response:
-        await self._service.heartbeat(call.caller, read_json(SessionBody, call.body).session_id)
+        await self._service.heartbeat(call.caller, (await call.json(SessionBody)).session_id)
         return answer({"type": "session_heartbeat"})
 
     async def _finish(self, call: Call) -> Response:
-        body = read_json(FinishSessionBody, call.body)
+        body = await call.json(FinishSessionBody)
         await self._service.finish_session(call.caller, call.param("session"), body.reason.type)
         return Response(status_code=204)

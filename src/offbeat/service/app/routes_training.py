@@ -3,7 +3,6 @@
 A request that is refused must not be waited for by those with higher numbers, so the core is told of every refusal that is final.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -25,10 +24,7 @@ from offbeat.service.wire.bodies import (
     SaveWeightsBody,
 )
 from offbeat.service.wire.json_body import metadata_of, read_json
-from offbeat.service.wire.training import ForwardBackward, read_forward_backward
-
-_BESIDE_BYTES = 1 << 18
-"""Bodies above this are read on a thread, so that others' requests do not wait."""
+from offbeat.service.wire.training import read_forward_backward
 
 
 class Ordered(Protocol):
@@ -57,7 +53,6 @@ class TrainingRoutes:
         """All of them."""
         service = self._service
         ordered: dict[str, Handler] = {
-            "forward_backward": self._forward_backward,
             "optim_step": self._json(OptimStepBody, lambda caller, body: service.optim_step(
                 caller, model_id=body.model_id, seq_id=body.seq_id, params=body.params())),
             "save_weights": self._json(SaveWeightsBody, lambda caller, body: service.save_weights(
@@ -72,29 +67,29 @@ class TrainingRoutes:
         }
         return [
             Endpoint("POST", "/api/v1/create_model", self._create_model), Endpoint("POST", "/api/v1/get_info", self._get_info),
-            *(Endpoint("POST", f"/api/v1/{name}", handler) for name, handler in ordered.items())]
+            *(Endpoint("POST", f"/api/v1/{name}", handler) for name, handler in ordered.items()),
+            Endpoint("POST", "/api/v1/forward_backward", self._forward_backward, max_body_bytes=None)]
 
     def _json(self, kind: type[R], act: Act[R]) -> Handler:
         """An ordered request whose body is JSON."""
 
-        async def read(body: bytes) -> R:
-            return read_json(kind, body)
-
         async def handler(call: Call) -> Response:
-            return await self._submit(call, read, act)
+            return await self._submit(call, lambda body: read_json(kind, body), act)
 
         return handler
 
     async def _forward_backward(self, call: Call) -> Response:
         if not call.http.headers.get("content-type", "").startswith("application/x-protobuf"):
             raise BadRequestError("forward_backward takes application/x-protobuf; update the tinker SDK to 0.26 or later")
-        return await self._submit(call, self._read_pass, lambda caller, request: self._service.forward_backward(
-            caller, model_id=request.model_id, seq_id=request.seq_id, data=request.data, forward_only=request.forward_only))
+        return await self._submit(
+            call, lambda body: read_forward_backward(body, limits=self._served.limits),
+            lambda caller, request: self._service.forward_backward(
+                caller, model_id=request.model_id, seq_id=request.seq_id, data=request.data, forward_only=request.forward_only))
 
-    async def _submit(self, call: Call, read: Callable[[bytes], Awaitable[R]], act: Act[R]) -> Response:
+    async def _submit(self, call: Call, read: Callable[[bytes], R], act: Act[R]) -> Response:
         model, seq = None, None
         try:
-            request = await read(call.body)
+            request = await call.read(read)
             model, seq = request.model_id, request.seq_id
             return accepted(await act(call.caller, request), **({"model_id": model} if model else {}))
         except RequestError as exc:
@@ -103,13 +98,8 @@ class TrainingRoutes:
                 self._service.skip(call.caller, model, seq)
             raise
 
-    async def _read_pass(self, body: bytes) -> ForwardBackward:
-        if len(body) <= _BESIDE_BYTES:
-            return read_forward_backward(body, limits=self._served.limits)
-        return await asyncio.to_thread(read_forward_backward, body, limits=self._served.limits)
-
     async def _create_model(self, call: Call) -> Response:
-        body = read_json(CreateModelBody, call.body)
+        body = await call.json(CreateModelBody)
         request_id = await self._service.create_model(
             call.caller, session_id=body.session_id, model_seq_id=body.model_seq_id, base_model=body.base_model,
             lora=body.lora(alpha=self._served.alpha), metadata=metadata_of(body.user_metadata))
@@ -124,7 +114,7 @@ class TrainingRoutes:
             base_model=body.base_model, metadata=metadata_of(body.user_metadata))
 
     async def _get_info(self, call: Call) -> Response:
-        info = self._service.model_info(call.caller, read_json(ModelBody, call.body).model_id)
+        info = self._service.model_info(call.caller, (await call.json(ModelBody)).model_id)
         return answer(rest.model_info(info, tokenizer_id=self._served.tokenizer_id))
 
 

@@ -1,13 +1,18 @@
-"""The socket that the service listens on, and uvicorn on the service's own event loop. Used by `service.serve`."""
+"""The socket that the service listens on, and uvicorn on the service's own event loop, within bounds. Used by `service.serve`."""
 
 import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from offbeat.errors import PortBusyError
+from offbeat.service.app.connections import Bounds, Connections, GuardedProtocol
+
+_TICKS_PER_SWEEP = 10  # uvicorn ticks every 0.1 s
 
 
 @contextmanager
@@ -30,9 +35,19 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
 class HttpServer(uvicorn.Server):
     """uvicorn on the event loop of the service, which looks after signals itself."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections | None = None) -> None:
+        """`connections` are all that there may be; by default within the default bounds."""
+        self._open = Connections(Bounds()) if connections is None else connections
+        config.http = cast(Any, partial(GuardedProtocol, connections=self._open))
+        config.ws = "none"  # an upgraded connection would leave the bounds
         super().__init__(config)
         self.ready = asyncio.Event()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to exit."""
+        if counter % _TICKS_PER_SWEEP == 0:
+            self._open.sweep()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from offbeat.service.app.auth import demand_local
+from offbeat.service.app.auth import LOCAL_NAMES, Names, demand_local
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.reply import answer, refusal
 from offbeat.service.errors import RequestError
@@ -34,10 +34,12 @@ class Rates:
 class StatusPage:
     """Shows the service to its own machine, or to everybody if `public`."""
 
-    def __init__(self, status: Callable[[], Status], journal: Journal, *, public: bool) -> None:
+    def __init__(self, status: Callable[[], Status], journal: Journal, *, public: bool, names: Names = LOCAL_NAMES) -> None:
+        """`names` are those that the page is shown under."""
         self._status = status
         self._journal = journal
         self._public = public
+        self._names = names
         self._started = time.time()
         self._history: deque[Rates] = deque(maxlen=_POINTS)
 
@@ -60,12 +62,11 @@ class StatusPage:
             before, then = status, now
 
     def shielded(self, handler: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
-        """Answer nobody but this machine, unless all may look."""
+        """Answer nobody but this machine, unless all may look, and nobody who calls it by another's name."""
 
         async def shielded(http: Request) -> Response:
             try:
-                if not self._public:
-                    demand_local(http)
+                demand_local(http, self._names, public=self._public)
                 return handler()
             except RequestError as exc:
                 return refusal(str(exc), status=exc.status)
@@ -81,5 +82,5 @@ class StatusPage:
     def _json(self) -> Response:
         content = {
             "now": time.time(), "started": self._started, "status": self._status(), "rates": list(self._history),
-            "troubles": list(self._journal.troubles)}
+            "troubles": list(self._journal.troubles), "strangers": self._journal.strangers}
         return answer(content, headers={"cache-control": "no-store"})

@@ -6,13 +6,13 @@ Fields that a kind does not name are passed over, for clients grow. A check of i
 
 import json
 import re
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
 from offbeat.service.errors import BadRequestError, TooLargeError
 
-T = TypeVar("T")
+B = TypeVar("B")
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 Label = Annotated[str, msgspec.Meta(max_length=1000, pattern="^[^\\0]*$")]
@@ -23,8 +23,13 @@ TrainingSeq = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 """As many as the protocol's binary half can number."""
 TtlSeconds = Annotated[int, msgspec.Meta(ge=3600, le=10 * 365 * 86400)]
 
-MAX_JSON_BYTES = 16 << 20
+MAX_JSON_BYTES = 1 << 20
+"""Of bodies but those that ask for samples: the longest hold 64 KiB of metadata and 100 tags, each character written as 6 bytes."""
+MAX_SAMPLE_BYTES = 4 << 20
+"""Of bodies that ask for samples: 600,000 numbers of 6 digits, as prompts of 64 Ki tokens with 8 wanted ones at each position have."""
 _MAX_METADATA_BYTES = 65536
+_EXPLAINED_BYTES = 65536
+"""Of a body that is wrong: it is read again to say what stands there."""
 _SHOWN = 80
 _KINDS = {
     "int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list", "object": "an object"}
@@ -34,7 +39,9 @@ Metadata = dict[str, msgspec.Raw]
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """A JSON object."""
+    """A JSON object; one of a kind has at most `max_bytes`."""
+
+    max_bytes: ClassVar[int] = MAX_JSON_BYTES
 
 
 class TrainingBody(Body):
@@ -44,16 +51,16 @@ class TrainingBody(Body):
     seq_id: TrainingSeq
 
 
-def read_json(kind: type[T], data: bytes) -> T:
+def read_json(kind: type[B], data: bytes) -> B:
     """A body of a kind of `Body`.
 
     Raises:
-        TooLargeError: it has more than `MAX_JSON_BYTES`.
+        TooLargeError: it has more bytes than one of this kind may have.
         BadRequestError: it is not JSON, or a field is missing, of the wrong type or out of range; the sentence names it. For a request to a
             model it carries the model and the number of the request where they could be read.
     """
-    if len(data) > MAX_JSON_BYTES:
-        raise TooLargeError(f"the body has {len(data)} bytes; JSON may have {MAX_JSON_BYTES}")
+    if len(data) > (most := getattr(kind, "max_bytes", MAX_JSON_BYTES)):
+        raise TooLargeError(f"the body has {len(data)} bytes, where this kind of JSON may have {most}; send less at once")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -64,6 +71,8 @@ def read_json(kind: type[T], data: bytes) -> T:
 
 def _training_ids(data: bytes) -> tuple[str, int]:
     """The model and the number of a request to one that is wrong elsewhere."""
+    if len(data) > _EXPLAINED_BYTES:
+        return "", 0
     try:
         ids = msgspec.json.decode(data, type=TrainingBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -91,6 +100,8 @@ def _sentence(exc: Exception, data: bytes) -> str:
 
 def _value_at(place: str, data: bytes) -> str:
     """The start of the JSON at a place such as `a.b[0]`."""
+    if len(data) > _EXPLAINED_BYTES:
+        return "something else"
     try:
         value = msgspec.json.decode(data)
         for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):

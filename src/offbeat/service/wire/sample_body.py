@@ -1,14 +1,14 @@
 """The JSON body that asks for samples, and what it asks for in the service's own terms. Used by `app`."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from offbeat.service.errors import BadRequestError
 from offbeat.service.types import SampleRequest, SparseArray
-from offbeat.service.wire.json_body import Body, Count, Seed, Text
+from offbeat.service.wire.json_body import MAX_SAMPLE_BYTES, Body, Count, Seed, Text
 from offbeat.service.wire.limits import WireLimits
 from offbeat.service.wire.schema import INT64
 from offbeat.service.wire.tensors import read_tensor
@@ -16,6 +16,9 @@ from offbeat.service.wire.tensors import read_tensor
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenOrNone = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 TopTokens = Annotated[int, msgspec.Meta(ge=0, le=256)]
+
+_MAX_STOP_CHARS = 4096
+"""Of all stop strings together, which engines look for at every token."""
 
 
 class Chunk(Body):
@@ -44,6 +47,8 @@ class SamplingParams(Body):
     def __post_init__(self) -> None:
         if isinstance(self.stop, list) and len({type(stop) for stop in self.stop}) > 1:
             raise ValueError("stop must hold either strings or token ids, got both")
+        if (chars := sum(len(stop) for stop in self.stops or () if isinstance(stop, str))) > _MAX_STOP_CHARS:
+            raise ValueError(f"sampling_params.stop must have at most {_MAX_STOP_CHARS} characters in all, got {chars}")
 
     @property
     def stops(self) -> Any:
@@ -75,6 +80,8 @@ class TensorBody(Body):
 
 class SampleBody(Body):
     """POST asample."""
+
+    max_bytes: ClassVar[int] = MAX_SAMPLE_BYTES
 
     prompt: Prompt
     sampling_params: SamplingParams

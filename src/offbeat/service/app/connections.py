@@ -1,0 +1,291 @@
+"""Connections within bounds, before anybody knows who asks: how many there are, how much they send, how long they take. For `server`.
+
+uvicorn bounds none of these with its fast parser. What is bounded here: connections, in all and of one address; bytes, fields and time of a
+request's head; requests that are sent before others are answered; what still comes of a body that was answered without being read; answers
+that are not fetched. Bodies that are read have bounds of their own, in `body`.
+
+    Connections.sweep   consumes deadlines of connections; produces their ends; called every second by the server's tick
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import Any, Protocol
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Of connections.
+
+    Attributes:
+        connections: at a time; the oldest idle one gives way to a new one.
+        of_address: the same, of one address; this machine's own is exempt, as a proxy on it speaks for many.
+        head_bytes, head_fields: of the request line and the header; clients of the SDK send about 1 KB in 25 fields.
+        head_s: from a connection's or a request's first byte to the end of its head.
+        pipelined: requests that wait for the answer of another on the same connection; hardly any client sends one.
+        unread_s: for what a client still sends of a body whose request is answered, so that it reads the answer before the end.
+        unfetched_s: without progress while an answer waits to be fetched.
+    """
+
+    connections: int = 8192
+    of_address: int = 1024
+    head_bytes: int = 32768
+    head_fields: int = 128
+    head_s: float = 10.0
+    pipelined: int = 4
+    unread_s: float = 3.0
+    unfetched_s: float = 60.0
+
+
+class Connection(Protocol):
+    """What `Connections` needs of one."""
+
+    address: str
+
+    def close_idle(self) -> None:
+        """End it, for another one needs its place."""
+        ...
+
+    def check(self, now: float) -> None:
+        """End it if it has passed a deadline."""
+        ...
+
+
+class Connections:
+    """All that are open. For one event loop."""
+
+    def __init__(self, bounds: Bounds, *, is_exempt: Callable[[str], bool] = lambda _: False) -> None:
+        """`is_exempt` tells addresses that may have any number of connections."""
+        self.bounds = bounds
+        self._is_exempt = is_exempt
+        self._open: dict[Connection, None] = {}
+        self._idle: dict[Connection, None] = {}
+        self._of_address: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def admit(self, connection: Connection) -> bool:
+        """Whether a new connection may stay; the oldest idle one makes room for it."""
+        bounds, address = self.bounds, connection.address
+        if not self._is_exempt(address) and self._of_address[address] >= bounds.of_address and not self._free(address):
+            return False
+        if len(self._open) >= bounds.connections and not self._free(None):
+            return False
+        self._open[connection] = None
+        self._of_address[address] += 1
+        self.idle(connection)
+        return True
+
+    def idle(self, connection: Connection) -> None:
+        """It waits for its client, with no request under way."""
+        if connection in self._open:
+            self._idle.pop(connection, None)
+            self._idle[connection] = None
+
+    def busy(self, connection: Connection) -> None:
+        """It has a whole head."""
+        self._idle.pop(connection, None)
+
+    def leave(self, connection: Connection) -> None:
+        """It is gone, or about to be; may be called again."""
+        self._idle.pop(connection, None)
+        if connection in self._open:
+            del self._open[connection]
+            self._of_address[connection.address] -= 1
+            if not self._of_address[connection.address]:
+                del self._of_address[connection.address]
+
+    def sweep(self) -> None:
+        """End those that have passed a deadline."""
+        now = time.monotonic()
+        for connection in tuple(self._open):
+            connection.check(now)
+
+    def _free(self, address: str | None) -> bool:
+        """End the oldest idle connection, of an address if one is given; whether there was one."""
+        oldest = next((other for other in self._idle if address in (None, other.address)), None)
+        if oldest is not None:
+            self.leave(oldest)
+            oldest.close_idle()
+        return oldest is not None
+
+
+class _Refused(Exception):  # noqa: N818 (it never leaves this module)
+    """Ends the parsing of a request."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol within bounds.
+
+    What was sent since the parser last gave something on (a whole head, a piece of a body, an end) is what it holds, which bounds trailers
+    and the like, too.
+    """
+
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.address = ""
+        self._connections = connections
+        self._bounds = connections.bounds
+        self._refusal: tuple[int, str] = 400, "this is not a request of HTTP/1.1"
+        self._ended = False
+        self._in_head = self._in_body = False
+        self._held_bytes = self._head_bytes = self._head_fields = 0
+        self._deadline: float | None = None
+        self._unsent_bytes, self._unsent_deadline, self._drained = 0, 0.0, False
+
+    # -- the connection ----------------------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio."""
+        super().connection_made(transport)
+        self.address = address_of(self.client[0] if self.client else "")
+        self._deadline = time.monotonic() + self._bounds.head_s
+        if not self._connections.admit(self):
+            self._refuse(503, "this server has as many connections as it can hold; try again later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._ended = True
+        self._connections.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        if self._ended:
+            return
+        begins, self._held_bytes = self._held_bytes == 0, self._held_bytes + len(data)
+        super().data_received(data)
+        if self._held_bytes > self._bounds.head_bytes:
+            self._refuse_head()
+        elif begins and self._held_bytes and not (self._in_body or self._is_answering):
+            self._deadline = time.monotonic() + self._bounds.head_s
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+        self._drained = True
+        super().resume_writing()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def close_idle(self) -> None:
+        """See `Connection`."""
+        self._ended = True
+        self.transport.close()
+
+    def check(self, now: float) -> None:
+        """See `Connection`."""
+        self._check_unsent(now)
+        if self._deadline is None or now < self._deadline or self._is_answering:
+            return
+        if self._in_body or not self._in_head:  # its request was answered, or it never sent one
+            self.transport.abort()
+        else:
+            self._refuse(408, f"the head of a request did not arrive within {self._bounds.head_s:g} s")
+
+    def _check_unsent(self, now: float) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if not self._unsent_bytes or self._drained or unsent < self._unsent_bytes:
+            self._unsent_deadline = now + self._bounds.unfetched_s
+        elif unsent and now > self._unsent_deadline:
+            self.transport.abort()
+        self._unsent_bytes, self._drained = unsent, False
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        """Answer and end it, in the form of the service's other refusals, unless an answer is on its way."""
+        if self._ended:
+            return
+        self._ended = True
+        if not (self._is_answering and self.cycle.response_started):
+            body = msgspec.json.encode({"detail": sentence})
+            self.transport.write(
+                b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+                % (status, _REASONS[status].encode(), len(body), body))
+        self.transport.close()
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the head of a request may have {self._bounds.head_bytes} bytes and {self._bounds.head_fields} fields")
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (uvicorn's own words)
+        """What uvicorn says when parsing ends in an error: a refusal of ours, or what is no HTTP."""
+        self._refuse(*self._refusal)
+
+    # -- what the parser finds ---------------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        self._head_bytes = self._head_fields = 0
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """See httptools."""
+        self._add_to_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools."""
+        if self._in_body:
+            return  # a trailer: nobody reads it, and it must not pass for a field of the header
+        self._head_fields += 1
+        self._add_to_head(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _add_to_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._bounds.head_bytes or self._head_fields > self._bounds.head_fields:
+            self._refuse_head()
+            raise _Refused
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        if len(self.pipeline) >= self._bounds.pipelined:
+            self._refuse(400, f"at most {self._bounds.pipelined} requests may wait for the answer of another; wait for answers")
+            raise _Refused
+        self._held_bytes, self._in_head, self._in_body, self._deadline = 0, False, True, None
+        self._connections.busy(self)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """See httptools."""
+        self._held_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        self._held_bytes, self._in_body = 0, False
+        if not self._is_answering:  # what came of it has stopped uvicorn's own clock
+            self._deadline = time.monotonic() + self.timeout_keep_alive
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        super().on_response_complete()
+        if self._is_answering or self.transport.is_closing():
+            return  # by a request that had to wait
+        self._connections.idle(self)
+        if self._in_body:
+            self._deadline = time.monotonic() + self._bounds.unread_s
+        elif self._in_head:
+            self._deadline = time.monotonic() + self._bounds.head_s
+
+
+def address_of(host: str) -> str:
+    """What connections are counted by: an IPv4 address, or the network of an IPv6 address, for each machine has many of those."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, IPv6Address):
+        mapped: IPv4Address | None = address.ipv4_mapped
+        return str(mapped or (address if address.is_loopback else IPv6Network((address, 64), strict=False)))
+    return str(address)
