@@ -23,8 +23,8 @@ from offbeat.cluster.material import Base, read_base
 from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, StorageError
+from offbeat.hosts import is_loopback
 from offbeat.service.app.assembly import open_front
-from offbeat.service.app.auth import is_loopback
 from offbeat.service.app.reply import Served
 from offbeat.service.app.server import HttpServer, listen
 from offbeat.service.backend import Backend

@@ -1,10 +1,9 @@
 """Who asks: API keys for clients, and this machine alone for those who look at the server. Called by `app` before a handler runs."""
 
-from ipaddress import ip_address
-
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from offbeat.hosts import is_loopback
 from offbeat.service.app.reply import refusal
 from offbeat.service.errors import UnknownError, UnknownKeyError
 from offbeat.service.keys import Keys
@@ -52,14 +51,3 @@ class LocalNames:
                 f"this server takes any key, and so answers to 127.0.0.1 and localhost only, not to {name[:80]!r}; start it with --keys to "
                 "change that", status=403)
         await app(scope, receive, send)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address, or the name localhost, is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
