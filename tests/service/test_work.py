@@ -4,7 +4,7 @@ import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.data.datums import DatumBatch
-from offbeat.errors import DataError, DeathError, StorageError
+from offbeat.errors import DataError, DeathError, ModelError, PublishError, StorageError
 from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.futures import Future
 from offbeat.service.models import Model
@@ -66,6 +66,8 @@ def test_a_step_takes_turns_with_other_steps() -> None:
 
 
 def test_an_error_is_the_users_or_the_servers_and_tells_no_more_than_it_should() -> None:
+    refused, taken = explain(ModelError("/srv/secrets is no adapter"), name="m:1"), explain(PublishError("secrets"), name="m:1")
+    assert (refused.category, taken.category) == ("user", "server") and "secrets" not in refused.message + taken.message
     mine, damaged, disk, died, bug = (explain(error, name="m:1") for error in (
         DataError("too long; cut it"), CheckpointError("it is damaged"), StorageError("secrets: the disk is full"),
         DeathError("rank 0: secrets of others"), KeyError("secrets")))

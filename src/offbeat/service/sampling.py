@@ -22,7 +22,8 @@ from offbeat.errors import OffbeatError, RefusedError
 from offbeat.inference.sampling import PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
 from offbeat.inference.sampling import TopTokens as EngineTopTokens
-from offbeat.service.errors import RequestError
+from offbeat.service.checkpoints import CheckpointError
+from offbeat.service.errors import RequestError, outside
 from offbeat.service.fair import FairQueue
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import sample_request
@@ -145,18 +146,23 @@ class Sampling:
         await self._futures.finish(job.future, outcome)
 
     async def _outcome(self, job: Job) -> Outcome:
+        name = job.future.request_id
         try:
             self._check(job.request)
             async with self.samplers.using(job.row) as adapter:
                 return await self._sampled(adapter, job)
         except (RequestError, RefusedError) as exc:
-            _log.info("%s is refused: %s", job.future.request_id, exc)
-            return Failed(str(exc), "user")
+            _log.info("%s is refused: %s", name, exc)
+            said = exc.said if isinstance(exc, RefusedError) else ""
+            return Failed(outside(said or str(exc), name=name), "user")
+        except CheckpointError as exc:
+            _log.error("%s failed: %s", name, exc)
+            return Failed(outside(str(exc), name=name), "server")
         except OffbeatError as exc:
-            _log.warning("%s failed: %s", job.future.request_id, exc)
-            return Failed(str(exc), "server")
+            _log.warning("%s failed: %s", name, exc)
+            return Failed(f"the engines could not do this, and the server's log has the reason under {name}; send it again", "server")
         except Exception:
-            _log.exception("%s failed", job.future.request_id)
+            _log.exception("%s failed", name)
             return Failed("the server failed in a way that it did not expect; its log has the reason", "server")
 
     def _check(self, request: SampleRequest) -> None:

@@ -15,6 +15,7 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import OffbeatError, PublishError, StorageError, UserError
 from offbeat.service.checkpoints import CheckpointError
+from offbeat.service.errors import outside
 from offbeat.service.futures import Future
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.models import Model
@@ -173,10 +174,14 @@ def explain(exc: Exception, *, name: str) -> Failed:
     """One sentence for the client whose request is called `name`, and the whole for the log."""
     if category_of(exc) == "user":
         _log.info("%s failed: %s", name, exc)
-        return Failed(str(exc), "user")
+        return Failed(outside(str(exc), name=name), "user")
     _log.error("%s failed: %s", name, exc, exc_info=not isinstance(exc, OffbeatError))
-    if isinstance(exc, CheckpointError | PublishError):
-        return Failed(str(exc), "server")
+    if isinstance(exc, CheckpointError):
+        return Failed(outside(str(exc), name=name), "server")
+    if isinstance(exc, PublishError):  # what engines have to say is for the log
+        return Failed(
+            f"no engine takes these weights, and the server's log has the reason under {name}; send the request again, or if the weights "
+            "have diverged, go on from an older checkpoint", "server")
     if isinstance(exc, StorageError):  # where the operator keeps things is no business of clients
         return Failed(f"the server could not keep or read what this request needs; its log has the reason under {name}", "server")
     if isinstance(exc, OffbeatError):
