@@ -92,8 +92,8 @@ def serving(runner: asyncio.Runner, model: str, num_engines: int) -> Iterator[Se
         record = SilentRecord(config.run_dir)
         record.log_dir.mkdir(parents=True)
         group = await EngineGroup.start(launcher, config, log_dir=record.log_dir)
-        urls = await group.serve(model=model, tokenizer=model, version=-1)
-        return await open_serving(stack, group, urls, config, record, model=model)
+        addresses = await group.serve(model=model, tokenizer=model, version=-1)
+        return await open_serving(stack, group, addresses, config, record, model=model)
 
     stack = AsyncExitStack()
     try:
@@ -122,7 +122,7 @@ class Publishes:
         """Publish all tenants once."""
         pool = self._served.pool
         urls = {name: pool.client(name).url for name in pool.states}
-        job = {"do": order, "round": number, "tenants": self._num_tenants, "urls": urls}
+        job = {"do": order, "round": number, "tenants": self._num_tenants, "urls": urls, "key": self._served.engines.key}
         first, last = (answer.values for answer in self._threads.map(lambda rank: rank.ask(job), self._ranks))
         tuples = [{name: tuple(m[name]) for name in ("canary", "canary_logprobs")} for m in first["manifests"]]
         manifests = [AdapterManifest(**m | each) for m, each in zip(first["manifests"], tuples, strict=True)]
@@ -179,7 +179,7 @@ def run_rank(rank: int, port: int, model: str) -> None:
                 adapters.append(random_adapter(model, seed=len(adapters)))
             manifests = [write(adapter, i, job) for i, adapter in enumerate(adapters)]
             if job["do"] == "naive":
-                seconds = asyncio.run(fan_out_in_turn(manifests, job["urls"]))
+                seconds = asyncio.run(fan_out_in_turn(manifests, job["urls"], job["key"]))
         dist.barrier(group=group)  # noqa: TID251
         return {"held_s": time.perf_counter() - start, "manifests": [asdict(m) for m in manifests], "seconds": seconds}
 
@@ -206,11 +206,11 @@ def write(adapter: Adapter, index: int, job: dict[str, Any]) -> AdapterManifest:
     return AdapterManifest(tenant, job["round"], str(folder), adapter.fingerprint(), CANARY, (0.0,) * (len(CANARY) - 1), adapter.num_bytes)
 
 
-async def fan_out_in_turn(manifests: Sequence[AdapterManifest], urls: dict[str, str]) -> list[float]:
+async def fan_out_in_turn(manifests: Sequence[AdapterManifest], urls: dict[str, str], key: str) -> list[float]:
     """Seconds from the start until each adapter is on every engine."""
     seconds, start = [], time.perf_counter()
     async with EngineSession() as http:
-        clients = [EngineClient(name, url, http.session) for name, url in urls.items()]
+        clients = [EngineClient(name, url, http.session, api_key=key) for name, url in urls.items()]
         for manifest in manifests:
             for client in clients:
                 await client.load_adapter(manifest.name, manifest.folder, timeout_s=TIMEOUT_S)

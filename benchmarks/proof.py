@@ -160,9 +160,9 @@ async def main(args: argparse.Namespace) -> None:
         config = Config.model_validate(settings)
         launcher = await stack.enter_async_context(LocalLauncher(stop_timeout_s=10))
         engines = await EngineGroup.start(launcher, config, log_dir=directory)
-        urls = await engines.serve(model=model, tokenizer=model, version=-1)
+        served = await engines.serve(model=model, tokenizer=model, version=-1)
         http = await stack.enter_async_context(EngineSession())
-        client = EngineClient("vllm", urls["engine 0"], http.session, dialect=make_dialect(config, model))
+        client = EngineClient("vllm", served.urls["engine 0"], http.session, dialect=make_dialect(config, model), api_key=served.key)
         version = 0
         for lr in args.lrs:
             version = await run(client, args, directory, model, lr, version)

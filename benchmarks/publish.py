@@ -97,13 +97,13 @@ async def measure(model: str, engine: str, interrupt: Interrupt, places: dict[st
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(LocalLauncher(stop_timeout_s=5))
         group = await EngineGroup.start(launcher, config, log_dir=WORK)
-        ((name, url),) = (await group.serve(model=folder, tokenizer=folder, version=-1)).items()
+        ((name, url),) = (await group.serve(model=folder, tokenizer=folder, version=-1)).urls.items()
         http = await stack.enter_async_context(EngineSession())
-        client = EngineClient(name, url, http.session, dialect=make_dialect(config, folder))
+        client = EngineClient(name, url, http.session, dialect=make_dialect(config, folder), api_key=group.key)
         gaps: list[Gap] = []
         numbers = itertools.count(1)
         streams = [
-            asyncio.create_task(stream(http.session, url, folder, gaps, vocab_size=MODELS[model][1], seed=seed))
+            asyncio.create_task(stream(http.session, url, group.key, folder, gaps, vocab_size=MODELS[model][1], seed=seed))
             for seed in range(NUM_STREAMS)]
         await asyncio.sleep(2 * QUIET_S)  # the warm-up
         for number in range(num_publishes + 1):
@@ -150,13 +150,15 @@ async def publish(client: EngineClient, *, version: int, folder: Path, interrupt
     assert proof.version == version, f"{client.name} serves version {proof.version}"
 
 
-async def stream(session: aiohttp.ClientSession, url: str, model: str, gaps: list[Gap], *, vocab_size: int, seed: int) -> None:
+async def stream(
+    session: aiohttp.ClientSession, url: str, key: str, model: str, gaps: list[Gap], *, vocab_size: int, seed: int,
+) -> None:
     """One request after the other, until cancelled; adds the gaps between its events."""
     rng = np.random.default_rng(seed)
     while True:
         prompt = rng.integers(3, vocab_size, PROMPT_TOKENS).tolist()
         body = {"model": model, "prompt": prompt, "max_tokens": int(rng.integers(*ANSWER_TOKENS)), "ignore_eos": True, "stream": True}
-        async with session.post(f"{url}/v1/completions", json=body) as response:
+        async with session.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}) as response:
             assert response.status == 200, await response.text()
             last = None
             async for line in response.content:

@@ -124,6 +124,7 @@ class Engine:
         kind: "embedded" or "vllm".
         model: what it was started with.
         folder, version: what it serves now.
+        key: that it wants, empty for none.
     """
 
     kind: str
@@ -133,13 +134,14 @@ class Engine:
     folder: str
     version: int = -1
     next_version: int = 1
+    key: str = ""
 
     def run(self, body: Body[T]) -> T:
         """Run `body` with a client."""
 
         async def main() -> T:
             async with EngineSession() as http:
-                return await body(EngineClient("engine 0", self.url, http.session, dialect=self.dialect))
+                return await body(EngineClient("engine 0", self.url, http.session, dialect=self.dialect, api_key=self.key))
 
         return asyncio.run(main())
 
@@ -163,24 +165,25 @@ class Engine:
 @contextmanager
 def embedded(model: str, **options: Any) -> Iterator[Engine]:
     """The embedded engine, on threads of this process."""
-    server = EngineServer(
-        EngineOptions(model=model, version=-1, max_adapters=MAX_ADAPTERS, max_adapter_rank=MAX_RANK, max_running=64, **options))
+    key = "of-this-test"
+    server = EngineServer(EngineOptions(
+        model=model, version=-1, max_adapters=MAX_ADAPTERS, max_adapter_rank=MAX_RANK, max_running=64, api_key=key, **options))
     try:
-        yield Engine("embedded", server.start(), EmbeddedDialect(), model, model)
+        yield Engine("embedded", server.start(), EmbeddedDialect(), model, model, key=key)
     finally:
         server.stop()
 
 
 @contextmanager
-def vllm_group(root: Path, *runs: tuple[str, dict[str, str]]) -> Iterator[list[str]]:
-    """vLLM servers, started at once as a run starts them: per model its settings; their URLs."""
+def vllm_group(root: Path, *runs: tuple[str, dict[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """vLLM servers, started at once as a run starts them: per model its settings; their URLs and keys."""
 
-    async def start(launcher: LocalLauncher, index: int, model: str, settings: dict[str, str]) -> str:
+    async def start(launcher: LocalLauncher, index: int, model: str, settings: dict[str, str]) -> tuple[str, str]:
         config = small_config(
             root, model, inference__engine="vllm", inference__max_running="64", inference__start_timeout_s="240", **settings)
         (root / str(index)).mkdir()
         group = await EngineGroup.start(launcher, config, log_dir=root / str(index))
-        return (await group.serve(model=model, tokenizer=model, version=-1))["engine 0"]
+        return (await group.serve(model=model, tokenizer=model, version=-1)).urls["engine 0"], group.key
 
     launcher = LocalLauncher(stop_timeout_s=5)
     with asyncio.Runner() as runner, ExitStack() as stack:

@@ -58,6 +58,21 @@ def test_calls_that_are_sent_at_once_each_have_their_deadline_from_the_answer_be
     asyncio.run(body())
 
 
+def test_a_child_gets_its_parents_variables_but_those_that_are_kept_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "7")
+    monkeypatch.setenv("PLAIN", "8")
+    spec = ChildSpec("w", "handlers:Echo", ENV | {"PLAIN": "9"}, without=frozenset({"A_SECRET", "PLAIN"}))
+
+    async def main() -> list[bytes]:
+        child = await Child.start(spec, timeout_s=20)
+        try:
+            return [await child.call("env", name, timeout_s=20) for name in (b"A_SECRET", b"PLAIN", b"HOME")]
+        finally:
+            await child.kill()
+
+    assert asyncio.run(main()) == [b"", b"9", os.environ.get("HOME", "").encode()]
+
+
 def test_our_errors_cross_as_themselves_and_others_name_the_worker() -> None:
     async def body() -> None:
         child = await start()

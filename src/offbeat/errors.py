@@ -90,7 +90,13 @@ class EngineError(RunError):
 
 
 class RefusedError(EngineError):
-    """The engine says that the request itself is wrong; another engine would say the same."""
+    """The engine says that the request itself is wrong; another engine would say the same.
+
+    Attributes:
+        said: the engine's own words, where the message has more than those.
+    """
+
+    said = ""
 
 
 class BusyError(EngineError):

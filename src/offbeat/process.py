@@ -57,6 +57,7 @@ class ChildSpec:
         name: how people know it, such as "rank 0".
         target: "module:Class" of its handler, constructed without arguments.
         env: environment variables added to the parent's; thread counts must be set here, before libraries load.
+        without: variables of the parent's that it does not get.
         log: file that takes its stdout and stderr; None shares the parent's.
     """
 
@@ -64,6 +65,12 @@ class ChildSpec:
     target: str
     env: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
+    without: frozenset[str] = frozenset()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """All that it gets."""
+        return {name: value for name, value in os.environ.items() if name not in self.without} | dict(self.env)
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ class Child:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "offbeat.process", spec.target, spec.name, str(theirs.fileno()), str(os.getpid()),
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=os.environ | dict(spec.env), start_new_session=True,
+                env=spec.environment, start_new_session=True,
             )
         finally:
             theirs.close()

@@ -2,11 +2,12 @@
 
 import argparse
 import io
+import os
 from pathlib import Path
 
 import pytest
 
-from offbeat.cli.common import add_config_argument, make_console, report_line
+from offbeat.cli.common import add_config_argument, keep_private, make_console, report_line
 from offbeat.errors import DataError
 from small_run import small_config
 
@@ -27,6 +28,18 @@ def test_the_console_is_what_the_arguments_and_the_configuration_ask_for(tmp_pat
     assert shown(tmp_path) == "  saved\n"
     assert shown(tmp_path, "--json") == '{"event": "note", "text": "saved"}\n'
     assert shown(tmp_path, telemetry__console="false") == ""
+
+
+@pytest.mark.parametrize(("private", "modes"), [("true", (0o700, 0o600)), ("false", (0o755, 0o644))])
+def test_what_a_command_writes_is_for_its_user_alone_unless_asked_otherwise(tmp_path: Path, private: str, modes: tuple[int, int]) -> None:
+    before = os.umask(0o022)
+    try:
+        keep_private(small_config(tmp_path, run__private=private))
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").touch()
+    finally:
+        os.umask(before)
+    assert tuple((tmp_path / name).stat().st_mode & 0o777 for name in ("folder", "file")) == modes
 
 
 def test_the_report_is_written_and_its_place_is_told_unless_programs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

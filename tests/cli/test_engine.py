@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from offbeat.cli import main as cli
+from offbeat.cli.engine import read_key
+from offbeat.errors import ConfigError
 from small_run import start_offbeat
 from waiting import wait_until
 
@@ -41,6 +43,29 @@ def test_an_engine_answers_and_ends_at_ctrl_c(model_dir: str) -> None:
         _, stderr = process.communicate(timeout=15)
         assert (process.returncode, stderr) == (0, "")
         wait_until(lambda: not [child for child in tree if child.is_running()], timeout_s=5)
+
+
+def test_an_engine_beyond_this_machine_wants_a_key_which_no_argument_shows(
+    model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OFFBEAT_API_KEY", raising=False)
+    assert cli.main(["engine", "--model", model_dir, "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "--host 0.0.0.0 can be reached by other machines, so this engine needs a key: set OFFBEAT_API_KEY or give --key-file" in (
+        capsys.readouterr().err)
+    with pytest.raises(SystemExit):
+        cli.main(["engine", "--model", model_dir, "--api-key", "secret"])
+
+
+def test_a_key_comes_from_the_environment_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFBEAT_API_KEY", "from-the-environment")
+    (tmp_path / "key").write_text("from-a-file\n")
+    (tmp_path / "empty").write_text(" \n")
+    assert read_key(None) == "from-the-environment"
+    assert read_key(str(tmp_path / "key")) == "from-a-file"
+    with pytest.raises(ConfigError, match="--key-file .*empty is empty; write a long random key into it"):
+        read_key(str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match="--key-file .*none cannot be read: No such file"):
+        read_key(str(tmp_path / "none"))
 
 
 def test_a_busy_port_is_a_mistake(model_dir: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from offbeat.cluster.engine_group import EngineGroup, engine_options, raise_death, serve_one
 from offbeat.cluster.local import LocalLauncher
-from offbeat.errors import ConfigError, WorkerError
+from offbeat.cluster.messages import EngineAddresses, EngineStart, ServerStart
+from offbeat.errors import ConfigError, RefusedError, WorkerError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
 from offbeat.process import Child
@@ -30,11 +31,13 @@ def test_engines_serve_and_one_that_dies_is_told_once_and_restarted(tmp_path: Pa
     async def main() -> None:
         async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
             group = await EngineGroup.start(launcher, config, log_dir=tmp_path)
-            urls = await group.serve(model=model_dir, tokenizer=model_dir, version=-1)
+            urls = (await group.serve(model=model_dir, tokenizer=model_dir, version=-1)).urls
             assert list(urls) == ["engine 0", "engine 1"]
 
             async def check(url: str) -> None:
-                client = EngineClient("engine", url, http.session)
+                with pytest.raises(RefusedError, match="answered /health with 401: this engine wants its key"):
+                    await EngineClient("engine", url, http.session).health(timeout_s=5)
+                client = EngineClient("engine", url, http.session, api_key=group.key)
                 assert (await client.health(timeout_s=5))["version"] == -1
                 assert len(await client.generate((5, 6), Sampling(3), n=2, timeout_s=20)) == 2
 
@@ -58,12 +61,25 @@ def test_engines_serve_and_one_that_dies_is_told_once_and_restarted(tmp_path: Pa
     assert (tmp_path / "engine-0.log").exists()
 
 
-def test_engines_by_url_are_named_and_nothing_is_started(tmp_path: Path) -> None:
+def test_each_run_has_a_key_of_its_own_which_nothing_shows(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    keys = [EngineGroup(config).key for _ in range(2)]
+    assert keys[0] != keys[1] and all(len(key) == 43 for key in keys)
+    options = engine_options(config, "model", "tokenizer", -1, 0, api_key=keys[0])
+    assert options.api_key == keys[0]
+    server = ServerStart((), {"VLLM_API_KEY": keys[0]}, "", 1.0, keys[0])
+    for shown in (options, server, EngineAddresses({}, keys[0]), EngineStart(keys[0])):
+        assert keys[0] not in repr(shown)
+
+
+def test_engines_by_url_are_named_and_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path, inference__urls='["http://a:1", "http://b:2"]')
+    monkeypatch.setenv("OFFBEAT_API_KEY", "theirs")
 
     async def main() -> None:
         group = await EngineGroup.start(LocalLauncher(stop_timeout_s=1), config, log_dir=tmp_path)
-        assert await group.serve(model="", tokenizer="", version=-1) == {"engine 0": "http://a:1", "engine 1": "http://b:2"}
+        addresses = await group.serve(model="", tokenizer="", version=-1)
+        assert addresses == EngineAddresses({"engine 0": "http://a:1", "engine 1": "http://b:2"}, "theirs")
         assert not group.workers
 
     asyncio.run(main())

@@ -47,6 +47,19 @@ def check(kind: str, tmp_path: Path, body: Callable[[Launcher, Callable[[str, st
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
+def test_what_workers_write_is_as_private_as_what_the_controller_writes(kind: str, tmp_path: Path) -> None:
+    async def body(_: Launcher, start: Callable[[str, str], Awaitable[Worker]]) -> None:
+        before = os.umask(0o077)  # after Ray has started, whose nodes have one of their own
+        try:
+            await start("private", "handlers:Echo")
+        finally:
+            os.umask(before)
+        assert (tmp_path / "private.log").stat().st_mode & 0o777 == 0o600
+
+    check(kind, tmp_path, body)
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
 def test_a_launcher_keeps_the_contract(kind: str, tmp_path: Path) -> None:
     async def body(launcher: Launcher, start: Callable[[str, str], Awaitable[Worker]]) -> None:
         first, second = await asyncio.gather(start("first", "handlers:Echo"), start("second", "handlers:Echo"))

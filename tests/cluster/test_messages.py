@@ -11,6 +11,7 @@ from offbeat.cluster.messages import (
     BroadcastRequest,
     BuildRequest,
     EngineAddress,
+    EngineAddresses,
     EngineStart,
     ExportRequest,
     Folder,
@@ -35,7 +36,8 @@ EXAMPLES = [
     PublishRequest(3, "v3", "float32", (1, 2, 3), BroadcastRequest("10.0.0.1", 2, 60)), BroadcastRequest("10.0.0.1", 2, 60),
     Published("abc", (-1.25, -2.0)), Published("abc", (-1.25,), "10.0.0.1:99"), Folder("x"),
     ExportRequest("x", "y"), Loaded(12), EngineStart("{}"), EngineAddress("http://127.0.0.1:1"),
-    ServerStart(("python", "-m", "server"), {"A": "1"}, "127.0.0.1", 5.0),
+    EngineAddresses({"engine 0": "http://127.0.0.1:1"}, "the-key"),
+    ServerStart(("python", "-m", "server"), {"A": "1"}, "127.0.0.1", 5.0, "the-key"),
 ]
 
 

@@ -12,7 +12,7 @@ from small_run import small_config
 
 def command(tmp_path: Path, **settings: str) -> tuple[list[str], dict[str, str]]:
     config = small_config(tmp_path, inference__python=sys.executable, **{"inference__engine": "vllm", **settings})
-    words, env = server_command(config, model="model", tokenizer="tokenizer", version=-1, seed=5)
+    words, env = server_command(config, model="model", tokenizer="tokenizer", version=-1, seed=5, key="the-key")
     return list(words), env
 
 
@@ -28,6 +28,7 @@ def test_vllm_is_started_on_the_model_with_our_endpoints_inside(tmp_path: Path) 
     assert (value(words, "--max-num-seqs"), value(words, "--max-model-len")) == ("7", "48")
     assert value(words, "--logprobs-mode") == "processed_logprobs"
     assert env["OFFBEAT_VERSION"] == "-1"
+    assert env["VLLM_API_KEY"] == "the-key" and "the-key" not in " ".join(words)
     assert [path.name for path in Path(env["PYTHONPATH"]).glob("*.py")].count("vllm_inside.py") == 1
     assert "--enable-lora" not in words and "--no-enable-prefix-caching" not in words
 
@@ -60,8 +61,9 @@ def test_arguments_of_the_user_come_last(tmp_path: Path) -> None:
 
 
 def test_sglang_is_started_on_the_model(tmp_path: Path) -> None:
-    words, _ = command(tmp_path, inference__engine="sglang", model__lora__rank="8", inference__max_context="48")
-    assert words[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    words, env = command(tmp_path, inference__engine="sglang", model__lora__rank="8", inference__max_context="48")
+    assert words[0] == sys.executable and Path(words[1]).name == "sglang_keyed.py" and Path(words[1]).is_file()
+    assert env == {"OFFBEAT_ENGINE_KEY": "the-key"} and "the-key" not in " ".join(words)
     assert (value(words, "--model-path"), value(words, "--context-length"), value(words, "--random-seed")) == ("model", "48", "5")
     assert "--enable-lora" in words
 

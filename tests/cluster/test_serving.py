@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offbeat.cluster.engine_group import EngineGroup
+from offbeat.cluster.messages import EngineAddresses
 from offbeat.cluster.serving import make_dialect, open_serving
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
@@ -31,8 +32,8 @@ def test_a_quarantine_is_recorded_and_shown_once(tmp_path: Path) -> None:
 
     async def main(record: RunRecord) -> None:
         async with AsyncExitStack() as stack:
-            urls = {"engine 0": "http://127.0.0.1:9", "engine 1": "http://127.0.0.1:9"}
-            serving = await open_serving(stack, EngineGroup(config), urls, config, record, model="model")
+            addresses = EngineAddresses({"engine 0": "http://127.0.0.1:9", "engine 1": "http://127.0.0.1:9"}, "")
+            serving = await open_serving(stack, EngineGroup(config), addresses, config, record, model="model")
             serving.pool.quarantine("engine 0", "its process died")
             serving.pool.quarantine("engine 0", "cannot be reached")  # the first reason stands
             assert set(serving.pool.healthy) == {"engine 1"}
@@ -49,7 +50,8 @@ def test_an_engine_by_url_that_is_not_there_is_named_with_its_url(tmp_path: Path
 
     async def main(record: RunRecord) -> None:
         async with AsyncExitStack() as stack:
-            await open_serving(stack, EngineGroup(config), {"engine 0": "http://127.0.0.1:9"}, config, record, model="model")
+            addresses = EngineAddresses({"engine 0": "http://127.0.0.1:9"}, "")
+            await open_serving(stack, EngineGroup(config), addresses, config, record, model="model")
 
     with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
         with pytest.raises(ConfigError, match=r"inference.urls names http://127.0.0.1:9, but engine 0 .* cannot be reached"):
@@ -61,7 +63,10 @@ def opened(config: Config, url: str, root: Path, *, model: str) -> int:
 
     async def main(record: RunRecord) -> int:
         async with AsyncExitStack() as stack:
-            serving = await open_serving(stack, EngineGroup(config), {"engine 0": url}, config, record, model=model)
+            engines = EngineGroup(config)
+            addresses = await engines.serve(model=model, tokenizer=model, version=-1)
+            assert addresses.urls == {"engine 0": url}
+            serving = await open_serving(stack, engines, addresses, config, record, model=model)
             return (await serving.pool.client("engine 0").health(timeout_s=5))["version"]
 
     with RunRecord(root / "run", trace=False, console=Console("quiet")) as record:
@@ -100,7 +105,8 @@ def test_a_run_that_starts_again_unloads_what_it_has_left_in_engines_by_url_and_
 
     async def main(record: RunRecord) -> None:
         async with AsyncExitStack() as stack:
-            serving = await open_serving(stack, EngineGroup(config), {"engine 0": url}, config, record, model=model_dir)
+            addresses = EngineAddresses({"engine 0": url}, "")
+            serving = await open_serving(stack, EngineGroup(config), addresses, config, record, model=model_dir)
             client = serving.pool.client("engine 0")
             for name, folder in (left | stays).items():
                 await client.load_adapter(name, str(folder), timeout_s=20)
@@ -126,7 +132,8 @@ def test_an_engine_that_is_restarted_is_judged_anew(tmp_path: Path, monkeypatch:
     async def main(record: RunRecord) -> None:
         monkeypatch.setattr(engines, "restart", restart)
         async with AsyncExitStack() as stack:
-            serving = await open_serving(stack, engines, {"engine 0": "http://127.0.0.1:9"}, config, record, model="model")
+            addresses = EngineAddresses({"engine 0": "http://127.0.0.1:9"}, "")
+            serving = await open_serving(stack, engines, addresses, config, record, model="model")
             for version, logprob in ((1, -1.0), (2, -1.0004)):
                 wanted = Manifest(version, "", "", (1, 2), (logprob,))
                 verdict = serving.judge.judge("engine 0", wanted, Proof(version, None, (-1.0,)))

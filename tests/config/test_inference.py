@@ -22,3 +22,10 @@ def test_counts_start_at_one(name):
     assert getattr(InferenceConfig(**{name: 1}), name) == 1
     with pytest.raises(ValidationError):
         InferenceConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("arguments", [("--api-key", "secret"), ("--api-key=secret",)])
+def test_a_key_among_the_arguments_of_servers_is_refused(arguments):
+    with pytest.raises(ValidationError, match="must not hold --api-key; leave it out") as told:
+        InferenceConfig(arguments=arguments)
+    assert "secret" not in str(told.value.errors()[0]["msg"])

@@ -3,12 +3,26 @@
 import pytest
 from pydantic import ValidationError
 
+from offbeat.config.load import load_config
 from offbeat.config.service import ServeConfig
+from offbeat.errors import ConfigError
 
 
 def test_nobody_but_this_machine_is_served_unless_asked_for() -> None:
     serve = ServeConfig()
     assert serve.host == "127.0.0.1" and not serve.keys and not serve.public_status
+
+
+@pytest.mark.parametrize("url", ["postgresql://alice:hunter2@db/offbeat", "postgresql://db/offbeat?user=alice&password=hunter2"])
+def test_a_password_in_the_databases_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="serve.database: the database's URL must hold no password, .* set PGPASSWORD") as told:
+        load_config(None, [("serve.database", url)])
+    assert "hunter2" not in str(told.value)
+
+
+@pytest.mark.parametrize("url", ["", "postgresql://alice@db/offbeat", "sqlite:////tmp/a.db", "postgresql:///offbeat?host=/run/postgresql"])
+def test_other_urls_of_databases_are_taken(url: str) -> None:
+    assert load_config(None, [("serve.database", url)]).serve.database == url
 
 
 @pytest.mark.parametrize("values", [

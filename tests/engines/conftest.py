@@ -14,15 +14,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="session")
-def vllm_urls(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A server that takes adapters, of a model with tied heads, and one that keeps caches at a switch, of a model with untied ones."""
+def vllm_servers(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, str]]]:
+    """URLs and keys: a server that takes adapters, of a model with tied heads, and one that keeps caches at a switch, of untied ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for /pause and /resume
         lora = {
             "model__lora__rank": "4", "inference__max_adapters": str(MAX_ADAPTERS), "inference__max_adapter_rank": str(MAX_RANK)}
         runs = (models.folder(), lora), (models.folder(tied=False), {"weights__interrupt": "keep"})
-        with vllm_group(tmp_path_factory.mktemp("vllm"), *runs) as urls:
-            yield urls[0], urls[1]
+        with vllm_group(tmp_path_factory.mktemp("vllm"), *runs) as servers:
+            yield servers
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -33,8 +33,8 @@ def engine(request: pytest.FixtureRequest, models: Models) -> Iterator[Engine]:
         with embedded(model) as served:
             yield served
     else:
-        url, _ = request.getfixturevalue("vllm_urls")
-        yield Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, scores_prompts=False), model, model)
+        (url, key), _ = request.getfixturevalue("vllm_servers")
+        yield Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=True, scores_prompts=False), model, model, key=key)
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -45,5 +45,5 @@ def untied(request: pytest.FixtureRequest, models: Models) -> Iterator[Engine]:
         with embedded(model) as served:
             yield served
     else:
-        _, url = request.getfixturevalue("vllm_urls")
-        yield Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=False), model, model)
+        _, (url, key) = request.getfixturevalue("vllm_servers")
+        yield Engine("vllm", url, VllmDialect(model=model, whole_weights=True, lora=False), model, model, key=key)

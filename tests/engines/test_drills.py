@@ -146,7 +146,7 @@ def faulty_vllm(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Ite
         config = small_config(
             root, model, inference__engine="vllm", model__dtype=dtype, model__lora__rank="4", inference__max_running="64",
             inference__max_adapters=str(MAX_ADAPTERS), inference__max_adapter_rank=str(MAX_RANK))
-        command, env = server_command(config, model=model, tokenizer=model, version=-1, seed=0)
+        command, env = server_command(config, model=model, tokenizer=model, version=-1, seed=0, key="")
         path = root / f"{dtype}.json"
         env |= {"OFFBEAT_TEST_FAULT": str(path), "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(SUPPORT)])}
         start = ServerStart((*command, "--worker-extension-cls", "vllm_faults.FaultyWorker"), env, "127.0.0.1", 240)

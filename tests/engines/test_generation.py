@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import urllib.error
 import urllib.request
 from dataclasses import replace
 
@@ -107,7 +108,8 @@ def test_closing_the_connection_aborts(engine: Engine, models: Models) -> None:
 
 
 def num_running(engine: Engine) -> int:
-    with urllib.request.urlopen(f"{engine.url}/metrics", timeout=TIMEOUT_S) as response:
+    asked = urllib.request.Request(f"{engine.url}/metrics", headers={"Authorization": f"Bearer {engine.key}"})
+    with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as response:
         text = response.read().decode()
     (count,) = re.findall(r"^(?:vllm:num_requests_running|offbeat_engine_running)(?:\{.*\})? (\d+)", text, re.M)
     return int(count)
@@ -145,6 +147,30 @@ def test_a_proof_beside_generation_is_right_and_disturbs_nobody(engine: Engine, 
     assert any(sample.token_ids[-1] == 0 for sample in samples), "token 0, which is padded with, is sampled in this test"
     for index, sample in enumerate(samples):
         assert largest_gap(sample, reference.logprobs((5, 6 + index // 4), sample.token_ids)) < 1e-4
+
+
+def test_nobody_gets_in_without_the_key(engine: Engine) -> None:
+    paths = ["/v1/completions", "/v1/load_lora_adapter", "/v1/weights/stage", "/pause", "/resume"]
+    paths += [] if engine.kind == "embedded" else ["/invocations", "/tokenize", "/collective_rpc", "/health", "/metrics", "/nothing"]
+    for path in paths:
+        for key in ("", "another"):
+            asked = urllib.request.Request(
+                engine.url + path, b"{}", {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}))
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(asked, timeout=TIMEOUT_S)
+            assert refused.value.code == 401 and b"this engine wants its key" in refused.value.read(), path
+
+
+def test_a_pause_is_told_and_can_be_ended(engine: Engine) -> None:
+    async def body(client: EngineClient) -> None:
+        assert not (await client.health(timeout_s=TIMEOUT_S))["paused"]
+        await client.call("POST", "/pause?mode=keep", {"mode": "keep"})
+        assert (await client.health(timeout_s=TIMEOUT_S))["paused"]
+        await client.resume(timeout_s=TIMEOUT_S)
+        assert not (await client.health(timeout_s=TIMEOUT_S))["paused"]
+        assert len(await client.generate((5, 6), Sampling(3), n=1, timeout_s=TIMEOUT_S)) == 1
+
+    engine.run(body)
 
 
 def test_what_comes_while_an_engine_is_paused_waits(engine: Engine, models: Models) -> None:

@@ -1,6 +1,7 @@
 """Engines that die, stop or lie are noticed, healed and back in service; requests that they had are done all the same."""
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import pairwise
 
+import aiohttp
 import pytest
 
 from offbeat.config.weights import WeightsConfig
@@ -104,6 +106,40 @@ def test_an_engine_that_dies_is_restarted_and_its_request_is_done(start_engine) 
         assert len(await pool.generate(PROMPT, Sampling(3), n=1)) == 1
 
     caring({"a": url}, body, restart=restart)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_an_engine_that_somebody_pauses_is_noticed_and_resumed_and_its_request_is_done(start_engine, mode: str) -> None:
+    server, url = start_engine()
+
+    async def body(pool: EnginePool, events: Events) -> None:
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{url}/pause", json={"mode": mode, "by": "an old controller"}) as response:
+                assert response.status == 200
+        sample, = await pool.generate(PROMPT, Sampling(3), n=1)
+        assert sample.finish_reason in ("stop", "length")
+        await until(lambda: pool.states["a"] is State.SERVING and events[-1]["kind"] == "healed")
+        assert events[0]["kind"] == "quarantine"
+        assert re.fullmatch(r"it was paused by an old controller, \d+ s ago, and not by this run", events[0]["reason"])
+        assert events.steps() == [("reload", True)]
+        assert not server._engine.paused
+
+    caring({"a": url}, body)
+
+
+def test_samples_that_a_pause_has_cut_short_are_drawn_again(start_engine) -> None:
+    server, url = start_engine()
+
+    async def body(pool: EnginePool, _: Events) -> None:
+        server._loop.pause("keep").result()
+        call = asyncio.create_task(pool.generate(PROMPT, Sampling(3, ignore_eos=True), n=1))
+        await until(lambda: server._engine.num_waiting + server._engine.num_running)
+        async with aiohttp.ClientSession() as http, http.post(f"{url}/pause", json={"mode": "abort"}) as response:
+            assert response.status == 200
+        (sample,) = await call
+        assert len(sample.token_ids) == 3 and sample.num_retries == 1
+
+    caring({"a": url}, body)
 
 
 def test_an_idle_engine_that_stops_is_noticed_in_time_and_returns_by_itself() -> None:

@@ -13,15 +13,20 @@ import pytest
 from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
-from offbeat.rollout.reward_pool import RewardPool
+from offbeat.rollout.reward_pool import RewardPool, secret_variables
 
 REWARDS = Path(__file__).parents[1] / "support" / "rewards.py"
 ROW = Row("1>", "y")
 
 
-def check(name: str, body: Callable[[RewardPool], Awaitable[None]], *, num_workers: int = 1, timeout_s: float = 20.0) -> None:
+def check(
+    name: str, body: Callable[[RewardPool], Awaitable[None]], *, num_workers: int = 1, timeout_s: float = 20.0, memory_bytes: int = 0,
+    allowed: tuple[str, ...] = (),
+) -> None:
     async def main() -> None:
-        async with RewardPool(f"{REWARDS}:{name}", num_workers=num_workers, timeout_s=timeout_s, log_dir=None) as pool:
+        async with RewardPool(
+                f"{REWARDS}:{name}", num_workers=num_workers, timeout_s=timeout_s, log_dir=None, memory_bytes=memory_bytes,
+                allowed=allowed) as pool:
             await body(pool)
 
     before = set(psutil.Process().children())
@@ -84,6 +89,60 @@ def test_what_was_scored_when_its_process_died_is_scored_once_more(tmp_path: Pat
         assert await pool.score(["y", "z"], Row("1>", str(tmp_path / "died"))) == [1.0, 1.0]
 
     check("dies_once", body)
+
+
+@pytest.mark.parametrize("how", ["x at once", "x bit by bit"])
+def test_a_completion_on_which_the_reward_takes_too_much_memory_fails_alone(how: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        first, failed, last = await pool.score(["y", how, "y"], ROW)
+        assert (first, last) == (1.0, 1.0)
+        assert isinstance(failed, FailedReward)
+        assert "takes_memory_on_x ended its process: it took more memory than rollout.reward_memory_bytes = 500000000" in failed.reason
+
+    check("takes_memory_on_x", body, memory_bytes=500_000_000)
+
+
+def test_what_an_earlier_call_has_left_in_memory_fails_no_later_one() -> None:
+    async def body(pool: RewardPool) -> None:
+        for _ in range(6):  # each keeps 200 MB
+            assert await pool.score(["y"], ROW) == [1.0]
+
+    check("keeps_memory", body, memory_bytes=500_000_000)
+
+
+def test_a_reward_sees_no_secrets_of_its_parent_but_those_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "JUDGE_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("DATABASE", "postgresql://alice:secret@db/offbeat")
+    monkeypatch.setenv("PLAIN_SETTING", "7")
+
+    async def body(pool: RewardPool) -> None:
+        seen = ["WANDB_API_KEY", "HF_TOKEN", "DATABASE", "JUDGE_API_KEY", "PLAIN_SETTING", "PATH"]
+        assert await pool.score(seen, ROW) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+    check("sees_variable", body, allowed=("JUDGE_API_KEY",))
+
+
+def test_a_reward_that_misses_a_secret_is_told_how_it_may_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+
+    async def body(pool: RewardPool) -> None:
+        with pytest.raises(CodeError, match=r"raised KeyError: 'JUDGE_API_KEY' .*; rollout.reward_env = \['JUDGE_API_KEY'\] would show it"):
+            await pool.check(ROW)
+
+    check("needs_a_key", body)
+
+
+def test_what_looks_like_a_secret() -> None:
+    secrets = (
+        "HF_TOKEN", "WANDB_API_KEY", "PGPASSWORD", "AWS_SESSION", "MYSQL_PWD", "SSH_AUTH_SOCK", "GOOGLE_APPLICATION_CREDENTIALS", "KEY",
+        "GITHUB_PAT", "client_secret", "OFFBEAT_API_KEY", "VLLM_API_KEY")
+    others = ("PATH", "PWD", "OLDPWD", "HOME", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "KEYBOARD", "HF_HOME")
+    urls = {"A": "postgresql://u:p@h/d", "B": "http://user:pass@proxy:3128"}
+    plain = {"C": "http://proxy:3128", "D": "postgresql://u@h/d", "E": "a:b@c"}
+    environ = dict.fromkeys([*secrets, *others], "x") | urls | plain
+    assert secret_variables(environ, allowed=()) == {*secrets, *urls}
+    assert secret_variables(environ, allowed=["HF_TOKEN", "A"]) == {*secrets, "B"} - {"HF_TOKEN"}
 
 
 def test_a_cancelled_call_leaves_a_working_pool() -> None:

@@ -9,14 +9,14 @@ import pytest
 from offbeat.data import wire
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
-from offbeat.rollout.reward_worker import RewardWorker, Scored, ScoreRequest
+from offbeat.rollout.reward_worker import LoadRequest, RewardWorker, Scored, ScoreRequest
 
 REWARDS = Path(__file__).parents[1] / "support" / "rewards.py"
 
 
 def loaded(name: str) -> RewardWorker:
     worker = RewardWorker()
-    assert worker.handle("load", f"{REWARDS}:{name}".encode()) == b""
+    assert worker.handle("load", wire.encode(LoadRequest(f"{REWARDS}:{name}"))) == b""
     return worker
 
 
@@ -47,4 +47,4 @@ def test_a_reward_that_gives_no_number_to_train_on_says_what_it_gave(name: str, 
 
 def test_a_reward_that_is_not_there_is_refused() -> None:
     with pytest.raises(CodeError, match="has no function 'equals'; did you mean 'equal'"):
-        RewardWorker().handle("load", f"{REWARDS}:equals".encode())
+        RewardWorker().handle("load", wire.encode(LoadRequest(f"{REWARDS}:equals")))

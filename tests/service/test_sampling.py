@@ -14,6 +14,7 @@ import pytest
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.sampling import PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
+from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.errors import OverLimitError, TooLargeError, UnknownError
 from offbeat.service.futures import Futures
 from offbeat.service.limits import Limits, Usage
@@ -216,6 +217,29 @@ def test_an_owner_with_too_much_under_way_is_put_off_and_others_are_not(tmp_path
         assert isinstance(await setting.outcome(again), Sampled)
 
     run(tmp_path, body, max_queued_tokens=10)
+
+
+def refusal(message: str, said: str) -> RefusedError:
+    """As the engines' client raises it."""
+    error = RefusedError(message)
+    error.said = said
+    return error
+
+
+@pytest.mark.parametrize(("error", "message"), [
+    (refusal("engine 0 answered /v1/completions with 400: n must be at most 512", "n must be at most 512"), "n must be at most 512"),
+    (refusal("engine 0 answered /v1/load_lora_adapter with 400: /srv/a is damaged", "/srv/a is damaged"), "the server cannot do this; its"),
+    (EngineError("no engine can serve: engine 0 (http://127.0.0.1:1) cannot be reached"), "the engines could not do this, and the"),
+    (CheckpointError("the checkpoint folder abc is damaged; use another one"), "the checkpoint folder abc is damaged; use another one")])
+def test_clients_hear_what_is_wrong_and_nothing_of_engines_and_folders(tmp_path: Path, error: Exception, message: str) -> None:
+    async def body(setting: Setting) -> None:
+        setting.engines.error = error
+        setting.engines.gate.set()
+        outcome = await setting.outcome(setting.sampling.sample(ALICE, REQUEST))
+        assert isinstance(outcome, Failed) and outcome.message.startswith(message)
+        assert "engine 0" not in outcome.message and "/srv" not in outcome.message and "127.0.0.1" not in outcome.message
+
+    run(tmp_path, body)
 
 
 @pytest.mark.parametrize(("error", "category"), [

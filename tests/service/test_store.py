@@ -213,7 +213,7 @@ def test_a_full_disk_is_a_sentence_and_what_was_there_stays(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("url", ["", "service.db", "mysql://host/name", "sqlite://", "sqlite:///", "postgresql://host"])
 def test_a_url_that_cannot_be_used_is_a_sentence(url: str) -> None:
-    with pytest.raises(ConfigError, match="give sqlite:///PATH, or postgresql://USER:PASSWORD@HOST/NAME"):
+    with pytest.raises(ConfigError, match="give sqlite:///PATH, or postgresql://USER@HOST/NAME"):
         Store.open(url)
 
 

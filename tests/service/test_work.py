@@ -4,7 +4,7 @@ import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.data.datums import DatumBatch
-from offbeat.errors import DataError, DeathError, StorageError
+from offbeat.errors import DataError, DeathError, ModelError, PublishError, StorageError
 from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.cost import FOLDER_TOKENS, REQUEST_BYTES, STEP_TOKENS
 from offbeat.service.futures import Future
@@ -78,6 +78,8 @@ def test_what_trains_nothing_has_a_price_all_the_same() -> None:
 
 
 def test_an_error_is_the_users_or_the_servers_and_tells_no_more_than_it_should() -> None:
+    refused, taken = explain(ModelError("/srv/secrets is no adapter"), name="m:1"), explain(PublishError("secrets"), name="m:1")
+    assert (refused.category, taken.category) == ("user", "server") and "secrets" not in refused.message + taken.message
     mine, damaged, disk, died, bug = (explain(error, name="m:1") for error in (
         DataError("too long; cut it"), CheckpointError("it is damaged"), StorageError("secrets: the disk is full"),
         DeathError("rank 0: secrets of others"), KeyError("secrets")))

@@ -70,3 +70,28 @@ def gives_an_array(completion, row):
 
 async def answers_later(completion, row):
     return 1.0
+
+
+def takes_memory_on_x(completion, row):
+    held = []
+    if completion == "x at once":
+        held.append(bytearray(1_000_000_000))
+    while completion == "x bit by bit":
+        held.append(bytearray(1_000_000))
+    return 1.0
+
+
+KEPT = []
+
+
+def keeps_memory(completion, row):
+    KEPT.append(bytearray(200_000_000))
+    return 1.0
+
+
+def sees_variable(completion, row):
+    return float(completion in os.environ)
+
+
+def needs_a_key(completion, row):
+    return float(len(os.environ["JUDGE_API_KEY"]))

@@ -91,8 +91,8 @@ async def cast(root: Path, config: Config, model: str) -> AsyncIterator[tuple[Tr
         trainers, engines = await both(
             TrainGroup.start(launcher, config, model=model, build=None, log_dir=root, on_span=lambda *_: None),
             EngineGroup.start(launcher, config, log_dir=root))
-        urls = await engines.serve(model=model, tokenizer=model, version=-1)
-        yield trainers, {name: EngineClient(name, url, http.session) for name, url in urls.items()}, engines
+        served = await engines.serve(model=model, tokenizer=model, version=-1)
+        yield trainers, {name: EngineClient(name, url, http.session, api_key=served.key) for name, url in served.urls.items()}, engines
 
 
 def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_nobody_along(tmp_path: Path, model_dir: str) -> None:

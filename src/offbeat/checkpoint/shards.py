@@ -1,7 +1,8 @@
 """Checkpoints to resume from: each rank writes its share of weights and optimizer state, whatever the strategy.
 
 Called by the train engine on all ranks at once. A checkpoint can be loaded by another number of ranks and another strategy. It is written
-beside its final name and renamed when every rank is done, so a crash or a full disk leaves what was there before.
+beside its final name and renamed when every rank is done, so a crash or a full disk leaves what was there before. Nothing that a checkpoint
+says is executed when it is loaded, wherever it came from.
 """
 
 import shutil
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from offbeat.checkpoint.metadata import SafePlanner, SafeReader
 from offbeat.dist.mesh import ProcessGroups
 from offbeat.errors import RunError, StorageError
 
@@ -58,7 +60,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: Proces
     failure = None
     with groups.sync.region("load_recover_read"):
         try:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), process_group=groups.cpu_group)
+            dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), process_group=groups.cpu_group)
         except CheckpointException as exc:
             failure = exc
     if failure:

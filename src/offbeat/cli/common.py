@@ -1,12 +1,21 @@
 """What several commands share: their arguments, their console and their last line."""
 
 import argparse
+import os
 import sys
 from typing import TextIO
 
 from offbeat.config.root import Config
 from offbeat.dashboard.report import write_report
 from offbeat.telemetry.console import Console, choose_mode
+
+_PRIVATE_UMASK = 0o077
+
+
+def keep_private(config: Config) -> None:
+    """Write what follows, in this process and those that it starts, for this user's eyes only, unless `run.private` is off."""
+    if config.run.private:
+        os.umask(_PRIVATE_UMASK)
 
 
 def add_config_argument(parser: argparse.ArgumentParser) -> None:

@@ -6,17 +6,21 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from offbeat.cluster.engine_group import raise_death, serve_one
 from offbeat.cluster.threads import usable_cores
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import ConfigError
+from offbeat.hosts import is_loopback
 from offbeat.inference.embedded.options import EngineOptions
 
 _DESCRIPTION = """\
 Serve a Hugging Face causal language model: /v1/completions and /v1/chat/completions with streaming, token ids, log-probabilities and weight
 versions, continuous batching, /health and Prometheus /metrics. Runs until Ctrl-C.
+
+Without a key it answers to programs of this machine alone. A key, in $OFFBEAT_API_KEY or a file, is wanted of every request.
 
 Log-probabilities are those of the distribution that was sampled: after temperature, top-k and top-p; at temperature 0, of temperature 1.
 """
@@ -34,7 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "engine", help="serve a model over HTTP", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model, its tokenizer included")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; another one than this machine's own needs a key")
     parser.add_argument("--port", type=int, default=8001, help="port to listen on; 0 takes a free one (default: 8001)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format (default: float32)")
     parser.add_argument("--forward", choices=("auto", "direct", "hf"), default="auto", help="own fast path, or Hugging Face's modules")
@@ -49,8 +53,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--max-adapter-rank", type=int, default=64, help="largest rank of an adapter (default: 64)")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: one for each core that it may use)")
     parser.add_argument("--device", type=int, default=None, help="accelerator to use, by number (default: the CPU)")
-    key = os.environ.get("OFFBEAT_API_KEY", "")
-    parser.add_argument("--api-key", default=key, help="bearer token to demand (default: $OFFBEAT_API_KEY)")
+    parser.add_argument("--key-file", metavar="FILE", help="file with the bearer token to demand (default: $OFFBEAT_API_KEY)")
     parser.set_defaults(run=run)
 
 
@@ -60,6 +63,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     Raises:
         ModelError: there is no model or tokenizer.
         PortBusyError: the port is taken.
+        ConfigError: others could reach it without a key.
     """
     if overrides:
         raise ConfigError(f"--{overrides[0][0]} is not an option of offbeat engine; see offbeat engine --help")
@@ -67,14 +71,36 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
     if args.threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {args.threads}")
+    key = read_key(args.key_file)
+    if not key and not is_loopback(args.host):
+        raise ConfigError(
+            f"--host {args.host} can be reached by other machines, so this engine needs a key: set OFFBEAT_API_KEY or give --key-file, or "
+            "listen on 127.0.0.1")
     model = check_model_folder(args.model)
     load_tokenizer(model)
     options = EngineOptions(
         model=str(model), dtype=args.dtype, forward=args.forward, max_running=args.max_running, max_queued=args.max_queued,
         max_context=args.max_context, max_cache_bytes=args.max_cache_bytes, max_adapters=args.max_adapters,
-        max_adapter_rank=args.max_adapter_rank, api_key=args.api_key, version=-1)
+        max_adapter_rank=args.max_adapter_rank, api_key=key, version=-1)
     asyncio.run(_serve(args, options))
     return 0
+
+
+def read_key(file: str | None) -> str:
+    """What a file holds, or $OFFBEAT_API_KEY; empty for no key.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    if file is None:
+        return os.environ.get("OFFBEAT_API_KEY", "")
+    try:
+        key = Path(file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--key-file {file} cannot be read: {getattr(exc, 'strerror', '') or 'it is not ASCII text'}") from exc
+    if not key:
+        raise ConfigError(f"--key-file {file} is empty; write a long random key into it")
+    return key
 
 
 async def _serve(args: argparse.Namespace, options: EngineOptions) -> None:

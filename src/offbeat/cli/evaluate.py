@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from offbeat.cli.common import add_config_argument
+from offbeat.cli.common import add_config_argument, keep_private
 from offbeat.config.load import load_config
 from offbeat.controller.evaluate import evaluate_model
 from offbeat.telemetry.console import Console
@@ -28,6 +28,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Evaluate and print."""
     config = load_config(args.config, overrides)
+    keep_private(config)
     evaluation = evaluate_model(config, Console("quiet"))
     if args.json:
         print(json.dumps(evaluation.metrics() | {"eval/prompts": evaluation.num_prompts}))

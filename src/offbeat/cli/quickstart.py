@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.cli.common import add_json_argument, make_console, report_line
+from offbeat.cli.common import add_json_argument, keep_private, make_console, report_line
 from offbeat.config.load import load_config
 from offbeat.controller.run import run_training
 from offbeat.errors import NotLearnedError
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         NotLearnedError: held-out accuracy is below 0.85, or less than 0.30 above where it began.
     """
     config = load_config(str(_CONFIG), [("run.name", "quickstart"), ("run.seed", str(args.seed)), *overrides])
+    keep_private(config)
     result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug, fresh=True)
     if result is None:  # a rank in SPMD mode, and the leader speaks for all
         return 0

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator, Sequence
 
+from offbeat.cli.common import keep_private
 from offbeat.config.load import Override, load_config
 from offbeat.service.serve import run_service
 
@@ -53,7 +54,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--host", help="address to listen on; another one than this machine's own needs --keys (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (default: 8000)")
     parser.add_argument("--data-dir", metavar="DIR", help="folder for all that is kept (default: offbeat-data)")
-    parser.add_argument("--database", metavar="URL", help="postgresql://USER:PASSWORD@HOST/NAME (default: SQLite in the data folder)")
+    parser.add_argument(
+        "--database", metavar="URL",
+        help="postgresql://USER@HOST/NAME, with the password in $PGPASSWORD (default: SQLite in the data folder)")
     parser.add_argument("--keys", metavar="FILE", help="TOML file with owners and their API keys (default: any key)")
     parser.add_argument("--num-engines", type=int, metavar="N", help="engines that sample (default: 1)")
     parser.add_argument("--num-ranks", type=int, metavar="N", help="processes that train (default: 1)")
@@ -73,6 +76,7 @@ def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
         ConfigError, ModelError, PortBusyError, StorageError: something that was given cannot work.
     """
     config = load_config(None, [*_DEFAULTS, *_given(args), *overrides])
+    keep_private(config)
     run_service(config, say=lambda text: print(text, flush=True), debug=args.debug)
     return 0
 

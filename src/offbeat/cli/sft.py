@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from offbeat.cli.common import add_config_argument, make_console, report_line
+from offbeat.cli.common import add_config_argument, keep_private, make_console, report_line
 from offbeat.config.load import load_config
 from offbeat.controller.run import run_supervised
 
@@ -27,6 +27,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Fine-tune, and print where the model is."""
     config = load_config(args.config, overrides)
+    keep_private(config)
     result = run_supervised(config, make_console(config, args, sys.stdout), debug=args.debug)
     if result is None:  # a rank in SPMD mode, and the leader speaks for all
         return 0

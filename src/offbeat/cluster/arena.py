@@ -89,6 +89,7 @@ async def open_rewards(stack: AsyncExitStack, material: Material, config: Config
     """Start the reward processes, and try the reward on one row."""
     rollout = config.rollout
     rewards = await stack.enter_async_context(RewardPool(
-        choose_reward(config), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=record.log_dir))
+        choose_reward(config), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=record.log_dir,
+        memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
     await rewards.check(material.train.row(0))
     return rewards

@@ -56,8 +56,8 @@ async def open_controller(config: Config, place: Place, material: Material, reco
             TrainGroup.start(
                 launcher, config, model=material.model, build=material.build, log_dir=record.log_dir, on_span=record.on_span),
             both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record)))
-        urls = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
-        serving = await open_serving(stack, engines, urls, config, record, model=material.model)
+        addresses = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
+        serving = await open_serving(stack, engines, addresses, config, record, model=material.model)
         policy = await open_policy(stack, serving, material, config, write=trainers.publish)
         arena = Arena(config, record, material, policy.generate, rewards)
         yield Session(config, record, material, trainers, policy.publisher, arena, Solo(), policy.watch)
@@ -78,8 +78,8 @@ async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[tuple[A
         launcher = await stack.enter_async_context(make_launcher(config))
         engines, rewards = await both(
             EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record))
-        urls = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
-        serving = await open_serving(stack, engines, urls, config, record, model=material.model)
+        addresses = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
+        serving = await open_serving(stack, engines, addresses, config, record, model=material.model)
 
         async def version_of(engine: EngineClient) -> Version:
             """What it serves: the weights that it was started with, or those that another run left in an engine by URL."""

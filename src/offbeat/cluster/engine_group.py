@@ -1,6 +1,12 @@
-"""The engines of a run: started, watched and stopped as workers. Torch-free."""
+"""The engines of a run: started, watched and stopped as workers. Torch-free.
+
+Each run draws a key that its engines demand of every request. It reaches them through the pipe to their worker or by their environment, and
+stands on no command line and in no file.
+"""
 
 import asyncio
+import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -9,7 +15,7 @@ from pathlib import Path
 from offbeat.aio import gather_all
 from offbeat.cluster.group import Launcher, Nothing, Worker, WorkerSpec, ask
 from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.messages import EngineAddress, EngineStart, ServerStart
+from offbeat.cluster.messages import EngineAddress, EngineAddresses, EngineStart, ServerStart
 from offbeat.cluster.servers import engine_python, server_command
 from offbeat.config.root import Config
 from offbeat.data import wire
@@ -22,6 +28,7 @@ _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 5.0
 _RESTART_STOP_TIMEOUT_S = 0.5
 """A process that is restarted has failed already."""
+_KEY_BYTES = 32
 _MARGIN_S = 5.0
 """Beyond its deadline, what a worker gets to tell why its server missed it."""
 
@@ -31,10 +38,12 @@ class EngineGroup:
 
     Attributes:
         workers: the processes, in order; none where the engines are not the run's own.
+        key: that the engines want: one of this run alone, or of servers by URL $OFFBEAT_API_KEY; empty for none.
     """
 
     def __init__(self, config: Config, *, launcher: Launcher | None = None, specs: Sequence[WorkerSpec] = ()) -> None:
         self.workers: list[Worker] = []
+        self.key = os.environ.get("OFFBEAT_API_KEY", "") if config.inference.urls else secrets.token_urlsafe(_KEY_BYTES)
         self._config = config
         self._launcher = launcher
         self._specs = specs
@@ -62,13 +71,14 @@ class EngineGroup:
         group.workers = await gather_all(launcher.start(spec, timeout_s=config.inference.start_timeout_s) for spec in specs)
         return group
 
-    async def serve(self, *, model: str, tokenizer: str, version: int) -> dict[str, str]:
-        """Load `model` on every engine; URLs by engine name."""
+    async def serve(self, *, model: str, tokenizer: str, version: int) -> EngineAddresses:
+        """Load `model` on every engine."""
         if not self.workers:
-            return dict(zip(engine_names(len(self._config.inference.urls)), self._config.inference.urls, strict=True))
+            given = self._config.inference.urls
+            return EngineAddresses(dict(zip(engine_names(len(given)), given, strict=True)), self.key)
         self._serving = partial(self._request, model=model, tokenizer=tokenizer, version=version)
         urls = await gather_all(self._serve(index) for index in range(len(self.workers)))
-        return {worker.name: url for worker, url in zip(self.workers, urls, strict=True)}
+        return EngineAddresses({worker.name: url for worker, url in zip(self.workers, urls, strict=True)}, self.key)
 
     async def restart(self, name: str) -> str:
         """End the engine's process, start it anew on the model folder of `serve`, and give its URL, an embedded engine's old one if it can
@@ -98,9 +108,11 @@ class EngineGroup:
     def _request(self, index: int, port: int, *, model: str, tokenizer: str, version: int) -> EngineStart | ServerStart:
         config, host = self._config, self.workers[index].host
         if config.inference.engine == "embedded":
-            return EngineStart(wire.encode_json(engine_options(config, model, tokenizer, version, index)).decode(), host, port)
-        command, env = server_command(config, model=model, tokenizer=tokenizer, version=version, seed=engine_seed(config, index))
-        return ServerStart(command, env, host, config.inference.start_timeout_s)
+            options = engine_options(config, model, tokenizer, version, index, api_key=self.key)
+            return EngineStart(wire.encode_json(options).decode(), host, port)
+        command, env = server_command(
+            config, model=model, tokenizer=tokenizer, version=version, seed=engine_seed(config, index), key=self.key)
+        return ServerStart(command, env, host, config.inference.start_timeout_s, self.key)
 
     async def _serve(self, index: int, *, port: int = 0) -> str:
         assert self._serving is not None, "`serve` says what"
@@ -121,14 +133,14 @@ def engine_seed(config: Config, index: int) -> int:
     return config.run.seed * 1000 + index
 
 
-def engine_options(config: Config, model: str, tokenizer: str, version: int, index: int) -> EngineOptions:
+def engine_options(config: Config, model: str, tokenizer: str, version: int, index: int, *, api_key: str = "") -> EngineOptions:
     """What engine `index` of a run is started with."""
     inference = config.inference
     return EngineOptions(
         model=model, tokenizer=tokenizer, dtype=config.model.dtype, forward=inference.forward, max_running=inference.max_running,
         max_queued=inference.max_queued, max_context=inference.max_context, max_cache_bytes=inference.max_cache_bytes,
         num_engines=inference.num_engines, max_adapters=inference.max_adapters, max_adapter_rank=inference.max_adapter_rank,
-        seed=engine_seed(config, index), version=version)
+        seed=engine_seed(config, index), api_key=api_key, version=version)
 
 
 @asynccontextmanager

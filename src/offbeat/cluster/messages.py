@@ -1,6 +1,6 @@
 """What crosses between the controller and its workers. Torch-free, so that both ends can import it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -142,9 +142,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class EngineStart:
-    """Serve an embedded engine: its options as JSON, and where to listen; port 0 takes a free one."""
+    """Serve an embedded engine: its options as JSON, the key among them, and where to listen; port 0 takes a free one."""
 
-    options: str
+    options: str = field(repr=False)
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -155,14 +155,16 @@ class ServerStart:
 
     Attributes:
         command: program and arguments.
-        env: environment variables added to the worker's.
+        env: environment variables added to the worker's, the key among them.
         timeout_s: until it must answer.
+        key: that the server wants; empty for none.
     """
 
     command: tuple[str, ...]
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)
     host: str
     timeout_s: float
+    key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -170,3 +172,11 @@ class EngineAddress:
     """Where an engine listens."""
 
     url: str
+
+
+@dataclass(frozen=True)
+class EngineAddresses:
+    """Where a run's engines listen, by name, and the key that all of them want; empty for none."""
+
+    urls: dict[str, str]
+    key: str = field(repr=False)

@@ -39,7 +39,8 @@ class _Host:
 
     _child: Child
 
-    async def start(self, name: str, target: str, env: dict[str, str], log: str, timeout_s: float) -> tuple[bool, bytes]:
+    async def start(self, name: str, target: str, env: dict[str, str], log: str, umask: int, timeout_s: float) -> tuple[bool, bytes]:
+        os.umask(umask)
         try:
             self._child = await Child.start(ChildSpec(name, target, env, Path(log) if log else None), timeout_s=timeout_s)
         except OffbeatError as exc:
@@ -87,7 +88,8 @@ class RayWorker:
                 reaper.add([pid])
             else:
                 worker.host = address
-            await worker._ask("start", spec.name, spec.target, spec.environment, str(spec.log or ""), timeout_s=timeout_s, doing="to start")
+            await worker._ask(
+                "start", spec.name, spec.target, spec.environment, str(spec.log or ""), _umask(), timeout_s=timeout_s, doing="to start")
         except BaseException:
             worker.kill()
             raise
@@ -215,6 +217,12 @@ class RayLauncher:
         worker = await RayWorker.start(spec, timeout_s=timeout_s, reaper=self._reaper)
         self._workers.append(worker)
         return worker
+
+
+def _umask() -> int:
+    """Of this process; what it keeps to itself, workers elsewhere do, too."""
+    os.umask(mask := os.umask(0o077))
+    return mask
 
 
 def _children() -> list[psutil.Process]:

@@ -36,7 +36,7 @@ class ServerWorker(Service):
         address = f"{request.host}:{_free_port(request.host)}"
         self._launch(request, address)
         deadline = time.monotonic() + request.timeout_s
-        while not _answers(f"http://{address}/health"):
+        while not _answers(f"http://{address}/health", request.key):
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the server at {address} did not answer within {request.timeout_s:g} s; its log says what it does, and "
@@ -68,9 +68,10 @@ def _free_port(host: str) -> int:
         return listener.getsockname()[1]
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, key: str) -> bool:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT_S) as response:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_PROBE_TIMEOUT_S) as response:
             return response.status == 200
     except (OSError, HTTPException):
         return False

@@ -1,6 +1,7 @@
 """How engines of other makes are started: the command line and the environment of one server, from the configuration. Torch-free.
 
-What each flag is for stands beside it; `inference.arguments` come last and win.
+What each flag is for stands beside it; `inference.arguments` come last and win. The server's key is in its environment, for a command line
+is there for everybody on the machine to read.
 """
 
 import subprocess
@@ -18,8 +19,13 @@ _ASK_PACKAGE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sy
 _ASK_TIMEOUT_S = 30.0
 
 
-def server_command(config: Config, *, model: str, tokenizer: str, version: int, seed: int) -> tuple[tuple[str, ...], dict[str, str]]:
+def server_command(
+    config: Config, *, model: str, tokenizer: str, version: int, seed: int, key: str,
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """The command, without its address, and the environment variables of one server of kind `inference.engine`.
+
+    Args:
+        key: that the server is to demand.
 
     Raises:
         ConfigError: there is no such environment, or a rank that the engine cannot serve.
@@ -27,9 +33,10 @@ def server_command(config: Config, *, model: str, tokenizer: str, version: int, 
     python = _find_python(config)
     if config.inference.engine == "vllm":
         command, env = _vllm(config, model, tokenizer, seed)
-        env["OFFBEAT_VERSION"] = str(version)
+        env |= {"OFFBEAT_VERSION": str(version), "VLLM_API_KEY": key}  # which `Inside` demands for all paths, and vLLM itself below /v1
     else:
         command, env = _sglang(config, model, tokenizer, seed)
+        env["OFFBEAT_ENGINE_KEY"] = key
     return (str(python), *command, *config.inference.arguments), env
 
 
@@ -101,7 +108,8 @@ def _lora_rank(config: Config) -> int:
 def _sglang(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[str], dict[str, str]]:
     inference, lora = config.inference, config.model.lora
     command = [
-        "-m", "sglang.launch_server", "--model-path", model, "--tokenizer-path", tokenizer, "--dtype", config.model.dtype,
+        str(Path(inside.__file__ or "").with_name("sglang_keyed.py")),  # the server, with the key out of its environment
+        "--model-path", model, "--tokenizer-path", tokenizer, "--dtype", config.model.dtype,
         "--random-seed", str(seed), "--max-running-requests", str(inference.max_running)]
     if inference.max_context:
         command += ["--context-length", str(inference.max_context)]

@@ -3,8 +3,7 @@
 Opened by the controller, by rank 0 in SPMD mode, and by processes that serve tenants; other ranks of SPMD mode open a pool alone.
 """
 
-import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from offbeat.aio import gather_all, run_beside
 from offbeat.cluster.engine_group import EngineGroup
+from offbeat.cluster.messages import EngineAddresses
 from offbeat.cluster.publishers import is_policy
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, EngineError, OffbeatError
@@ -84,14 +84,14 @@ class Serving:
 
 
 async def open_serving(
-    stack: AsyncExitStack, engines: EngineGroup, urls: Mapping[str, str], config: Config, record: RunRecord, *, model: str,
+    stack: AsyncExitStack, engines: EngineGroup, addresses: EngineAddresses, config: Config, record: RunRecord, *, model: str,
 ) -> Serving:
-    """Connect to the engines at these URLs, by name, which have to serve `model`.
+    """Connect to the engines at these addresses, which have to serve `model`.
 
     Raises:
         ConfigError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
     """
-    pool = await open_pool(stack, urls, config, record, model=model)
+    pool = await open_pool(stack, addresses, config, record, model=model)
     judge = Judge.of(config.weights.proof_tolerance, config.model.dtype)
     fleet = await stack.enter_async_context(AdapterFleet(
         pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
@@ -99,8 +99,10 @@ async def open_serving(
     return Serving(engines, pool, fleet, judge, config, record)
 
 
-async def open_pool(stack: AsyncExitStack, urls: Mapping[str, str], config: Config, record: RunRecord, *, model: str) -> EnginePool:
-    """Connect to the engines at these URLs, by name; see `open_serving`."""
+async def open_pool(
+    stack: AsyncExitStack, addresses: EngineAddresses, config: Config, record: RunRecord, *, model: str,
+) -> EnginePool:
+    """Connect to the engines at these addresses; see `open_serving`."""
 
     def on_quarantine(name: str, reason: str) -> None:
         record.events.record("quarantine", engine=name, reason=reason)
@@ -108,8 +110,8 @@ async def open_pool(stack: AsyncExitStack, urls: Mapping[str, str], config: Conf
 
     http = await stack.enter_async_context(EngineSession())
     dialect, inference = make_dialect(config, model), config.inference
-    api_key = os.environ.get("OFFBEAT_API_KEY", "") if inference.urls else ""  # engines that the run starts have none
-    clients = [EngineClient(name, url, http.session, dialect=dialect, api_key=api_key) for name, url in urls.items()]
+    clients = [
+        EngineClient(name, url, http.session, dialect=dialect, api_key=addresses.key) for name, url in addresses.urls.items()]
     if inference.urls:
         await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
     return EnginePool(

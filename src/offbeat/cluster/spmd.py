@@ -22,6 +22,7 @@ from offbeat.cluster.arena import Arena, open_rewards
 from offbeat.cluster.assemble import make_launcher, open_policy
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.material import Material
+from offbeat.cluster.messages import EngineAddresses
 from offbeat.cluster.place import Place
 from offbeat.cluster.rank_engine import RankEngine, build_model
 from offbeat.cluster.serving import UNPUBLISHED, open_pool, open_serving
@@ -86,11 +87,11 @@ async def _open(
         _build_engine(config, material, groups, thread, peers),
         both(_start_engines(stack, config, place, record), _start_rewards(stack, own, place, rows, record)))
 
-    async def serve() -> dict[str, str]:
+    async def serve() -> EngineAddresses:
         assert engines is not None, "the leader has started engines"
         return await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
 
-    urls = await peers.lead("engines", serve, dict[str, str])
+    addresses = await peers.lead("engines", serve, EngineAddresses)
     sharder = Sharder.of(config, model=material.model, num_ranks=place.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
     trainers = RankTrainers(engine, loading, config, thread, on_span=record.on_span, host=place.store_host)
@@ -99,11 +100,11 @@ async def _open(
     if rewards is None:
         return session(follow(trainers, material, config, peers), Bystander(material), watch=_watch_nothing)
     if engines is None:
-        pool = await open_pool(stack, urls, config, record, model=material.model)
+        pool = await open_pool(stack, addresses, config, record, model=material.model)
         arena = Arena(own, record, rows, pool.generate, rewards)
         followed = Followed(pool, config.inference)
         return session(follow(trainers, material, config, peers, followed=followed), arena, watch=followed.watch)
-    serving = await open_serving(stack, engines, urls, config, record, model=material.model)
+    serving = await open_serving(stack, engines, addresses, config, record, model=material.model)
     policy = await open_policy(
         stack, serving, material, config, write=trainers.publish, release=make_release(serving.pool, config, peers))
     arena = Arena(own, record, rows, policy.generate, rewards)

@@ -336,8 +336,8 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
         trainers, engines = await both(
             TenantGroup.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir),
             EngineGroup.start(launcher, config, log_dir=record.log_dir))
-        urls = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)
-        serving = await open_serving(stack, engines, urls, config, record, model=base.model)
+        addresses = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)
+        serving = await open_serving(stack, engines, addresses, config, record, model=base.model)
         canary = tuple(range(min(base.tokenizer.vocab_size, 16)))
         async with beside(serving.watch()):
             await serving.fleet.serve_base(canary, await trainers.score_base(canary))

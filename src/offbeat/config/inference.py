@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import field_validator
+
 from offbeat.config.base import Section, field
 
 
@@ -40,3 +42,11 @@ class InferenceConfig(Section):
     token_timeout_s: float = field(
         1.0, "Seconds allowed for each token that a request may generate, so that long answers are not lost; rollout.episode_timeout_s, "
         "rollout.batch_timeout_s and evaluate.timeout_s grow along.", ge=0)
+
+    @field_validator("arguments")
+    @classmethod
+    def _refuse_key(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        """Command lines are there for every user of the machine to read."""
+        if any(argument.partition("=")[0] == "--api-key" for argument in arguments):
+            raise ValueError("a server's arguments must not hold --api-key; leave it out, for the run gives its servers a key of its own")
+        return arguments

@@ -28,6 +28,12 @@ class RolloutConfig(Section):
     reward_workers: int = field(1, "Reward processes.", ge=1)
     reward_timeout_s: float = field(
         15.0, "Seconds for one reward call; a call that passes them is killed, and its completion is not trained on.", gt=0)
+    reward_memory_bytes: int = field(
+        4 * 2**30, "Memory that a reward process may take; what needs more is not trained on. 0 sets no limit. The default has room for "
+        "parsers and small models, and a reward that runs away does not take the machine along.", ge=0)
+    reward_env: tuple[str, ...] = field(
+        (), "Environment variables that rewards see although they look like secrets; all others whose name or value does are kept from "
+        "them.")
     episode_timeout_s: float = field(
         600.0, "Seconds for one group, generation and rewards, or inference.token_timeout_s for each of max_new_tokens and "
         "reward_timeout_s if that is more.", gt=0)

@@ -16,5 +16,8 @@ class RunConfig(Section):
     total_steps: int = field(100, "Optimizer steps to train; the learning-rate schedule spans them.", ge=1)
     warm_up: bool = field(
         False, "Begin with supervised fine-tuning as [sft] says; a model from random weights earns no reward to learn from.")
+    private: bool = field(
+        True, "Let only this user read what the command writes; false leaves that to the umask, as where engines of another user read "
+        "published weights.")
     resume: bool = field(
         True, "Go on from the newest checkpoint of this run, if there is one; false refuses to write over an existing run.")

@@ -1,5 +1,9 @@
 """[serve]: the service for many tenants."""
 
+from urllib.parse import parse_qs, urlsplit
+
+from pydantic import field_validator
+
 from offbeat.config.base import Section, field
 
 
@@ -9,7 +13,9 @@ class ServeConfig(Section):
     host: str = field("127.0.0.1", "Address to listen on; another one than this machine's own needs `keys`.", min_length=1)
     port: int = field(8000, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
     data_dir: str = field("offbeat-data", "Folder for checkpoints, results, logs and, by default, the database.", min_length=1)
-    database: str = field("", "URL of the database, such as postgresql://user@host/name; empty takes SQLite in `data_dir`.")
+    database: str = field(
+        "", "URL of the database, such as postgresql://user@host/name, with the password in $PGPASSWORD or ~/.pgpass; empty takes SQLite "
+        "in `data_dir`.")
     keys: str = field("", "TOML file with owners and their API keys; empty takes any key, each as an owner of its own.")
     model_name: str = field("", "What clients call the base model, such as org/model; empty takes the last part of `model.path`.")
     max_models: int = field(64, "Models that an owner may have at a time, unless `keys` says otherwise.", ge=0)
@@ -53,3 +59,18 @@ class ServeConfig(Section):
         7 * 86400.0, "Seconds for which checkpoint folders that the database does not name, as after an older one was restored, are kept "
         "in `checkpoints/orphans`; 0 keeps them until somebody removes them.", ge=0)
     result_retention_s: float = field(3600.0, "Seconds for which a finished result can be fetched.", ge=600)
+
+    @field_validator("database")
+    @classmethod
+    def _refuse_password(cls, url: str) -> str:
+        """Command lines are there for every user of the machine to read."""
+        try:
+            given = urlsplit(url)
+            has_password = given.password is not None or "password" in parse_qs(given.query)
+        except ValueError:  # no URL at all, which is said when it is opened
+            return url
+        if has_password:
+            raise ValueError(
+                "the database's URL must hold no password, for it stands on the command line; leave it out, and set PGPASSWORD or write it "
+                "to ~/.pgpass")
+        return url

@@ -85,6 +85,11 @@ class EngineClient:
         async with self._asking("health", timeout_s):
             return await self._dialect.health(self)
 
+    async def resume(self, *, timeout_s: float) -> None:
+        """End a pause that `health` tells of."""
+        async with self._asking("resume", timeout_s):
+            await self._dialect.resume(self)
+
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """See `Wire.call`."""
         try:
@@ -93,8 +98,11 @@ class EngineClient:
         except aiohttp.ClientError as exc:
             raise EngineError(f"{self.name} ({self.url}) cannot be reached: {exc or type(exc).__name__}") from exc
         if response.status != 200:
-            error = _REFUSALS.get(response.status, EngineError)
-            raise error(f"{self.name} answered {path} with {response.status}: {_message(data)}")
+            said = _message(data)
+            error = _REFUSALS.get(response.status, EngineError)(f"{self.name} answered {path} with {response.status}: {said}")
+            if isinstance(error, RefusedError):
+                error.said = said
+            raise error
         if not data:
             return {}
         try:

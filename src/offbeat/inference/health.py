@@ -3,8 +3,9 @@
     _care   one per engine; consumes time and quarantines; produces probes and, for a quarantined engine, attempts to heal it; woken by the
             interval and by the engine's quarantine; waits for nothing without a deadline
 
-An engine that is dead, stopped or hangs is noticed within `probe_interval_s` plus the pool's probe timeout, or by the first request that it
-fails. It is healed by a reload, and if that fails by a restart and a reload. It never serves before it has proven itself.
+An engine that is dead, stopped, paused by somebody else or hangs is noticed within `probe_interval_s` plus the pool's probe timeout, or by
+the first request that it fails. It is resumed if it is paused and healed by a reload, and if that fails by a restart and a reload. It never
+serves before it has proven itself.
 """
 
 import asyncio
@@ -92,7 +93,9 @@ class Healer:
 
     async def _reload(self, name: str) -> None:
         client = self._pool.client(name)
-        await client.health(timeout_s=self._probe_timeout_s)  # a dead or stopped engine says so sooner than by a reload's deadline
+        told = await client.health(timeout_s=self._probe_timeout_s)  # a dead or stopped engine says so sooner than by a reload's deadline
+        if told.get("paused"):
+            await client.resume(timeout_s=self._probe_timeout_s)
         version = await self._reload_engine(client)
         self._pool.restore(name, version)  # at once: nothing may be published between the proof and this
 

@@ -175,12 +175,15 @@ class EnginePool:
                 await self._changed.wait()
 
     async def examine(self, name: str) -> None:
-        """Ask an engine whether it is well, and quarantine it if it does not say so in time."""
+        """Ask an engine whether it is well, and quarantine it if it does not say so in time, or somebody has paused it."""
         member = self._members[name]
         try:
-            await member.while_in_service(member.client.health(timeout_s=self._probe_timeout_s))
+            told = await member.while_in_service(member.client.health(timeout_s=self._probe_timeout_s))
         except OffbeatError as exc:
             self.quarantine(name, str(exc))
+        else:
+            if pause := told.get("paused"):
+                self.quarantine(name, _paused(pause))
 
     async def wait_quarantined(self, name: str) -> None:
         """Return as soon as the engine is quarantined."""
@@ -364,6 +367,14 @@ class Failures:
         self.stints.add(stint)
         self.error = error
         self.count += 1
+
+
+def _paused(pause: object) -> str:
+    """What an engine says of a pause that none of this process's publishers has made."""
+    told = pause if isinstance(pause, dict) else {}
+    by = f" by {told['by']}" if told.get("by") else ""
+    since = f", {told['for_s']:.0f} s ago" if isinstance(told.get("for_s"), int | float) else ""
+    return f"it was paused{by}{since}, and not by this run"
 
 
 def _newest_of_samples(samples: list[Sample]) -> Version:

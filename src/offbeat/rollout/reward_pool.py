@@ -1,4 +1,4 @@
-"""Rewards in processes of their own: user code cannot block, crash or leak into the controller.
+"""Rewards in processes of their own: user code cannot block, crash or leak into the controller, nor read its secrets by accident.
 
 A worker scores the completions of one group, one call after the other, each under a deadline. One that cannot be scored fails alone: the
 others of its group are. A call that is late has its process killed, and a new one goes on with the next completion. A process that dies is
@@ -6,7 +6,9 @@ replaced, and what it was scoring is scored once more, for it may have been kill
 """
 
 import asyncio
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -16,18 +18,34 @@ from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError, WorkerError
 from offbeat.process import Child, ChildSpec
-from offbeat.rollout.reward_worker import Scored, ScoreRequest
+from offbeat.rollout.reward_worker import LoadRequest, Scored, ScoreRequest
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 1.0
+_SECRET_NAME = re.compile(
+    r"^(AWS|AZURE)_|PASSWORD|SECRET|CREDENTIAL|APIKEY|(^|_)(KEY|KEYS|TOKEN|PASSWD|PASS|PASSPHRASE|AUTH|COOKIE|PAT|DSN)(_|$)|_PWD$",
+    re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+"""A URL with a password in it."""
 
 
 class RewardPool:
     """`num_workers` processes that run one reward function."""
 
-    def __init__(self, dotted: str, *, num_workers: int, timeout_s: float, log_dir: Path | None) -> None:
-        """`dotted` is "module:function"; `timeout_s` bounds scoring one completion."""
+    def __init__(
+        self, dotted: str, *, num_workers: int, timeout_s: float, log_dir: Path | None, memory_bytes: int = 0,
+        allowed: Collection[str] = (),
+    ) -> None:
+        """
+        Args:
+            dotted: "module:function".
+            timeout_s: for scoring one completion.
+            memory_bytes: that each process may take; 0 for any.
+            allowed: environment variables that it sees although they look like secrets.
+        """
         self._dotted = dotted
+        self._memory_bytes = memory_bytes
+        self._hidden = secret_variables(os.environ, allowed=allowed)
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._log_dir = log_dir
@@ -56,7 +74,9 @@ class RewardPool:
         """
         [reward] = await self.score([row.answer], row)
         if isinstance(reward, FailedReward):
-            raise CodeError(reward.reason)
+            missed = next((f"; rollout.reward_env = ['{name}'] would show it that variable" for name in self._hidden
+                           if name in reward.reason), "")
+            raise CodeError(reward.reason + missed)
         return reward
 
     async def score(self, completions: Sequence[str], row: Row) -> list[float]:
@@ -98,12 +118,19 @@ class RewardPool:
     async def _start(self, index: int) -> Child:
         log = self._log_dir / f"reward-{index}.log" if self._log_dir else None
         env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        spec = ChildSpec(f"reward {index}", "offbeat.rollout.reward_worker:RewardWorker", env, log)
+        spec = ChildSpec(f"reward {index}", "offbeat.rollout.reward_worker:RewardWorker", env, log, without=self._hidden)
         child = await Child.start(spec, timeout_s=_START_TIMEOUT_S)
         try:
-            await child.call("load", self._dotted.encode(), timeout_s=_START_TIMEOUT_S)
+            await child.call("load", wire.encode(LoadRequest(self._dotted, self._memory_bytes)), timeout_s=_START_TIMEOUT_S)
         except BaseException:
             await child.kill()
             raise
         self._children[index] = child
         return child
+
+
+def secret_variables(environ: Mapping[str, str], *, allowed: Collection[str]) -> frozenset[str]:
+    """Names of the variables that look like secrets, by name or by value, and are not allowed by name."""
+    return frozenset(
+        name for name, value in environ.items()
+        if name not in allowed and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value)))

@@ -3,7 +3,12 @@
 409 and 5xx are not among them: clients repeat those for minutes. They repeat 408, too, which is for what did not arrive.
 """
 
+import re
+
 from offbeat.errors import OffbeatError, UserError
+
+_INSIDES = re.compile(r"(?<![\w:/])/[\w.]|\bhttps?://|\n")
+"""A path, an address, or more than a sentence; `tinker://` paths are neither."""
 
 
 class RequestError(UserError):
@@ -68,3 +73,13 @@ class OverLimitError(OffbeatError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+def outside(sentence: str, *, name: str) -> str:
+    """A sentence for the client whose request is called `name`, if it shows nothing of where and how this server keeps things.
+
+    The last line of defence: what an error says is chosen where it is explained.
+    """
+    if _INSIDES.search(sentence):
+        return f"the server cannot do this; its log has the reason under {name}"
+    return sentence

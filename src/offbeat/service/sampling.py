@@ -24,8 +24,9 @@ from offbeat.errors import OffbeatError, RefusedError
 from offbeat.inference.sampling import PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
 from offbeat.inference.sampling import TopTokens as EngineTopTokens
+from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.cost import SampleCost, cost_of_samples
-from offbeat.service.errors import RequestError, TooLargeError
+from offbeat.service.errors import RequestError, TooLargeError, outside
 from offbeat.service.fair import FairQueue
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import sample_request
@@ -36,7 +37,6 @@ from offbeat.service.types import (
     Caller,
     Failed,
     Failure,
-    Outcome,
     Pending,
     QueueStatus,
     Sampled,
@@ -280,10 +280,14 @@ def _explain(request_id: str, exc: Exception) -> Failed:
     """An error as an outcome, and in the log."""
     if isinstance(exc, RequestError | RefusedError):
         _log.info("%s is refused: %s", request_id, exc)
-        return Failed(str(exc), "user")
+        said = exc.said if isinstance(exc, RefusedError) else ""
+        return Failed(outside(said or str(exc), name=request_id), "user")
+    if isinstance(exc, CheckpointError):
+        _log.error("%s failed: %s", request_id, exc)
+        return Failed(outside(str(exc), name=request_id), "server")
     if isinstance(exc, OffbeatError):
         _log.warning("%s failed: %s", request_id, exc)
-        return Failed(str(exc), "server")
+        return Failed(f"the engines could not do this, and the server's log has the reason under {request_id}; send it again", "server")
     _log.error("%s failed", request_id, exc_info=exc)
     return Failed("the server failed in a way that it did not expect; its log has the reason", "server")
 

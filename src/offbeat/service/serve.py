@@ -28,8 +28,9 @@ from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.config.root import Config
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ConfigError, StorageError
+from offbeat.hosts import is_loopback
 from offbeat.service.app.assembly import open_front
-from offbeat.service.app.auth import Names, is_loopback
+from offbeat.service.app.auth import Names
 from offbeat.service.app.connections import Bounds, Connections
 from offbeat.service.app.reply import Served
 from offbeat.service.app.server import HttpServer, listen

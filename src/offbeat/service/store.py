@@ -112,7 +112,7 @@ class Store:
         """Open the database at `url`, making its tables if it is new.
 
         Args:
-            url: "sqlite:///PATH", whose folder is for the caller to lock, or "postgresql://USER:PASSWORD@HOST/NAME".
+            url: "sqlite:///PATH", whose folder is for the caller to lock, or "postgresql://USER@HOST/NAME".
             identify: gives the identity that the database has from now; asked before anything is changed, and may raise.
 
         Raises:
@@ -299,7 +299,7 @@ def _engine(text: str) -> sa.Engine:
         url = None
     if url is None or url.get_backend_name() not in _DRIVERS or not url.database:
         raise ConfigError(
-            "the database's URL cannot be used; give sqlite:///PATH, or postgresql://USER:PASSWORD@HOST/NAME for PostgreSQL")
+            "the database's URL cannot be used; give sqlite:///PATH, or postgresql://USER@HOST/NAME for PostgreSQL")
     backend = url.get_backend_name()
     try:
         engine = sa.create_engine(

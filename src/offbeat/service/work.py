@@ -17,6 +17,7 @@ from offbeat.data.datums import DatumBatch
 from offbeat.errors import OffbeatError, PublishError, StorageError, UserError
 from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.cost import cost_of_folder, cost_of_pass, cost_of_step, datum_sizes
+from offbeat.service.errors import outside
 from offbeat.service.futures import Future
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.models import Model
@@ -190,11 +191,14 @@ def explain(exc: Exception, *, name: str, lost: str = "") -> Failed:
     """
     if category_of(exc) == "user":
         _log.info("%s failed: %s", name, exc)
-        return Failed(str(exc), "user")
+        return Failed(outside(str(exc), name=name), "user")
     _log.error("%s failed: %s", name, exc, exc_info=not isinstance(exc, OffbeatError))
     sentence, advice = f"the server failed in a way that it did not expect; its log has the reason under {name}", ""
-    if isinstance(exc, CheckpointError | PublishError):
-        sentence = str(exc)
+    if isinstance(exc, CheckpointError):
+        sentence = outside(str(exc), name=name)
+    elif isinstance(exc, PublishError):  # what engines have to say is for the log
+        sentence = f"no engine takes these weights, and the server's log has the reason under {name}"
+        advice = "send the request again, or if the weights have diverged, go on from an older checkpoint"
     elif isinstance(exc, StorageError):  # where the operator keeps things is no business of clients
         sentence = f"the server could not keep or read what this request needs; its log has the reason under {name}"
     elif isinstance(exc, OffbeatError):

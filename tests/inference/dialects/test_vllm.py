@@ -205,7 +205,9 @@ def test_unloading_an_unknown_adapter_is_fine_and_a_refusal_for_a_known_one_is_n
 
 
 def test_health_tells_the_version_where_the_server_can() -> None:
-    assert asyncio.run(dialect().health(Wire(FINE))) == {"version": 4}
+    assert asyncio.run(dialect().health(Wire(FINE))) == {"version": 4, "paused": False}
+    paused = FINE | {"/v1/weights/fingerprint": {"version": 4, "paused": True}}
+    assert asyncio.run(dialect().health(Wire(paused))) == {"version": 4, "paused": True}
     assert asyncio.run(dialect().health(Wire(FINE | {"/v1/weights/fingerprint": RefusedError("Not Found")}))) == {}
     with pytest.raises(BusyError):
         asyncio.run(dialect().health(Wire(FINE | {"/health": BusyError("full")})))

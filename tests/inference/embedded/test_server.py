@@ -192,7 +192,8 @@ def test_wrong_requests_are_answered_400_with_the_reason(path, body, message, ur
 
 def test_what_is_not_json_is_answered_400(url):
     async def post() -> tuple[int, str]:
-        async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", data=b"{nope") as response:
+        async with aiohttp.ClientSession() as session, session.post(
+            url + "/v1/completions", data=b"{nope", headers={"Content-Type": "application/json"}) as response:
             return response.status, await response.text()
 
     status, text = run(post())
@@ -202,7 +203,7 @@ def test_what_is_not_json_is_answered_400(url):
 def test_models_health_and_metrics(url):
     assert fetch(url, "/v1/models")[2]["data"][0]["max_model_len"] == 160
     assert fetch(url, "/health")[2] == {
-        "status": "ok", "version": 0, "running": 0, "waiting": 0, "max_context": 160, "max_adapter_rank": 64}
+        "status": "ok", "paused": None, "version": 0, "running": 0, "waiting": 0, "max_context": 160, "max_adapter_rank": 64}
     status, headers, text = fetch(url, "/metrics")
     assert status == 200 and headers["Content-Type"].startswith("text/plain")
     for name in ("running 0.0", "waiting 0.0", "weight_version 0.0", "prompt_tokens_total", "generated_tokens_total", "switch_seconds"):
@@ -245,6 +246,45 @@ def test_a_key_is_wanted_where_one_is_set(model_folder):
         status, _, answer = fetch(url, "/v1/completions", {"prompt": "a"}, headers={"Authorization": "Bearer wrong"})
         assert status == 401 and "Authorization: Bearer KEY" in answer["error"]["message"]
         assert fetch(url, "/health", headers={"Authorization": "Bearer secret"})[0] == 200
+
+
+@pytest.mark.parametrize(("headers", "status", "reason"), [
+    ({"Host": "evil.example:8001"}, 403, "answers to 127.0.0.1 and localhost only, not to 'evil.example:8001'"),
+    ({"Origin": "https://evil.example"}, 403, "does nothing for a page of 'https://evil.example'"),
+    ({"Origin": "null"}, 403, "does nothing for a page of 'null'"),
+    ({"Content-Type": "text/plain"}, 415, "the body must be JSON"),
+    ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "the body must be JSON"),
+    ({"Origin": "http://localhost:3000", "Content-Type": "application/json; charset=utf-8"}, 200, "")])
+def test_without_a_key_no_web_page_can_use_an_engine(url, headers, status, reason):
+    async def post(path: str) -> tuple[int, str]:
+        async with aiohttp.ClientSession() as session, session.post(url + path, data=b"{}", headers=headers) as response:
+            return response.status, await response.text()
+
+    for path in ("/pause", "/resume"):
+        answered, text = run(post(path))
+        assert answered == status and reason in text
+    assert fetch(url, "/health")[2]["status"] == "ok"
+
+
+def test_with_a_key_a_proxy_may_ask_under_any_name(model_folder):
+    with serving(model_folder("qwen3"), api_key="secret") as (_, url):
+        named = {"Host": "engines.example", "Authorization": "Bearer secret"}
+        assert fetch(url, "/health", headers=named)[0] == 200
+        assert fetch(url, "/health", headers=named | {"Authorization": "Bearer sécret"})[0] == 401
+
+
+def test_health_tells_who_has_paused_an_engine_and_for_how_long(fresh):
+    server, url = fresh
+    assert fetch(url, "/health")[2]["paused"] is None
+    fetch(url, "/pause", {"by": "the run before"})
+    time.sleep(0.02)
+    pause = fetch(url, "/health")[2]["paused"]
+    assert pause["by"] == "the run before" and pause["for_s"] >= 0.02
+    fetch(url, "/resume", {})
+    fetch(url, "/pause", {})
+    assert fetch(url, "/health")[2]["paused"]["by"] == "127.0.0.1"
+    fetch(url, "/resume", {})
+    assert fetch(url, "/health")[2]["paused"] is None and not server._engine.paused
 
 
 def test_a_full_queue_is_answered_429_and_waiting_requests_are_served(fresh):

@@ -78,5 +78,12 @@ class Dialect(Protocol):
         ...
 
     async def health(self, wire: Wire) -> dict[str, Any]:
-        """Raises unless the engine serves; what it says of itself, with "version" where it knows one."""
+        """Raises unless the engine serves; what it says of itself, with "version" where it knows one.
+
+        "paused" is true, or says who has done that, where it samples nothing although no publisher of ours is at work on it.
+        """
+        ...
+
+    async def resume(self, wire: Wire) -> None:
+        """End a pause that `health` tells of."""
         ...

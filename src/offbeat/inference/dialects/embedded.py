@@ -123,6 +123,9 @@ class EmbeddedDialect:
     async def health(self, wire: Wire) -> dict[str, Any]:
         return await wire.call("GET", "/health")
 
+    async def resume(self, wire: Wire) -> None:
+        await wire.call("POST", "/resume", {})
+
     async def _check_model(self, wire: Wire) -> None:
         served = await self._models(wire)
         names = {PurePath(str(model.get(key))).name for model in served for key in ("id", "root")}

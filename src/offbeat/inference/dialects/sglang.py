@@ -110,6 +110,9 @@ class SGLangDialect:
         info = await wire.call("GET", "/model_info")
         return info | {"version": _version(info["weight_version"])}
 
+    async def resume(self, wire: Wire) -> None:
+        await wire.call("POST", "/continue_generation", {})
+
     async def adapters(self, wire: Wire) -> dict[str, str]:
         models = await wire.call("GET", "/v1/models")
         return {model["id"]: model.get("root", "") for model in models["data"]}

@@ -42,7 +42,7 @@ class VllmDialect(EmbeddedDialect):
     async def check(self, wire: Wire) -> None:
         await wire.call("GET", "/health")
         await self._check_model(wire)
-        if self._whole_weights and await self._version(wire) is None:
+        if self._whole_weights and await self._serving(wire) is None:
             raise EngineError(
                 f"{wire.name} cannot take new weights: it runs without --middleware vllm_inside.Inside and --worker-extension-cls "
                 f"vllm_inside.WorkerExtension; {_GUIDE}")
@@ -135,8 +135,10 @@ class VllmDialect(EmbeddedDialect):
 
     async def health(self, wire: Wire) -> dict[str, Any]:
         await wire.call("GET", "/health")
-        version = await self._version(wire)
-        return {} if version is None else {"version": version}
+        return await self._serving(wire) or {}
+
+    async def resume(self, wire: Wire) -> None:
+        await wire.call("POST", "/v1/weights/resume", {})
 
     async def _check_logprobs(self, wire: Wire) -> None:
         """Processed log-probabilities are those of the distribution that was sampled: with nothing but the likeliest token in it, 0."""
@@ -152,12 +154,13 @@ class VllmDialect(EmbeddedDialect):
             return "must be provided" in str(exc)
         return True
 
-    async def _version(self, wire: Wire) -> Version | None:
-        """The version of the whole weights; None if the server cannot tell."""
+    async def _serving(self, wire: Wire) -> dict[str, Any] | None:
+        """The version of the whole weights, and whether it is paused; None if the server cannot tell."""
         try:
-            return (await wire.call("GET", "/v1/weights/fingerprint"))["version"]
+            told = await wire.call("GET", "/v1/weights/fingerprint")
         except RefusedError:
             return None
+        return {"version": told["version"], "paused": told.get("paused", False)}
 
     async def _score(self, wire: Wire, context: tuple[int, ...], token: int, adapter: str, **fields: Any) -> tuple[float, Version]:
         """The log-probability of a token after a context, and the version that gives it."""

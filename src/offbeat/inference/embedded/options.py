@@ -1,6 +1,6 @@
 """What an embedded engine is started with. Torch-free, so that the command line and the cluster can build it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from offbeat.errors import ConfigError
@@ -43,7 +43,7 @@ class EngineOptions:
     max_adapters: int = 32
     max_adapter_rank: int = 64
     seed: int = 0
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     version: Version = 0
 
     def __post_init__(self) -> None:

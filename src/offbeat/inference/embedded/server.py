@@ -1,13 +1,16 @@
 """The engine's HTTP front: OpenAI's completions, weight control and metrics, on Starlette and uvicorn.
 
 `EngineServer` runs two threads: uvicorn's event loop and the engine's (`loop`). A request handler submits and then waits on a queue of its
-own, which the engine's events reach in one hop per step. A client that goes away aborts its samples.
+own, which the engine's events reach in one hop per step. A client that goes away aborts its samples. With a key, every request must carry
+it; without one, programs of this machine alone are served, and no web page that a browser shows there.
 """
 
 import asyncio
 import logging
+import secrets
 import socket
 import threading
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -23,6 +26,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, PortBusyError, RefusedError, UserError
+from offbeat.hosts import names_loopback
 from offbeat.inference.embedded.adapters import UnknownAdapterError
 from offbeat.inference.embedded.answers import DONE, Answer, ChatFormat, CompletionFormat, Format, error_body
 from offbeat.inference.embedded.loader import load_engine
@@ -99,6 +103,7 @@ class EngineServer:
         self._loop = EngineLoop(self._engine, deliver=self._deliver)
         self._registry = registry_of(self._engine)
         self._inboxes: dict[str, Inbox] = {}
+        self._pause_by, self._pause_s = "", 0.0  # who has paused it, and when
         self._http: HttpServer | None = None
         self._thread: threading.Thread | None = None
 
@@ -164,12 +169,11 @@ class EngineServer:
         return [Route(path, self._guarded(handler), methods=[method]) for method, path, handler in table]
 
     def _guarded(self, handler: Handler) -> Handler:
-        """Check the key, and turn errors into answers."""
-        wanted = f"Bearer {self._options.api_key}" if self._options.api_key else None
+        """Check who asks, and turn errors into answers."""
 
         async def guarded(http: HttpRequest) -> Response:
-            if wanted is not None and http.headers.get("authorization") != wanted:
-                return _error("this engine wants its key; send it as 'Authorization: Bearer KEY'", status=401)
+            if (refusal := _refusal(http, self._options.api_key)) is not None:
+                return refusal
             try:
                 return await handler(http)
             except BusyError as exc:
@@ -272,10 +276,11 @@ class EngineServer:
             return _error(str(error), status=500)
         if (round_s := self._loop.round_s) > STALLED_S:
             return _error(f"the engine has been in one step for {round_s:.0f} s, so its computation hangs", status=500)
-        status = "paused" if engine.paused else "ok"
+        pause = self._pause_by and {"by": self._pause_by, "for_s": round(time.monotonic() - self._pause_s, 3)}
         return _json(msgspec.json.encode({
-            "status": status, "version": engine.version, "running": engine.num_running, "waiting": engine.num_waiting,
-            "max_context": engine.max_context, "max_adapter_rank": self._options.max_adapter_rank}))
+            "status": "paused" if engine.paused else "ok", "paused": pause or None, "version": engine.version,
+            "running": engine.num_running, "waiting": engine.num_waiting, "max_context": engine.max_context,
+            "max_adapter_rank": self._options.max_adapter_rank}))
 
     async def _metrics(self, _: HttpRequest) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
@@ -330,10 +335,12 @@ class EngineServer:
 
     async def _pause(self, http: HttpRequest) -> Response:
         body = read_body(PauseBody, await http.body())
+        self._pause_by, self._pause_s = body.by or (http.client.host if http.client else "somebody"), time.monotonic()
         await asyncio.wrap_future(self._loop.pause(body.mode))
         return _json(msgspec.json.encode({"status": "paused"}))
 
     async def _resume(self, _: HttpRequest) -> Response:
+        self._pause_by = ""
         await asyncio.wrap_future(self._loop.call(self._engine.resume))
         return _json(msgspec.json.encode({"status": "ok"}))
 
@@ -359,6 +366,24 @@ async def _stream(answer: Answer, first: Output, outputs: AsyncGenerator[Output]
         return
     finally:
         await outputs.aclose()
+
+
+def _refusal(http: HttpRequest, key: str) -> Response | None:
+    """Why this client is not served; None if it is."""
+    if key:
+        given = http.headers.get("authorization", "")
+        if secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            return None
+        return _error("this engine wants its key; send it as 'Authorization: Bearer KEY'", status=401)
+    host, origin = http.headers.get("host", ""), http.headers.get("origin")
+    if not names_loopback(host):  # a page's own host may have come to mean this machine
+        return _error(f"this engine has no key, and so answers to 127.0.0.1 and localhost only, not to {host[:80]!r}", status=403)
+    if origin is not None and not names_loopback(origin.partition("://")[2]):
+        return _error(f"this engine has no key, and so does nothing for a page of {origin[:80]!r}", status=403)
+    kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if http.method == "POST" and kind != "application/json":  # what pages of elsewhere may send without asking first
+        return _error(f"the body must be JSON, sent as 'Content-Type: application/json', got {kind[:80]!r}", status=415)
+    return None
 
 
 def _bind(host: str, port: int) -> socket.socket:

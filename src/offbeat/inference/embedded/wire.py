@@ -137,9 +137,10 @@ class UnloadAdapterBody(msgspec.Struct):
 
 
 class PauseBody(msgspec.Struct):
-    """POST /pause."""
+    """POST /pause; `by` is who does so, for others to know."""
 
     mode: Literal["keep", "abort"] = "keep"
+    by: str = ""
 
 
 def read_body(kind: type[T], data: bytes) -> T:

@@ -5,9 +5,9 @@ Runs in vLLM's own processes, from vLLM's own environment, and imports nothing o
     PYTHONPATH=.../offbeat/inference/inside vllm serve MODEL --middleware vllm_inside.Inside \
         --worker-extension-cls vllm_inside.WorkerExtension --logprobs-mode processed_logprobs
 
-`Inside` lives in the API server and adds routes when it starts; `WorkerExtension` is mixed into vLLM's worker. Each completion then says by
-which version every token of it was sampled ("versions"), as the engine's own step loop recorded it. A proof asks for the canary before the
-server resumes after a switch, and ahead of what waits. Needs vLLM 0.32 or later.
+`Inside` lives in the API server and adds routes when it starts; `WorkerExtension` is mixed into vLLM's worker. With VLLM_API_KEY set every
+path wants that key (`vllm_guard`). Each completion says by which version every token was sampled ("versions"), as the engine's own step
+loop recorded it. A proof asks for the canary before the server resumes after a switch, and ahead of what waits. Needs vLLM 0.32 or later.
 """
 
 import asyncio
@@ -31,13 +31,15 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_files import MemoryFile, RefusedError, check_weights, files_of, fingerprint_files, read_files, receive
+from vllm_guard import may_enter, refuse
 from vllm_readback import ReadBack, check_adapter
 
 _PAUSES = {"recompute": ("keep", True), "keep": ("keep", False), "drain": ("wait", True)}
 """By `interrupt`: vLLM's mode of pausing, and whether it forgets all cached keys and values, those of running requests included."""
 _METHODS = (
-    "pause_generation", "resume_generation", "collective_rpc", "reset_prefix_cache", "update_weight_version", "get_weight_version",
-    "add_request")
+    "pause_generation", "resume_generation", "is_paused", "collective_rpc", "reset_prefix_cache", "update_weight_version",
+    "get_weight_version", "add_request")
+_KEY = os.environ.get("VLLM_API_KEY", "")
 _FIRST_VERSION = int(os.environ.get("OFFBEAT_VERSION", "-1"))
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/health")
 _AHEAD = -1
@@ -90,6 +92,8 @@ class Inside:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             self._install(scope["app"])
+        elif not may_enter(scope, _KEY):
+            return await refuse(scope, receive, send)
         elif scope["type"] == "http" and self._broken and scope["path"] in _GENERATING:
             return await _error(self._broken, status=503)(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/v1/load_lora_adapter":
@@ -103,6 +107,7 @@ class Inside:
         app.add_route("/v1/weights/prove", self._answer(self._prove), methods=["POST"])
         app.add_route("/v1/weights/fingerprint", self._answer(self._fingerprint), methods=["GET"])
         app.add_route("/v1/weights/adapter", self._answer(self._adapter), methods=["POST"])
+        app.add_route("/v1/weights/resume", self._answer(self._resume_stranger), methods=["POST"])
         form = OpenAIServingCompletion.request_output_to_completion_response
         OpenAIServingCompletion.request_output_to_completion_response = with_versions(form)
 
@@ -180,6 +185,13 @@ class Inside:
         self._broken = f"{what} and nothing can be sampled before another one is switched to: {str(exc) or type(exc).__name__}"
         await engine.pause_generation(mode="abort")
 
+    async def _resume_stranger(self, engine: AsyncLLM, _body: bytes) -> dict[str, Any]:
+        """Go on after a pause that was no switch of ours."""
+        async with self._switching:
+            if not self._broken:
+                await engine.resume_generation()
+        return {"status": "ok"}
+
     async def _resume(self, engine: AsyncLLM) -> None:
         try:
             await engine.resume_generation()
@@ -195,9 +207,10 @@ class Inside:
     async def _fingerprint(self, engine: AsyncLLM, _body: bytes) -> dict[str, Any]:
         """The version that serves, and the fingerprint of what was read for it; null of what the server was started with."""
         version, loaded = await _live(engine), self._loaded
-        if loaded is None or loaded.version != version:
-            return {"version": version, "fingerprint": None, "num_unread": None}
-        return {"version": version, "fingerprint": loaded.fingerprint, "num_unread": loaded.num_unread}
+        told = {"version": version, "fingerprint": None, "num_unread": None}
+        if loaded is not None and loaded.version == version:
+            told |= {"fingerprint": loaded.fingerprint, "num_unread": loaded.num_unread}
+        return told | {"paused": await engine.is_paused() and not (self._switching.locked() or self._broken)}  # by somebody else, that is
 
     async def _prove(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
         """What `_fingerprint` says, and the canary's log-probabilities under the version that serves."""

@@ -6,6 +6,7 @@ from ipaddress import ip_address
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from offbeat.hosts import is_loopback
 from offbeat.service.app.reply import refusal
 from offbeat.service.errors import NameRefusedError, UnknownError, UnknownKeyError
 from offbeat.service.keys import Keys
@@ -101,14 +102,3 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address, or the name localhost, is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
