@@ -1,8 +1,8 @@
 """Requests for samples: queued fairly over owners, generated and scored by the engines, and answered through futures.
 
 A request for many samples is carried out in parts, so that it never has the engines for itself. An owner with nothing in flight begins at
-once, even where others fill the engines, which then get no more until that owner has an equal share. What a request wants of its prompt is scored beside
-its first part. A request ends in an outcome whatever happens, unless the server ends before it.
+once, even where others fill the engines, which then get no more until that owner has an equal share. What a request wants of its prompt is
+scored beside its first part. A request ends in an outcome whatever happens, unless the server ends before it.
 
     Sampling._start   consumes the fair queue; produces one task per part, up to a number of samples in flight; woken by `sample` and by
                       each part that ends
