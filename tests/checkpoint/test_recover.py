@@ -1,11 +1,12 @@
 """Which checkpoint a run goes on from, whatever a crash left behind."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from offbeat.checkpoint.recover import Checkpoint, CheckpointIndex
+from offbeat.checkpoint.recover import CheckpointIndex
 from offbeat.errors import StorageError
 
 
@@ -13,7 +14,7 @@ def write(index, step, *, complete=True):
     index.folder(step).mkdir(parents=True)
     (index.folder(step) / "data").write_text("x")
     if complete:
-        index.complete(step, f"state {step}".encode())
+        index.complete(step, b'{"global_step": %d}' % step)
 
 
 def test_a_directory_that_does_not_exist_holds_no_checkpoint(tmp_path):
@@ -28,7 +29,9 @@ def test_the_newest_complete_checkpoint_is_found_by_number_not_by_name(tmp_path)
         write(index, step)
     write(index, 100_000_001, complete=False)
     (tmp_path / "notes").mkdir()
-    assert index.newest() == Checkpoint(100_000_000, index.folder(100_000_000), b"state 100000000")
+    newest = index.newest()
+    assert (newest.step, newest.folder) == (100_000_000, index.folder(100_000_000))
+    assert json.loads(newest.payload)["global_step"] == 100_000_000
 
 
 def test_pruning_keeps_the_newest_and_clears_what_crashes_left(tmp_path):
@@ -61,7 +64,7 @@ def test_a_marker_that_cannot_be_written_is_a_storage_error(tmp_path):
     write(index, 10)
     index.folder(20).write_text("a file where the folder should be")
     with pytest.raises(StorageError, match=r"step-00000020.*earlier checkpoints are intact"):
-        index.complete(20, b"")
+        index.complete(20, b"{}")
     assert index.newest().step == 10
 
 

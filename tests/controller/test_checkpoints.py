@@ -10,8 +10,11 @@ from offbeat.cluster.session import Solo
 from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, Checkpoints
 from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data.dataset import StreamState
+from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError, PublishError, StorageError
 from small_run import small_config
+
+IDENTITY = Identity({"train.optimizer.lr": 1e-3}, "rows", 10, "weights", "tokens", {})
 
 
 class Ranks:
@@ -27,11 +30,11 @@ class Ranks:
         if self.full:
             raise StorageError("no space left on device")
         folder.mkdir(parents=True)
-        (folder / "part").touch()
+        (folder / "part").write_text(folder.parent.name.rpartition("-")[2])
 
-    async def load(self, folder: Path) -> None:
-        assert (folder / "part").exists()
+    async def load(self, folder: Path) -> int:
         self.loaded.append(folder)
+        return int((folder / "part").read_text())
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
         self.exported.append((folder, tokenizer))
@@ -48,7 +51,7 @@ class Engines:
 
 
 def saved(step: int) -> SavedState:
-    return SavedState(step, step + 1, (HeadState(StreamState(0, 2 * step), (f"0:{step}",)),))
+    return SavedState(step, step + 1, (HeadState(StreamState(0, 2 * step), (f"0:{step}",)),), identity=IDENTITY)
 
 
 def save(checkpoints: Checkpoints, step: int) -> None:
@@ -57,11 +60,14 @@ def save(checkpoints: Checkpoints, step: int) -> None:
 
 
 def checkpoints_of(
-    ranks: Ranks, root: Path, *, kind: str = TRAINING, num_heads: int = 1, engines: Engines | None = None, **changes: str,
+    ranks: Ranks, root: Path, *, kind: str = TRAINING, num_heads: int = 1, engines: Engines | None = None,
+    notes: list[str] | None = None, identity: Identity = IDENTITY, **changes: str,
 ) -> Checkpoints:
+    said = [] if notes is None else notes
     session = SimpleNamespace(
         trainers=ranks, config=small_config(root, **changes), peers=Solo(), num_heads=num_heads, publisher=engines or Engines(),
-        material=SimpleNamespace(tokenizer_folder="tokenizer"))
+        material=SimpleNamespace(tokenizer_folder="tokenizer", identity=identity),
+        record=SimpleNamespace(note=lambda _kind, text: said.append(text)))
     return Checkpoints(session, kind)
 
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from offbeat.cluster.messages import BuildRequest
+from offbeat.config.resume import remembered
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
+from offbeat.data.identity import Identity, code_digest, digest_of, model_digest
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
@@ -15,6 +18,7 @@ from offbeat.errors import ConfigError
 from offbeat.inference.sampling import Sampling
 
 _MAX_CANARY_TOKENS = 64
+_TOKENIZED_ROWS = 16
 _MATH_REWARD = "offbeat.rollout.rewards.math:math_reward"
 _EXACT_MATCH = "offbeat.rollout.rewards.exact_match:exact_match"
 
@@ -41,6 +45,7 @@ class Material:
         sampling: as configured, with all that ends a sample.
         supervision: how rows are imitated.
         num_dropped: rows to train on that are too long to be imitated, and dropped; of an endless dataset those among the first.
+        identity: all of this by its contents, and the settings that it came from, for a checkpoint to remember.
     """
 
     model: str
@@ -53,6 +58,7 @@ class Material:
     heldout: PromptDataset
     supervision: Supervision
     num_dropped: int
+    identity: Identity
 
 
 def read_material(config: Config, *, trains: bool = True, supervised: bool = False) -> Material:
@@ -78,7 +84,19 @@ def read_material(config: Config, *, trains: bool = True, supervised: bool = Fal
     supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
     num_dropped = supervision.check(train) if supervised or config.run.warm_up else 0
     return Material(
-        base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout, supervision, num_dropped)
+        base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout, supervision, num_dropped,
+        _identify(config, base, train))
+
+
+def _identify(config: Config, base: Base, train: PromptDataset) -> Identity:
+    count = _TOKENIZED_ROWS if train.num_rows is None else min(_TOKENIZED_ROWS, train.num_rows)
+    texts = [f"{row.prompt} {row.answer}" for row in map(train.row, range(count))]
+    code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
+            "rollout.should_accept": config.rollout.should_accept}
+    return Identity(
+        remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
+        digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, *map(base.tokenizer.encode, texts)]),
+        {setting: code_digest(name) for setting, name in code.items()})
 
 
 def _choose_sampling(base: Base, config: Config) -> Sampling:

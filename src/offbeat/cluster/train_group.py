@@ -73,10 +73,11 @@ class TrainGroup:
         """Write a resumable checkpoint."""
         await self._all("save", Folder(str(folder)), Nothing, timeout_s=self._config.checkpoint.timeout_s)
 
-    async def load(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
+    async def load(self, folder: Path) -> int:
+        """Go on from a checkpoint; gives the training step at which it stands."""
         loaded, *_ = await self._all("load", Folder(str(folder)), Loaded, timeout_s=self._config.checkpoint.timeout_s)
         self._step = loaded.step
+        return loaded.step
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
         """Write a Hugging Face folder, with the tokenizer of the folder `tokenizer`."""

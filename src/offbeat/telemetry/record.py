@@ -46,11 +46,19 @@ class RunRecord:
         self._lock: IO[str] | None = lock_run(run_dir)
         self.events = EventLog(run_dir / "events.jsonl")
         self.tracer = Tracer(run_dir / "trace.json" if trace else None)
+        metrics = JsonLines(run_dir / "metrics.jsonl")
         self.stats = StatsLogger([
-            JsonLines(run_dir / "metrics.jsonl"),
+            metrics,
             *(BackgroundSink(name, partial(open_sink, name, run_dir, settings or {}), on_drop=self._sink_dropped)
               for name in dict.fromkeys(sinks))])
         self.console = console
+        for mended in filter(None, (self.events.mended, self.tracer.mended, metrics.mended)):
+            self.note("mended", mended)
+
+    def note(self, kind: str, text: str) -> None:
+        """Say something that concerns the run's files, on the console and as an event of this kind."""
+        self.events.record(kind, text=text)
+        self.console.note(text)
 
     def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Keep a sample of rollouts, already encoded as JSON lines."""

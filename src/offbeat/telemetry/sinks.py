@@ -29,10 +29,15 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A `Sink` that appends to a file of JSON lines; what it wrote before stays, less the rows that a resumed run repeats."""
+    """A `Sink` that appends to a file of JSON lines; what it wrote before stays, less the rows that a resumed run repeats.
+
+    Attributes:
+        mended: see `JsonLinesFile`.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = JsonLinesFile(path)
+        self._file = JsonLinesFile(path, is_row=lambda row: type(row.get("global_step")) is int)
+        self.mended = self._file.mended
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one flushed line."""

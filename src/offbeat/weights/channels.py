@@ -65,7 +65,7 @@ class DiskChannel:
 
     def _folders(self) -> list[tuple[Version, str, Path]]:
         """Number, incarnation and path of every version that is there."""
-        found = [(_FOLDER.fullmatch(path.name), path) for path in self._directory.glob("v*")]
+        found = [(_FOLDER.fullmatch(path.name), path) for path in self._directory.glob("v*") if path.is_dir()]
         return sorted((int(match[1]), match[2] or "", path) for match, path in found if match)
 
 
