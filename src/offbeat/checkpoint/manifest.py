@@ -1,7 +1,7 @@
 """What a checkpoint consists of: size and checksum of every file, which stand in the marker that makes it complete. Torch-free.
 
-The marker is one JSON object: the controller's state, `step`, `files`, and a `checksum` of all that. `recover` asks for damage in two depths:
-`look` reads the marker and asks for the sizes, `read_through` reads every byte. It guards against disks and slips, not against people.
+The marker is one JSON object: the controller's state, `step`, `files`, and a `checksum` of all that. `recover` looks for damage in two
+depths: `look` reads the marker and asks for the sizes, `read_through` reads every byte. It guards against disks and slips, not people.
 """
 
 import hashlib
