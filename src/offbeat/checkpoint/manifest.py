@@ -40,8 +40,10 @@ def look(folder: Path, step: int) -> str:
     """
     try:
         marker = _read(folder)
-    except (OSError, ValueError, RecursionError) as exc:
-        return f"{MARKER} cannot be read: {_reason(exc)}"
+    except OSError as exc:
+        return f"{MARKER} {_reason(exc)}"
+    except (ValueError, RecursionError):
+        return f"{MARKER} is not as it was written"
     if not marker.keys() & {"files", "checksum"}:
         return "" if marker.get("global_step") == step else f"{MARKER} is not that of step {step}"
     if marker.pop("checksum", "") != _checksum(marker):
@@ -52,7 +54,7 @@ def look(folder: Path, step: int) -> str:
         try:
             size = (folder / name).stat().st_size
         except OSError as exc:
-            return f"{name} cannot be read: {_reason(exc)}"
+            return f"{name} {_reason(exc)}"
         if size != about["bytes"]:
             return f"{name} has {size} bytes, and was written with {about['bytes']}"
     return ""
@@ -65,7 +67,7 @@ def read_through(folder: Path) -> str:
         found = pool.map(_digest_or_reason, (folder / name for name in files))
         for (name, about), (digest, reason) in zip(files.items(), found, strict=True):
             if reason:
-                return f"{name} cannot be read: {reason}"
+                return f"{name} {reason}"
             if digest != about["sha256"]:
                 return f"{name} has other bytes than were written"
     return ""
@@ -101,5 +103,5 @@ def _digest_or_reason(path: Path) -> tuple[str, str]:
         return "", _reason(exc)
 
 
-def _reason(exc: Exception) -> str:
-    return (exc.strerror if isinstance(exc, OSError) else None) or f"{str(exc) or type(exc).__name__}"
+def _reason(exc: OSError) -> str:
+    return "is gone" if isinstance(exc, FileNotFoundError) else f"cannot be read: {exc.strerror}"

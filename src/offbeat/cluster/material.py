@@ -1,5 +1,6 @@
 """What a run works on: model folder, tokenizer and data, read before any process is started so that mistakes show at once. Torch-free."""
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from offbeat.errors import ConfigError
 from offbeat.inference.sampling import Sampling
 
 _MAX_CANARY_TOKENS = 64
-_TOKENIZED_ROWS = 16
+_PROBE_TEXT = f"{string.printable} Offbeat goes on where it stopped: 3.14159 * 2 = 6.28318?\n\tÄpfel, 你好, naïve, don't, return x[0]"
+"""Something of all that tokenizers differ in."""
 _MATH_REWARD = "offbeat.rollout.rewards.math:math_reward"
 _EXACT_MATCH = "offbeat.rollout.rewards.exact_match:exact_match"
 
@@ -89,13 +91,11 @@ def read_material(config: Config, *, trains: bool = True, supervised: bool = Fal
 
 
 def _identify(config: Config, base: Base, train: PromptDataset) -> Identity:
-    count = _TOKENIZED_ROWS if train.num_rows is None else min(_TOKENIZED_ROWS, train.num_rows)
-    texts = [f"{row.prompt} {row.answer}" for row in map(train.row, range(count))]
     code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
             "rollout.should_accept": config.rollout.should_accept}
     return Identity(
         remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
-        digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, *map(base.tokenizer.encode, texts)]),
+        digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]),
         {setting: code_digest(name) for setting, name in code.items()})
 
 

@@ -20,6 +20,7 @@ class Change(Enum):
     TOLD = "the run goes on with the new value, which is said in a line"
     REFUSED = "the run is refused: the checkpoint does not fit, or the data would be drawn in another order"
     CONTENT = "the run is refused if it now stands for other data or another model"
+    HELD_OUT = "the run is refused if other rows are trained on now, and goes on otherwise, which is said in a line"
     CODE = "the run goes on with the other code, which is said in a line, also where only its source is another"
 
 
@@ -56,7 +57,7 @@ _TABLE: dict[Change, list[str]] = {
     Change.TOLD: [
         "run.total_steps",
         *_of("model", "dtype lora.dropout"),
-        *_of("data", "chat_template system_prompt max_prompt_tokens heldout_path heldout_split heldout_size"),
+        *_of("data", "chat_template system_prompt max_prompt_tokens"),
         *_of("algorithm", "preset scale_by_std loss_aggregation clip_low clip_high dual_clip behave_weight behave_cap drop_zero_advantage"
              " num_minibatches"),
         "train.autocast", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
@@ -73,6 +74,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("model.tiny", "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size max_positions"),
         *_of("data", "task task_size task_options path split format prompt_field answer_field"),
     ],
+    Change.HELD_OUT: _of("data", "heldout_path heldout_split heldout_size"),
     Change.CODE: _of("rollout", "workflow reward should_accept"),
 }
 

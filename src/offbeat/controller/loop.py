@@ -158,7 +158,7 @@ class _Training:
         self._stream.restore(head.stream)
         for prompt_id in head.in_flight:
             self._stream.give_back(prompt_id)
-        self._record.stats.resume_at(saved.global_step + 1)
+        self._record.resume_after(saved.global_step)
         in_flight = sum(len(each.in_flight) for each in saved.heads)
         self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)
         self._record.console.note(f"resumed after step {saved.global_step}")

@@ -31,10 +31,11 @@ def compare(now: Identity, saved: SavedState, *, run_dir: Path, part: Part) -> l
     if found[Change.REFUSED]:
         raise ConfigError(f"{where} with {listed(found[Change.REFUSED])}; {_REMEDY}")
     for what, section in _other_contents(now, saved.identity):
-        changed = [each for each in found[Change.CONTENT] if each.key.startswith(section)]
+        changed = [each for each in (*found[Change.CONTENT], *found[Change.HELD_OUT]) if each.key.startswith(section)]
         raise ConfigError(f"{where} with {what}{f' ({listed(changed)})' if changed else ''}; {_REMEDY}")
-    told = [f"goes on with {listed(found[Change.TOLD])}"] if found[Change.TOLD] else []
-    return told if part == "sft" else [*told, *_other_code(found[Change.CODE], now, saved.identity)]
+    told = [*found[Change.TOLD], *found[Change.HELD_OUT]]
+    lines = [f"goes on with {listed(told)}"] if told else []
+    return lines if part == "sft" else [*lines, *_other_code(found[Change.CODE], now, saved.identity)]
 
 
 def _other_contents(now: Identity, was: Identity) -> Iterator[tuple[str, str]]:
@@ -54,9 +55,16 @@ def _count(num_rows: int | None) -> str:
 
 
 def _other_code(renamed: Sequence[Changed], now: Identity, was: Identity) -> Iterator[str]:
-    if renamed:
-        yield f"goes on with {listed(renamed)}"
     keys = {each.key for each in renamed}
+    others = [each for each in renamed if not _is_moved(each, now, was)]
+    if others:
+        yield f"goes on with {listed(others)}"
     for setting, digest in now.code.items():
         if setting not in keys and digest != was.code.get(setting, digest):
             yield f"goes on with another {setting}: the file of its code is not as it was at the checkpoint"
+
+
+def _is_moved(changed: Changed, now: Identity, was: Identity) -> bool:
+    """Whether it is the same function of the same file in another place."""
+    digest, functions = now.code.get(changed.key), {str(name).rpartition(":")[2] for name in (changed.now, changed.was)}
+    return bool(digest) and digest == was.code.get(changed.key) and len(functions) == 1

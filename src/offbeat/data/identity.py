@@ -28,7 +28,7 @@ class Identity:
         data: of the rows to train on, in their order.
         num_rows: to train on; None for an endless dataset.
         model: of the initial model, or of what it is made from.
-        tokenizer: of what it makes of some rows.
+        tokenizer: of what it makes of a text.
         code: of the source files of the user's functions, by setting.
     """
 
