@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import io
 import json
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -84,7 +85,11 @@ class Workshop:
         out, err = io.StringIO(), io.StringIO()
         with patch("offbeat.controller.run.open_session", self._open_session), patch("asyncio.run", self._loop.run_until_complete), \
                 contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(arguments)
+            try:
+                code = main(arguments)
+            finally:  # as the end of a loop of its own would
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    self._loop.remove_signal_handler(number)
         lines = [_line(line) for line in out.getvalue().splitlines()]
         said = tuple(line["text"] for line in lines if line.get("event") == "note")
         return Done(code, err.getvalue(), said, self._published[0] if self._published else "")
