@@ -299,7 +299,7 @@ def render(found: list[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    told = text.replace(f"; {_STEPS}", "").replace(f"{_STEPS}; ", "").replace(f"goes on with {_STEPS}", "goes on")
+    told = text.replace(f"goes on with {_STEPS}; goes on", "goes on").replace(f"{_STEPS}; ", "").replace(f"goes on with {_STEPS}", "goes on")
     return told.replace("|", "\\|").replace("\n", " ")
 
 
