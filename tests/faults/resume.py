@@ -299,8 +299,9 @@ def render(found: list[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    told = text.replace(f"goes on with {_STEPS}; goes on", "goes on").replace(f"{_STEPS}; ", "").replace(f"goes on with {_STEPS}", "goes on")
-    return told.replace("|", "\\|").replace("\n", " ")
+    for steps, rest in ((f"goes on with {_STEPS}; goes on", "goes on"), (f"{_STEPS}; ", ""), (f"goes on with {_STEPS}", "goes on")):
+        text = text.replace(steps, rest)
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def main() -> int:
