@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from faults.workshop import workshop
 from small_run import SmallRun, build_small_model, offbeat, start_offbeat
 from waiting import wait_until
 
@@ -17,6 +18,13 @@ from waiting import wait_until
 def model_dir(tmp_path_factory):
     """Folder of a random model of one layer with its character tokenizer."""
     return build_small_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def shop(tmp_path_factory, model_dir):
+    """Two ranks, an engine and a reward process, on which whole runs take a second each."""
+    with workshop(tmp_path_factory.mktemp("shop"), model_dir, num_ranks=2) as shop:
+        yield shop
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 """Waits: deadlines with a name, and groups of tasks that end together."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from offbeat.aio import SideThread, deadline, gather_all, run_beside
+from offbeat.aio import SideThread, deadline, gather_all, run_beside, run_interruptible
 from offbeat.errors import DeadlineError
 
 
@@ -161,3 +163,21 @@ def test_a_stuck_side_thread_does_not_keep_the_process_from_ending() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
     assert "waiting for sleep passed its deadline of 0.1 s" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_interruptible_ends_in_good_order(number: signal.Signals) -> None:
+    ended = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), number)
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        run_interruptible(main())
+    assert ended == [number] and signal.getsignal(number) == before
+    assert run_interruptible(value(3)) == 3

@@ -1,8 +1,36 @@
-"""`python -m offbeat` is the `offbeat` command."""
+"""The `offbeat` command, also as `python -m offbeat`: the entry, which answers Ctrl-C from its first moment on, while libraries still load.
 
+What a command does under signals begins with its event loop: `asyncio` puts its own handlers in the place of these.
+"""
+
+import importlib
+import os
+import signal
 import sys
+from types import FrameType
 
-from offbeat.cli.main import main
+
+def main() -> int:
+    """Run the command and return its exit code.
+
+    SIGINT is answered also where a shell has started the command in the background with it ignored. SIGHUP is left as it is, so that
+    `nohup` does what it is for.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end_at_once)
+    try:
+        # By name and not at the top: it takes a second in which Ctrl-C would show a traceback.
+        return importlib.import_module("offbeat.cli.main").main()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # all is said, and the interpreter has only to end
+
+
+def _end_at_once(_number: int, _frame: FrameType | None) -> None:
+    """While a command starts, it has nothing to end or to save; an exception would have to get through the libraries that load."""
+    os.write(2, b"offbeat: interrupted\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
     sys.exit(main())

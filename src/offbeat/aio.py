@@ -1,6 +1,7 @@
 """Waits with a name and a deadline. Every `await` that depends on another process goes through here."""
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
@@ -31,6 +32,26 @@ async def deadline(name: str, timeout_s: float) -> AsyncIterator[None]:
             raise
         waited_s = time.monotonic() - start
         raise DeadlineError(f"waiting for {name} passed its deadline of {timeout_s:g} s (waited {waited_s:.1f} s)") from exc
+
+
+def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` of what ends in good order on SIGINT and SIGTERM, by being cancelled.
+
+    Raises:
+        KeyboardInterrupt: it was.
+    """
+
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "runs inside a task"
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await main
+
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 class SideThread:

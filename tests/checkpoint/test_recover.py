@@ -1,11 +1,13 @@
 """Which checkpoint a run goes on from, whatever a crash left behind."""
 
+import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from offbeat.checkpoint.recover import Checkpoint, CheckpointIndex
+from offbeat.checkpoint.recover import CheckpointIndex, none_sound
 from offbeat.errors import StorageError
 
 
@@ -13,7 +15,7 @@ def write(index, step, *, complete=True):
     index.folder(step).mkdir(parents=True)
     (index.folder(step) / "data").write_text("x")
     if complete:
-        index.complete(step, f"state {step}".encode())
+        index.complete(step, b'{"global_step": %d}' % step)
 
 
 def test_a_directory_that_does_not_exist_holds_no_checkpoint(tmp_path):
@@ -28,7 +30,9 @@ def test_the_newest_complete_checkpoint_is_found_by_number_not_by_name(tmp_path)
         write(index, step)
     write(index, 100_000_001, complete=False)
     (tmp_path / "notes").mkdir()
-    assert index.newest() == Checkpoint(100_000_000, index.folder(100_000_000), b"state 100000000")
+    newest = index.newest()
+    assert (newest.step, newest.folder) == (100_000_000, index.folder(100_000_000))
+    assert json.loads(newest.payload)["global_step"] == 100_000_000
 
 
 def test_pruning_keeps_the_newest_and_clears_what_crashes_left(tmp_path):
@@ -61,7 +65,7 @@ def test_a_marker_that_cannot_be_written_is_a_storage_error(tmp_path):
     write(index, 10)
     index.folder(20).write_text("a file where the folder should be")
     with pytest.raises(StorageError, match=r"step-00000020.*earlier checkpoints are intact"):
-        index.complete(20, b"")
+        index.complete(20, b"{}")
     assert index.newest().step == 10
 
 
@@ -80,3 +84,42 @@ def test_kinds_of_checkpoints_do_not_see_each_other(tmp_path):
 def test_recovery_needs_no_torch():
     code = "import sys, offbeat.checkpoint.recover; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside_under_a_free_name(tmp_path):
+    index = CheckpointIndex(tmp_path)
+    for step in (10, 20, 30):
+        write(index, step)
+    (index.folder(30) / "data").write_text("y")  # as many bytes
+    (index.folder(20) / "data").write_text("")
+    assert index.newest().step == 30, "a look does not read files"
+    chosen, damages = index.choose()
+    assert chosen.step == 10
+    assert [str(damage) for damage in damages] == [
+        "step-00000030 is damaged: data has other bytes than were written",
+        "step-00000020 is damaged: data has 0 bytes, and was written with 1"]
+    assert index.set_aside(30).name == "step-00000030.damaged"
+    write(index, 30)
+    assert index.set_aside(30).name == "step-00000030.damaged.1"
+    index.prune(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030.damaged", "step-00000030.damaged.1"]
+
+
+def test_a_save_that_was_cut_off_is_no_damage(tmp_path):
+    index = CheckpointIndex(tmp_path)
+    write(index, 10)
+    write(index, 20, complete=False)
+    index.folder(30).mkdir()
+    assert (index.newest().step, index.damaged()) == (10, [])
+    chosen, (unfinished,) = index.choose()
+    assert (chosen.step, unfinished.step, unfinished.finished) == (10, 20, False)
+
+
+def test_where_none_is_sound_the_error_says_what_to_do(tmp_path):
+    index = CheckpointIndex(tmp_path)
+    write(index, 10)
+    (index.folder(10) / "data").unlink()
+    assert index.newest() is None
+    assert re.fullmatch(
+        r"no checkpoint in '.*' can be gone on from \(step-00000010 is damaged: data is gone\); put sound copies of the files there, or"
+        r" give run.name a new name to begin anew", str(none_sound(index.damaged())))

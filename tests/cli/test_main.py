@@ -1,7 +1,11 @@
 """The command itself: which subcommands there are, and how mistakes, failures and interrupts read."""
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ from offbeat.cli import main as cli
 from offbeat.cli import train
 from offbeat.errors import ConfigError, WorkerError
 from small_run import offbeat
+
+SOURCE = Path(cli.__file__).parents[2]
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -94,3 +100,34 @@ def test_the_package_runs_as_a_module_and_a_closed_pipe_is_no_error() -> None:
     code = f"{sys.executable} -m offbeat config docs | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "0" and done.stderr == ""
+
+
+@contextmanager
+def loading(tmp_path: Path, *, background: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """The command at a moment in which it loads a library; `background`: as a script starts it with nohup and &."""
+
+    def as_in_background() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+
+    (tmp_path / "pydantic.py").write_text(
+        "import signal, time\nprint(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)\n"
+        "try:\n    time.sleep(60)\nfinally:\n    print('an exception went through the library', flush=True)\n")
+    with subprocess.Popen(
+            [sys.executable, "-m", "offbeat", "config", "show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}:{SOURCE}"}, preexec_fn=as_in_background if background else None) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"{background}\n", "SIGHUP is left as it was"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_libraries_load_is_one_line(number: signal.Signals, background: bool, tmp_path: Path) -> None:
+    with loading(tmp_path, background=background) as process:
+        process.send_signal(number)
+        out, error = process.communicate(timeout=20)
+    assert (process.returncode, out, error) == (130, "", "offbeat: interrupted\n")

@@ -1,6 +1,7 @@
 """When to save, and that a checkpoint is complete or does not exist. Real ranks save and resume in `test_run.py`."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,12 @@ from offbeat.cluster.session import Solo
 from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, Checkpoints
 from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data.dataset import StreamState
+from offbeat.data.identity import Identity
+from offbeat.data.wire import encode_json
 from offbeat.errors import ConfigError, PublishError, StorageError
 from small_run import small_config
+
+IDENTITY = Identity({"train.optimizer.lr": 1e-3}, "rows", 10, "weights", "tokens", {})
 
 
 class Ranks:
@@ -27,11 +32,11 @@ class Ranks:
         if self.full:
             raise StorageError("no space left on device")
         folder.mkdir(parents=True)
-        (folder / "part").touch()
+        (folder / "part").write_text(folder.parent.name.rpartition("-")[2])
 
-    async def load(self, folder: Path) -> None:
-        assert (folder / "part").exists()
+    async def load(self, folder: Path) -> int:
         self.loaded.append(folder)
+        return int((folder / "part").read_text())
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
         self.exported.append((folder, tokenizer))
@@ -48,7 +53,7 @@ class Engines:
 
 
 def saved(step: int) -> SavedState:
-    return SavedState(step, step + 1, (HeadState(StreamState(0, 2 * step), (f"0:{step}",)),))
+    return SavedState(step, step + 1, (HeadState(StreamState(0, 2 * step), (f"0:{step}",)),), identity=IDENTITY)
 
 
 def save(checkpoints: Checkpoints, step: int) -> None:
@@ -57,11 +62,14 @@ def save(checkpoints: Checkpoints, step: int) -> None:
 
 
 def checkpoints_of(
-    ranks: Ranks, root: Path, *, kind: str = TRAINING, num_heads: int = 1, engines: Engines | None = None, **changes: str,
+    ranks: Ranks, root: Path, *, kind: str = TRAINING, num_heads: int = 1, engines: Engines | None = None,
+    notes: list[str] | None = None, identity: Identity = IDENTITY, **changes: str,
 ) -> Checkpoints:
+    said = [] if notes is None else notes
     session = SimpleNamespace(
         trainers=ranks, config=small_config(root, **changes), peers=Solo(), num_heads=num_heads, publisher=engines or Engines(),
-        material=SimpleNamespace(tokenizer_folder="tokenizer"))
+        material=SimpleNamespace(tokenizer_folder="tokenizer", identity=identity),
+        record=SimpleNamespace(note=lambda _kind, text: said.append(text)))
     return Checkpoints(session, kind)
 
 
@@ -134,3 +142,52 @@ def test_the_export_can_be_turned_off(tmp_path: Path) -> None:
         ranks = Ranks()
         asyncio.run(checkpoints_of(ranks, tmp_path, checkpoint__export=export).export())
         assert ranks.exported == expected
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken_and_both_are_said(tmp_path: Path) -> None:
+    ranks, notes = Ranks(), []
+    checkpoints = checkpoints_of(ranks, tmp_path, notes=notes)
+    for step in (2, 4):
+        save(checkpoints, step)
+    folder = tmp_path / "small" / "checkpoints"
+    (folder / "step-00000004" / "ranks" / "part").write_text("2".zfill(8))  # of another step, with as many bytes
+    assert asyncio.run(checkpoints.restore()) == saved(2)
+    assert ranks.loaded == [folder / "step-00000002" / "ranks"]
+    assert notes == [
+        "step-00000004 is damaged: ranks/part has other bytes than were written, and kept as step-00000004.damaged; the run goes on from"
+        " step-00000002"]
+    assert (folder / "step-00000004.damaged" / "ranks" / "part").exists()
+
+
+def test_where_all_are_damaged_nothing_is_loaded_or_renamed(tmp_path: Path) -> None:
+    ranks = Ranks()
+    checkpoints = checkpoints_of(ranks, tmp_path)
+    save(checkpoints, 2)
+    (tmp_path / "small" / "checkpoints" / "step-00000002" / "ranks" / "part").write_text("2".zfill(8)[::-1])
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"step-00000002 is damaged: ranks/part has other bytes.*give run.name a new name"):
+            asyncio.run(checkpoints.restore())
+    assert ranks.loaded == []
+
+
+def test_ranks_of_another_step_under_a_checkpoint_without_checksums_are_refused(tmp_path: Path) -> None:
+    checkpoints = checkpoints_of(Ranks(), tmp_path)
+    save(checkpoints, 4)
+    folder = tmp_path / "small" / "checkpoints" / "step-00000004"
+    (folder / "complete.json").write_bytes(encode_json(saved(4)))  # as an older version wrote it
+    assert asyncio.run(checkpoints.restore()) == saved(4)
+    (folder / "ranks" / "part").write_text("2")
+    with pytest.raises(StorageError, match=r"is of step 4, but the files of its ranks are of step 2; rename it"):
+        asyncio.run(checkpoints.restore())
+
+
+def test_what_has_changed_since_the_checkpoint_is_said_or_refused(tmp_path: Path) -> None:
+    notes: list[str] = []
+    save(checkpoints_of(Ranks(), tmp_path), 2)
+    faster = replace(IDENTITY, settings={"train.optimizer.lr": 2e-3})
+    assert asyncio.run(checkpoints_of(Ranks(), tmp_path, notes=notes, identity=faster).restore()) == saved(2)
+    assert notes == ["goes on with train.optimizer.lr = 0.002, was 0.001"]
+    ranks = Ranks()
+    with pytest.raises(ConfigError, match="cannot go on from step 2 with other data"):
+        asyncio.run(checkpoints_of(ranks, tmp_path, identity=replace(IDENTITY, data="reversed")).restore())
+    assert ranks.loaded == []

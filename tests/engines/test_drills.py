@@ -77,6 +77,9 @@ class Versions:
         self.folder = str(folder)
         return Manifest(version, self.folder, told, CANARY, tuple(Reference(self.folder).logprobs(CANARY[:1], CANARY[1:])))
 
+    async def rewrite(self, manifest: Manifest) -> Manifest | None:
+        return None
+
     def prune(self) -> None:
         """All stay."""
 

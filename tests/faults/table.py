@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults.drill import Chain, Outcome
 from faults.points import KINDS, MODES, POINTS, Drill, all_drills
 from faults.report import render
+from faults.sections import DOCUMENT, write_rest
 from small_run import build_small_model
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "faults.jsonl"
-DOCUMENT = ROOT / "docs" / "faults.md"
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="offbeat-faults-") as folder:
             run_all(drills, Path(folder))
     results = read_results()
-    DOCUMENT.write_text(render(results))
+    write_rest(render(results))
     failed = [outcome for outcome in results if outcome.problems]
     print(f"{len(results)} of {len(all_drills())} rows, {len(failed)} do not pass; {DOCUMENT.relative_to(ROOT)}")
     return 1 if failed or len(results) < len(all_drills()) else 0

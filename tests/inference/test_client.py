@@ -103,6 +103,9 @@ class Channel:
         assert version == self._manifest.version
         return self._manifest
 
+    async def rewrite(self, manifest: Manifest) -> Manifest | None:
+        return None
+
     def prune(self) -> None:
         pass
 

@@ -225,6 +225,9 @@ class Channel:
         assert proof.fingerprint is not None
         return Manifest(version, self._folder, proof.fingerprint, CANARY, proof.canary_logprobs)
 
+    async def rewrite(self, manifest: Manifest) -> Manifest | None:
+        return None
+
     def prune(self) -> None:
         pass
 

@@ -1,13 +1,12 @@
 """Append-only files of JSON lines."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
 from offbeat.errors import StorageError
-from offbeat.telemetry.jsonl import JsonLinesFile, cut_torn_line, read_json_lines
+from offbeat.telemetry.jsonl import JsonLinesFile, read_json_lines
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_written_and_a_second_opening_appends(tmp_path):
@@ -61,19 +60,3 @@ def test_a_full_disk_says_so(tmp_path):
     (tmp_path / "rows.jsonl").symlink_to("/dev/full")
     with pytest.raises(StorageError, match="No space left on device"):
         JsonLinesFile(tmp_path / "rows.jsonl").write({"a": 1})
-
-
-def test_a_torn_line_longer_than_a_block_is_dropped_whole(tmp_path):
-    path = tmp_path / "x"
-    for whole in ("", "1\n", "1\n" * 100_000):
-        path.write_text(whole + "x" * 200_000)
-        cut_torn_line(path)
-        assert path.read_text() == whole
-
-
-def test_cutting_leaves_whole_files_and_missing_files_alone(tmp_path):
-    path = tmp_path / "x"
-    cut_torn_line(path)
-    path.write_text(json.dumps(1) + "\n")
-    cut_torn_line(path)
-    assert path.read_text() == "1\n"

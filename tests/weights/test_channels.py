@@ -3,17 +3,22 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import pytest
 
 from offbeat.aio import both
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.local import LocalLauncher
+from offbeat.cluster.messages import Objective
 from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
+from offbeat.errors import EngineError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.process import Child
+from offbeat.types import Version
 from offbeat.weights.channels import CollectiveChannel, DiskChannel, draw_incarnation
 from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
@@ -23,7 +28,9 @@ from small_run import small_config
 CANARY = (13, 14, 15, 5)
 
 
-def channel(directory: Path, *, keep: int = 2, incarnation: str = "a") -> DiskChannel:
+def channel(
+    directory: Path, *, keep: int = 2, incarnation: str = "a", held: Version | None = None, notes: list[str] | None = None,
+) -> DiskChannel:
     async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
         if num_receivers:
             return Manifest(version, str(folder), "f", canary, (-1.0,), f"host:{num_receivers}")
@@ -31,7 +38,10 @@ def channel(directory: Path, *, keep: int = 2, incarnation: str = "a") -> DiskCh
         (folder / "weights").write_text(f"new {version}")
         return Manifest(version, str(folder), "f", canary, (-1.0,))
 
-    return DiskChannel(directory, keep=keep, canary=(1, 2), write=write, incarnation=incarnation)
+    said = [] if notes is None else notes
+    return DiskChannel(
+        directory, keep=keep, canary=(1, 2), write=write, incarnation=incarnation, holds=lambda version: version == held,
+        on_rewrite=said.append)
 
 
 def names(directory: Path) -> list[str]:
@@ -58,6 +68,26 @@ def test_a_resumed_run_publishes_under_names_that_were_never_used_and_removes_wh
     folder = Path(publish(channel(tmp_path, incarnation="b"), 8).folder)
     assert names(tmp_path) == [folder.name] == ["v00000008-b"]
     assert (folder / "weights").read_text() == "new 8"
+
+
+def test_a_version_that_is_damaged_on_disk_is_written_again_while_the_trainer_has_it(tmp_path: Path) -> None:
+    notes: list[str] = []
+    for held, expected in ((5, "new 5"), (6, "")):
+        disk = channel(tmp_path / str(held), held=held, notes=notes)
+        manifest = publish(disk, 5)
+        assert asyncio.run(disk.rewrite(manifest)) is None, "it is as it was written"
+        weights = Path(manifest.folder) / "weights"
+        weights.write_text("")
+        again = asyncio.run(disk.rewrite(manifest))
+        assert weights.read_text() == expected
+        assert again == (manifest if expected else None)
+    assert notes == ["v00000005-a is not on disk as it was written, and is written again"]
+
+
+def test_what_is_no_folder_among_the_versions_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "v00000001-b").touch()
+    publish(channel(tmp_path), 2)
+    assert names(tmp_path) == ["v00000001-b", "v00000002-a"]
 
 
 def test_every_start_of_a_run_has_a_name_of_its_own() -> None:
@@ -93,6 +123,37 @@ async def cast(root: Path, config: Config, model: str) -> AsyncIterator[tuple[Tr
             EngineGroup.start(launcher, config, log_dir=root))
         served = await engines.serve(model=model, tokenizer=model, version=-1)
         yield trainers, {name: EngineClient(name, url, http.session, api_key=served.key) for name, url in served.urls.items()}, engines
+
+
+def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(tmp_path, model_dir)
+    notes: list[str] = []
+
+    async def main() -> None:
+        async with cast(tmp_path, config, model_dir) as (trainers, clients, _):
+            disk = DiskChannel(
+                config.weights_dir, keep=2, canary=CANARY, write=trainers.publish, incarnation="a", holds=trainers.holds,
+                on_rewrite=notes.append)
+            publisher = Publisher(
+                dict, disk, config.weights, judge=Judge(tolerance=1e-3), min_engines=0, on_serving=lambda *_: None,
+                on_quarantine=lambda *_: None)
+            (engine,) = clients.values()  # out of service, until it is brought back
+
+            async def publish_and(damage: Callable[[Path], object], version: int) -> None:
+                await publisher.publish(version)
+                assert publisher.current is not None
+                damage(Path(publisher.current.folder) / "model.safetensors")
+
+            for version, damage in enumerate((Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:500]))):
+                await publish_and(damage, version)
+                assert await publisher.bring(engine) == version
+            await publish_and(Path.unlink, 2)
+            await trainers.set_objective(Objective("ppo", 2))  # from here on its weights may be others
+            with pytest.raises(EngineError):
+                await publisher.bring(engine)
+
+    asyncio.run(main())
+    assert notes == [f"v0000000{version}-a is not on disk as it was written, and is written again" for version in (0, 1)]
 
 
 def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_nobody_along(tmp_path: Path, model_dir: str) -> None:

@@ -77,6 +77,9 @@ class Channel:
         assert version == MANIFEST.version
         return MANIFEST
 
+    async def rewrite(self, manifest: Manifest) -> Manifest | None:
+        return None
+
     def prune(self) -> None:
         pass
 

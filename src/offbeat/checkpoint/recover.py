@@ -1,19 +1,20 @@
 """The checkpoints of a run on disk: which one to resume from, and which to remove. Torch-free: the controller owns it.
 
 A checkpoint is a folder `step-00000050`; those of supervised fine-tuning have another word in their name. Ranks write their part into it;
-when all have, the controller writes `complete.json` with its own state. A folder without that file does not exist for recovery, so a crash
-at any moment leaves the previous checkpoint the newest.
+when all have, the controller writes `complete.json`: its own state, with size and checksum of every file. A folder without that file does
+not exist for recovery, so a crash at any moment leaves the previous checkpoint the newest. One whose files are not those that it names is
+damaged: it is never loaded, and set aside for the one before.
 """
 
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat.checkpoint.manifest import MARKER, look, read_through, seal
 from offbeat.errors import StorageError
-
-MARKER = "complete.json"
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,30 @@ class Checkpoint:
     Attributes:
         step: optimizer steps done when it was taken.
         folder: where it lies.
-        payload: what the controller gave to `CheckpointIndex.complete`.
+        payload: JSON object with what the controller gave to `CheckpointIndex.complete`.
     """
 
     step: int
     folder: Path
     payload: bytes
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A checkpoint that cannot be used.
+
+    Attributes:
+        reason: which file is not as it was written.
+        finished: whether it was complete once; a save that was cut off is nothing to keep.
+    """
+
+    step: int
+    folder: Path
+    reason: str
+    finished: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.folder.name} is {'damaged' if self.finished else 'not complete'}: {self.reason}"
 
 
 class CheckpointIndex:
@@ -43,32 +62,53 @@ class CheckpointIndex:
         """Where the checkpoint of `step` goes; not created here."""
         return self.directory / f"{self.kind}-{step:08d}"
 
-    def complete(self, step: int, payload: bytes) -> None:
-        """Declare the checkpoint of `step` complete, atomically, once all of it is on disk.
+    def complete(self, step: int, state: bytes) -> None:
+        """Declare the checkpoint of `step` complete, atomically, once all of it is on disk. Reads all of it.
+
+        Args:
+            state: a JSON object.
 
         Raises:
             StorageError: the marker could not be written; earlier checkpoints are intact.
         """
-        marker = self.folder(step) / MARKER
+        folder = self.folder(step)
+        marker = folder / MARKER
         part = marker.with_suffix(".part")
         try:
-            marker.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            sealed = seal(folder, step, state)
+            for inner in [path for path in folder.iterdir() if path.is_dir()]:
+                _sync_folder(inner)
             with part.open("wb") as file:
-                file.write(payload)
+                file.write(sealed)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(marker)
-            _sync_folder(marker.parent)
+            _sync_folder(folder)
+            _sync_folder(self.directory)
         except OSError as exc:
             raise StorageError(f"{marker} could not be written: {exc.strerror}; earlier checkpoints are intact") from exc
 
     def newest(self) -> Checkpoint | None:
-        """The complete checkpoint of the highest step, or None."""
-        steps = self._complete_steps()
-        if not steps:
-            return None
-        folder = self.folder(steps[-1])
-        return Checkpoint(steps[-1], folder, (folder / MARKER).read_bytes())
+        """The complete checkpoint of the highest step whose files are there in their sizes, or None. Quick: reads no more than markers."""
+        return self._search(thorough=False)[0]
+
+    def damaged(self) -> list[Damage]:
+        """Complete checkpoints newer than `newest`, which have files that are missing or of another size."""
+        return [damage for damage in self._search(thorough=False)[1] if damage.finished]
+
+    def choose(self) -> tuple[Checkpoint | None, list[Damage]]:
+        """The newest checkpoint whose every byte is as it was written, or None; and those newer than it, newest first."""
+        return self._search(thorough=True)
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it counts no more and nothing removes it; its new place."""
+        folder = self.folder(step)
+        aside, number = folder.with_name(f"{folder.name}.damaged"), 1
+        while aside.exists():
+            aside, number = folder.with_name(f"{folder.name}.damaged.{number}"), number + 1
+        folder.rename(aside)
+        return aside
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep` >= 1 complete checkpoints, and what crashes left unfinished before the newest one."""
@@ -84,18 +124,40 @@ class CheckpointIndex:
         for step in self._steps():
             self._remove(step)
 
+    def _search(self, *, thorough: bool) -> tuple[Checkpoint | None, list[Damage]]:
+        damages = []
+        for step in reversed(self._steps()):
+            folder = self.folder(step)
+            if not (folder / MARKER).exists():
+                if any(folder.iterdir()):
+                    damages.append(Damage(step, folder, f"it has no {MARKER}, as when a save is cut off", finished=False))
+                continue
+            reason = look(folder, step) or (read_through(folder) if thorough else "")
+            if not reason:
+                return Checkpoint(step, folder, (folder / MARKER).read_bytes()), damages
+            damages.append(Damage(step, folder, reason))
+        return None, damages
+
     def _remove(self, step: int) -> None:
         # Without its marker first: a removal that is cut off must not leave half a checkpoint that looks complete.
         (self.folder(step) / MARKER).unlink(missing_ok=True)
         shutil.rmtree(self.folder(step))
 
     def _steps(self) -> list[int]:
-        names = (path.name for path in self.directory.iterdir()) if self.directory.is_dir() else ()
+        paths = (path for path in self.directory.iterdir() if path.is_dir()) if self.directory.is_dir() else ()
         name_of = re.compile(rf"{re.escape(self.kind)}-(\d{{8,}})")
-        return sorted(int(match[1]) for name in names if (match := name_of.fullmatch(name)))
+        return sorted(int(match[1]) for path in paths if (match := name_of.fullmatch(path.name)))
 
     def _complete_steps(self) -> list[int]:
         return [step for step in self._steps() if (self.folder(step) / MARKER).is_file()]
+
+
+def none_sound(damages: Sequence[Damage]) -> StorageError:
+    """The error of a run that has checkpoints, none of which can be used."""
+    listed = "; ".join(str(damage) for damage in damages)
+    return StorageError(
+        f"no checkpoint in {str(damages[0].folder.parent)!r} can be gone on from ({listed}); put sound copies of the files there, or give"
+        " run.name a new name to begin anew")
 
 
 def _sync_folder(folder: Path) -> None:

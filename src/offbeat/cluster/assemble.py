@@ -58,7 +58,7 @@ async def open_controller(config: Config, place: Place, material: Material, reco
             both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record)))
         addresses = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
         serving = await open_serving(stack, engines, addresses, config, record, model=material.model)
-        policy = await open_policy(stack, serving, material, config, write=trainers.publish)
+        policy = await open_policy(stack, serving, material, config, write=trainers.publish, holds=trainers.holds)
         arena = Arena(config, record, material, policy.generate, rewards)
         yield Session(config, record, material, trainers, policy.publisher, arena, Solo(), policy.watch)
 
@@ -101,17 +101,20 @@ class Policy:
 
 async def open_policy(
     stack: AsyncExitStack, serving: Serving, material: Material, config: Config, *, write: WriteVersion, release: Release = release_nobody,
+    holds: Callable[[Version], bool] = lambda _version: False,
 ) -> Policy:
     """Publishes what `write` writes: whole weights, or the adapter that `model.lora` asks for; under names that are new with this start.
 
     Args:
+        holds: whether `write` may be called again for this version, and by this process alone.
         release: lets other ranks go on that wait for this process to publish.
     """
     pool, fleet = serving.pool, serving.fleet
     directory, incarnation = config.weights_dir.resolve(), draw_incarnation()
     serving.record.events.record("incarnation", name=incarnation)
     channel = DiskChannel(
-        directory, keep=config.weights.keep, canary=choose_canary(material, config), write=write, incarnation=incarnation)
+        directory, keep=config.weights.keep, canary=choose_canary(material, config), write=write, incarnation=incarnation,
+        holds=holds, on_rewrite=partial(serving.record.note, "rewritten"))
     if config.model.lora.rank:
         tenant = policy_tenant(incarnation)
         await serving.unload_leftovers(directory)

@@ -1,12 +1,16 @@
 """What a run works on: model folder, tokenizer and data, read before any process is started so that mistakes show at once. Torch-free."""
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from offbeat.cluster.messages import BuildRequest
+from offbeat.config.resume import remembered
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
+from offbeat.data.identity import Identity, code_digest, digest_of, model_digest
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
@@ -15,6 +19,8 @@ from offbeat.errors import ConfigError
 from offbeat.inference.sampling import Sampling
 
 _MAX_CANARY_TOKENS = 64
+_PROBE_TEXT = f"{string.printable} Offbeat goes on where it stopped: 3.14159 * 2 = 6.28318?\n\tÄpfel, 你好, naïve, don't, return x[0]"
+"""Something of all that tokenizers differ in."""
 _MATH_REWARD = "offbeat.rollout.rewards.math:math_reward"
 _EXACT_MATCH = "offbeat.rollout.rewards.exact_match:exact_match"
 
@@ -41,6 +47,7 @@ class Material:
         sampling: as configured, with all that ends a sample.
         supervision: how rows are imitated.
         num_dropped: rows to train on that are too long to be imitated, and dropped; of an endless dataset those among the first.
+        identity: all of this by its contents, and the settings that it came from, for a checkpoint to remember.
     """
 
     model: str
@@ -53,6 +60,7 @@ class Material:
     heldout: PromptDataset
     supervision: Supervision
     num_dropped: int
+    identity: Identity
 
 
 def read_material(config: Config, *, trains: bool = True, supervised: bool = False) -> Material:
@@ -78,7 +86,17 @@ def read_material(config: Config, *, trains: bool = True, supervised: bool = Fal
     supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
     num_dropped = supervision.check(train) if supervised or config.run.warm_up else 0
     return Material(
-        base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout, supervision, num_dropped)
+        base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout, supervision, num_dropped,
+        _identify(config, base, train))
+
+
+def _identify(config: Config, base: Base, train: PromptDataset) -> Identity:
+    code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
+            "rollout.should_accept": config.rollout.should_accept}
+    return Identity(
+        remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
+        digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]),
+        {setting: code_digest(name) for setting, name in code.items()})
 
 
 def _choose_sampling(base: Base, config: Config) -> Sampling:

@@ -30,6 +30,11 @@ class BuildRequest:
     pad_token_id: int | None
     seed: int
 
+    @property
+    def origin(self) -> list[str | int | None]:
+        """All that the weights depend on."""
+        return [self.tiny, self.vocab_size, self.eos_token_id, self.pad_token_id, self.seed]
+
 
 @dataclass(frozen=True)
 class JoinRequest:

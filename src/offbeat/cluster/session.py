@@ -45,8 +45,8 @@ class Trainers(Protocol):
         """Write a resumable checkpoint."""
         ...
 
-    async def load(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
+    async def load(self, folder: Path) -> int:
+        """Go on from a checkpoint; gives the training step at which it stands."""
         ...
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:

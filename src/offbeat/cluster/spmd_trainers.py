@@ -134,9 +134,10 @@ class RankTrainers:
         """See `Trainers.save`."""
         await self._thread.run("save", partial(self._engine.save, folder))
 
-    async def load(self, folder: Path) -> None:
+    async def load(self, folder: Path) -> int:
         """See `Trainers.load`."""
         await self._thread.run("load", partial(self._engine.load, folder))
+        return self._engine.step
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
         """See `Trainers.export`."""

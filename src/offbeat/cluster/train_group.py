@@ -37,6 +37,7 @@ class TrainGroup:
         self._sharder = sharder
         self._on_span = on_span
         self._step = 0
+        self._held: Version | None = None
 
     @classmethod
     async def start(
@@ -49,13 +50,13 @@ class TrainGroup:
 
     async def set_objective(self, objective: Objective) -> None:
         """Start over with a fresh optimizer for "sft" or "ppo"; the weights stay."""
-        self._step = 0
+        self._step, self._held = 0, None
         await self._all("set_objective", objective, Nothing, timeout_s=self._config.train.step_timeout_s)
 
     async def train_step(self, batch: TokenBatch, *, num_minibatches: int = 1) -> dict[str, float]:
         """One training step; the metrics are over all ranks. A batch without sequences is a step that changes nothing."""
         shards = self._sharder.shards(batch, num_minibatches=num_minibatches, seed=self._config.run.seed + self._step)
-        self._step += 1
+        self._step, self._held = self._step + 1, None
         answers = await self._each("train_step", shards, Trained, timeout_s=self._config.train.step_timeout_s)
         for worker, answer in zip(self._workers, answers, strict=True):
             self._on_span("train_step", worker.name, answer.start_s, answer.end_s)
@@ -63,20 +64,27 @@ class TrainGroup:
 
     async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
         """See `WriteVersion`."""
+        self._held = version
         request = PublishRequest(
             version, str(folder), self._config.model.dtype, canary,
             BroadcastRequest(self._workers[0].host, num_receivers, self._config.weights.stage_timeout_s) if num_receivers else None)
         written, *_ = await self._all("publish", request, Published, timeout_s=self._config.weights.stage_timeout_s)
         return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast)
 
+    def holds(self, version: Version) -> bool:
+        """Whether the ranks have the weights of this version, and no call that changes them is on its way."""
+        return self._held == version
+
     async def save(self, folder: Path) -> None:
         """Write a resumable checkpoint."""
         await self._all("save", Folder(str(folder)), Nothing, timeout_s=self._config.checkpoint.timeout_s)
 
-    async def load(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
+    async def load(self, folder: Path) -> int:
+        """Go on from a checkpoint; gives the training step at which it stands."""
+        self._held = None
         loaded, *_ = await self._all("load", Folder(str(folder)), Loaded, timeout_s=self._config.checkpoint.timeout_s)
         self._step = loaded.step
+        return loaded.step
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
         """Write a Hugging Face folder, with the tokenizer of the folder `tokenizer`."""

@@ -1,14 +1,18 @@
 """When to save, and what a run goes on from. In SPMD mode every rank calls it, and the leader's view of the disk counts."""
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.checkpoint.recover import CheckpointIndex
+from offbeat.checkpoint.recover import CheckpointIndex, Damage, none_sound
 from offbeat.cluster.session import Session
+from offbeat.config.resume import Part
 from offbeat.config.root import Config
+from offbeat.controller.resume import compare
 from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data import wire
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, StorageError
 from offbeat.types import Version
 
 TRAINING, FINE_TUNING, WARM_UP = "step", "sft", "warm-up"
@@ -26,6 +30,11 @@ def index_of(config: Config, kind: str) -> CheckpointIndex:
     return CheckpointIndex(config.run_dir / "checkpoints", kind)
 
 
+def part_of(kind: str) -> Part:
+    """Which part of a run saves checkpoints of a kind."""
+    return "rl" if kind == TRAINING else "sft"
+
+
 class Checkpoints:
     """The resumable checkpoints of a run or of its warm-up, and its exports."""
 
@@ -36,10 +45,13 @@ class Checkpoints:
         self._index = index_of(session.config, kind)
 
     async def restore(self) -> SavedState | None:
-        """Bring the train ranks to the newest checkpoint; None where there is none.
+        """Bring the train ranks to the newest checkpoint that is as it was written; None where there never was one.
+
+        Newer ones that are damaged are set aside, which is said in a line, and so is what has changed since.
 
         Raises:
-            ConfigError: it was written by another number of processes that draw data.
+            ConfigError: it was written by another number of processes that draw data, or on other data or another model.
+            StorageError: there are checkpoints, and all are damaged.
         """
         found = await self._session.peers.lead("recover", self._find, _Found | None)
         if found is None:
@@ -48,7 +60,11 @@ class Checkpoints:
             raise ConfigError(
                 f"the checkpoint {found.folder} was written by {len(found.saved.heads)} processes that draw data, and now there are"
                 f" {self._session.num_heads}; resume with the same rollout.single_rank_load and number of ranks, or change run.name")
-        await self._trainers.load(Path(found.folder) / "ranks")
+        step = await self._trainers.load(Path(found.folder) / "ranks")
+        if step != found.saved.global_step:  # only where an older version wrote it, without checksums
+            raise StorageError(
+                f"the checkpoint {found.folder} is of step {found.saved.global_step}, but the files of its ranks are of step {step}; rename"
+                " it, so that the run goes on from the one before")
         return found.saved
 
     def due(self, global_step: int, *, last: bool) -> bool:
@@ -70,11 +86,12 @@ class Checkpoints:
             StorageError: a disk is full; earlier checkpoints are intact.
         """
         heads = await self._session.peers.gather("save_heads", head)
-        saved = SavedState(global_step, version, tuple(heads[: self._session.num_heads]), highlights)
+        saved = SavedState(
+            global_step, version, tuple(heads[: self._session.num_heads]), highlights, self._session.material.identity)
 
         async def complete() -> None:
             await self._session.publisher.settle()
-            self._index.complete(global_step, wire.encode_json(saved))
+            await asyncio.to_thread(self._index.complete, global_step, wire.encode_json(saved))  # reads all that the ranks wrote
             self._index.prune(self._config.checkpoint.keep)
             if self._index.kind == TRAINING:
                 index_of(self._config, WARM_UP).clear()  # nobody goes back to it
@@ -97,5 +114,21 @@ class Checkpoints:
         await self._trainers.export(self._config.run_dir / folder, tokenizer=self._session.material.tokenizer_folder)
 
     async def _find(self) -> _Found | None:
-        newest = self._index.newest()
-        return None if newest is None else _Found(str(newest.folder), wire.decode_json(SavedState, newest.payload))
+        newest, damages = await asyncio.to_thread(self._index.choose)
+        if newest is None:
+            if finished := [damage for damage in damages if damage.finished]:
+                raise none_sound(finished)
+            return None
+        saved = wire.decode_json(SavedState, newest.payload)
+        lines = compare(self._session.material.identity, saved, run_dir=self._config.run_dir, part=part_of(self._index.kind))
+        for line in (*self._set_aside(damages, newest.folder.name), *lines):
+            self._session.record.note("resuming", line)
+        return _Found(str(newest.folder), saved)
+
+    def _set_aside(self, damages: Sequence[Damage], instead: str) -> list[str]:
+        """What to say of checkpoints that are newer than the one that is taken."""
+        lines = []
+        for damage in damages:
+            kept = f", and kept as {self._index.set_aside(damage.step).name}" if damage.finished else ""
+            lines.append(f"{damage}{kept}; the run goes on from {instead}")
+        return lines

@@ -1,11 +1,10 @@
 """Held-out accuracy, through the same engines and rewards that training uses."""
 
-import asyncio
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offbeat.aio import deadline, run_beside
+from offbeat.aio import deadline, run_beside, run_interruptible
 from offbeat.cluster.assemble import open_arena
 from offbeat.cluster.session import Peers, Rollouts, Solo
 from offbeat.config.controller import EvaluateConfig
@@ -100,7 +99,7 @@ def evaluate_model(config: Config, console: Console) -> Evaluation:
         raise ConfigError("data.heldout_size is 0, so there is nothing to evaluate on; set it to the number of held-out prompts")
     run_dir = config.run_dir.with_name(f"{config.run.name}-eval")
     with RunRecord(run_dir, trace=False, console=console) as record:
-        return asyncio.run(_evaluate_model(config, record))
+        return run_interruptible(_evaluate_model(config, record))
 
 
 async def _evaluate_model(config: Config, record: RunRecord) -> Evaluation:

@@ -38,28 +38,28 @@ class TrainResult:
     stopped_early: bool
 
 
-async def train(session: Session, state: RunState) -> TrainResult:
-    """Train from `state` to its last step, or until it is asked to stop.
+async def train(session: Session, state: RunState, begun: Highlights) -> TrainResult:
+    """Train from `state` to its last step, or until it is asked to stop; a run without a checkpoint begins with the highlights `begun`.
 
     Raises:
         WorkerError: a rank failed or died; names it.
         PublishError: too few engines took a version.
         RolloutError, CodeError: rollouts keep failing.
     """
-    return await run_beside(_Training(session, state).run(), session.watch())
+    return await run_beside(_Training(session, state, begun).run(), session.watch())
 
 
 class _Training:
     """One run's parts, bound together."""
 
-    def __init__(self, session: Session, state: RunState) -> None:
+    def __init__(self, session: Session, state: RunState, begun: Highlights) -> None:
         self._session = session
         self._state = state
         self._config = session.config
         self._record = session.record
         self._checkpoints = Checkpoints(session)
         self._stream = PromptStream(session.material.train, seed=session.config.run.seed, shuffle=session.config.data.shuffle)
-        self._highlights = Highlights()
+        self._highlights = begun
         self._proof: dict[str, float] = {}
         self._advice = PublishingAdvice(session.config)
 
@@ -158,7 +158,7 @@ class _Training:
         self._stream.restore(head.stream)
         for prompt_id in head.in_flight:
             self._stream.give_back(prompt_id)
-        self._record.stats.resume_at(saved.global_step + 1)
+        self._record.resume_after(saved.global_step)
         in_flight = sum(len(each.in_flight) for each in saved.heads)
         self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)
         self._record.console.note(f"resumed after step {saved.global_step}")

@@ -8,11 +8,11 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from offbeat.checkpoint.recover import none_sound
 from offbeat.cluster.assemble import open_session
 from offbeat.cluster.material import Material, read_material
 from offbeat.cluster.place import Place, read_place, resolve_ranks
@@ -21,11 +21,13 @@ from offbeat.cluster.threads import choose_threads, usable_cores
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
 from offbeat.controller.base_model import needs_base, on_base
-from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, index_of
+from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, index_of, part_of
 from offbeat.controller.loop import TrainResult, train
+from offbeat.controller.resume import compare
 from offbeat.controller.state import Highlights, RunState, SavedState
 from offbeat.controller.supervised import fine_tune, is_finished
 from offbeat.data import wire
+from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.log import set_up_logging
@@ -44,7 +46,7 @@ class RunResult:
 
     Attributes:
         heldout_before, heldout_after: accuracy before and after reinforcement learning; None without held-out prompts.
-        warm_up_steps: supervised steps before it.
+        warm_up_steps: supervised steps before it, over all resumptions.
         steps: reinforcement-learning steps.
         train_wall_s: seconds of warm-up and reinforcement learning together, evaluations included.
         startup_wall_s: seconds before that, for processes to start and libraries to load.
@@ -100,16 +102,18 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
         warm_up_steps = base_steps
 
         async def begins() -> bool:
-            return index_of(config, TRAINING).newest() is None
+            index = index_of(config, TRAINING)
+            return index.newest() is None and not index.damaged()
 
         if config.run.warm_up and await session.peers.lead("warm_up", begins, bool):
             warm_up_steps = (await fine_tune(session, state, standalone=False)).steps
             state.version += 1
+        begun = Highlights(warm_up_steps=warm_up_steps)
         interrupted = warm_up_steps > base_steps and state.stopping
-        result = TrainResult(0, Highlights(), stopped_early=True) if interrupted else await train(session, state)
+        result = TrainResult(0, begun, stopped_early=True) if interrupted else await train(session, state, begun)
         marks = result.highlights
         return RunResult(
-            heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, warm_up_steps=warm_up_steps, steps=result.steps,
+            heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, warm_up_steps=marks.warm_up_steps, steps=result.steps,
             train_wall_s=round(time.monotonic() - ready + base_wall_s, 3), startup_wall_s=round(ready - start - base_wall_s, 3),
             max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
@@ -138,7 +142,9 @@ def run_supervised(config: Config, console: Console, *, debug: bool = False, fre
 def _finish(result: R | None, config: Config, console: Console) -> R | None:
     """Write and show what a run came to, on the process that leads."""
     if result is not None:
-        (config.run_dir / "result.json").write_bytes(wire.encode_json(result) + b"\n")
+        part = config.run_dir / ".result.json.tmp"
+        part.write_bytes(wire.encode_json(result) + b"\n")
+        part.replace(config.run_dir / "result.json")
         console.finish(asdict(result))
     return result
 
@@ -172,7 +178,7 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
     given, cores = resolve_ranks(config, place), usable_cores()
     config = choose_threads(given, cores=cores, place=place)
     material = read_material(config, supervised=supervised)
-    with _open_record(config, place, console, supervised=supervised, fresh=fresh, debug=debug) as record:
+    with _open_record(config, place, console, material.identity, supervised=supervised, fresh=fresh, debug=debug) as record:
         if config != given:
             users = (("train rank", config.train.threads), ("engine", config.inference.threads))
             threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
@@ -188,16 +194,21 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
             raise
 
 
-def _open_record(config: Config, place: Place, console: Console, *, supervised: bool, fresh: bool, debug: bool) -> RunRecord:
+def _open_record(
+    config: Config, place: Place, console: Console, identity: Identity, *, supervised: bool, fresh: bool, debug: bool,
+) -> RunRecord:
     if not place.leads:
         # Its log is opened when it has met the leader, who may first move an older run of this name out of the way.
         return SilentRecord(config.run_dir)
     check_installed(config.telemetry.sinks)  # before an older run is moved out of the way
-    prepare_run_dir(config, supervised=supervised, fresh=fresh)
+    aside = prepare_run_dir(config, supervised=supervised, fresh=fresh)
+    check_resumption(config, identity, supervised=supervised)
     record = RunRecord(
         config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
         settings=config.model_dump(mode="json"))
     set_up_logging(record.log_dir / ("controller.log" if place.world == 1 else "rank-0.log"), debug=debug)
+    if aside is not None and not fresh:
+        record.note("begun_anew", f"no checkpoint was there to go on from, so the run begins anew; what it had is kept in {aside}")
     (config.run_dir / "config.toml").write_text(dump_toml(config))
     return record
 
@@ -223,30 +234,52 @@ async def _with_session(config: Config, place: Place, material: Material, record
         return await body(session, state)
 
 
-def prepare_run_dir(config: Config, *, supervised: bool = False, fresh: bool = False) -> None:
+def prepare_run_dir(config: Config, *, supervised: bool = False, fresh: bool = False) -> Path | None:
     """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
     A `fresh` run always does the latter.
 
     Args:
         supervised: the run only fine-tunes; reinforcement learning does not go on from its checkpoints, nor it from those.
 
+    Returns:
+        Where the older run is now, if it was moved.
+
     Raises:
         ConfigError: `run.resume` is off and the run exists, it has done all its steps, or another process is running it.
+        StorageError: it has checkpoints, and all are damaged.
     """
     run_dir = config.run_dir
-    if not (run_dir / "config.toml").exists():
-        return
+    if not any((run_dir / name).exists() for name in ("config.toml", "checkpoints")):
+        return None
     if fresh:
-        move_aside(config)
-        return
+        return move_aside(config)
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
     if done := _fine_tuned(config) if supervised else _trained(config):
         raise ConfigError(f"the run {str(run_dir)!r} has {done}, or give run.name a new name")
-    kinds = (FINE_TUNING,) if supervised else (TRAINING, WARM_UP) if config.run.warm_up else (TRAINING,)
-    goes_on = any(index_of(config, kind).newest() for kind in kinds)
-    if not goes_on and (run_dir / "metrics.jsonl").exists():
-        move_aside(config)
+    indexes = [index_of(config, kind) for kind in _kinds(config, supervised=supervised)]
+    if any(index.newest() for index in indexes):
+        return None
+    if damages := [damage for index in indexes for damage in index.damaged()]:
+        raise none_sound(damages)
+    return move_aside(config) if (run_dir / "metrics.jsonl").exists() else None
+
+
+def check_resumption(config: Config, identity: Identity, *, supervised: bool = False) -> None:
+    """Refuse what the newest checkpoint cannot go on with, before anything is started; see `offbeat.controller.resume`.
+
+    Raises:
+        ConfigError: names the setting, or what else has changed.
+    """
+    for kind in _kinds(config, supervised=supervised):
+        if newest := index_of(config, kind).newest():
+            compare(identity, wire.decode_json(SavedState, newest.payload), run_dir=config.run_dir, part=part_of(kind))
+            return
+
+
+def _kinds(config: Config, *, supervised: bool) -> tuple[str, ...]:
+    """The checkpoints that the run goes on from, those that come first first."""
+    return (FINE_TUNING,) if supervised else (TRAINING, WARM_UP) if config.run.warm_up else (TRAINING,)
 
 
 def _trained(config: Config) -> str | None:
@@ -272,8 +305,8 @@ def _fine_tuned(config: Config) -> str | None:
         f" {config.sft.stop_at_accuracy:g} above that to go on")
 
 
-def move_aside(config: Config) -> None:
-    """Rename the run's folder to the next free `name.N`; nothing is deleted but published weights.
+def move_aside(config: Config) -> Path:
+    """Rename the run's folder to the next free `name.N`, which is returned; nothing is deleted but published weights.
 
     Raises:
         ConfigError: another process is running it, or the run that is to begin reads from it.
@@ -286,8 +319,8 @@ def move_aside(config: Config) -> None:
         number += 1
     with lock_run(config.run_dir):
         config.run_dir.rename(aside)
-    with suppress(FileNotFoundError):
-        shutil.rmtree(aside / "weights")
+    shutil.rmtree(aside / "weights", ignore_errors=True)
+    return aside
 
 
 def peak_memory_bytes() -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from offbeat.cluster.session import Peers
 from offbeat.data.dataset import StreamState
+from offbeat.data.identity import Identity
 from offbeat.types import Version
 
 
@@ -32,6 +33,7 @@ class Highlights:
         max_staleness: versions between a trained token's policy and the trainer, at most.
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
         trained_tokens: of supervised fine-tuning.
+        warm_up_steps: supervised steps before reinforcement learning.
     """
 
     heldout_before: float | None = None
@@ -39,6 +41,7 @@ class Highlights:
     max_staleness: int = 0
     max_logprob_gap: float = 0.0
     trained_tokens: int = 0
+    warm_up_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,14 @@ class SavedState:
         version: weights published.
         heads: one per process that draws data; a controller is one.
         highlights: of the steps done.
+        identity: what the run was then; None if an older version wrote it.
     """
 
     global_step: int
     version: Version
     heads: tuple[HeadState, ...]
     highlights: Highlights = Highlights()
+    identity: Identity | None = None
 
 
 class RunState:

@@ -143,6 +143,6 @@ class _FineTuning:
         self._accuracy, self._trained_tokens = saved.highlights.heldout_after, saved.highlights.trained_tokens
         self._stream.restore(saved.heads[self._session.head].stream)
         # The rows after a warm-up are of reinforcement learning that left no checkpoint, and begins again.
-        self._record.stats.resume_at(saved.global_step + 1 if self._standalone else 0)
+        self._record.resume_after(saved.global_step if self._standalone else -1)
         self._record.events.record("sft_resumed", step=saved.global_step, version=saved.version)
         self._record.console.note(f"resumed after {saved.global_step} supervised steps")

@@ -40,7 +40,7 @@ def write_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     unfinished = run_dir / ".report.html.tmp"
     try:
-        unfinished.write_text(page, encoding="utf-8")
+        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")  # a damaged file may hold half a character
         unfinished.replace(path)
     except OSError as exc:
         raise StorageError(f"cannot write {path}: {exc.strerror}; make the run's folder writable") from exc
@@ -97,7 +97,7 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         yield "overlap", f"{share:.0%}", "of training time also generates"
     staleness = run.values("rollout/staleness_max_versions")
     if staleness:
-        bound = run.setting("rollout", "max_head_offpolicyness")
+        bound = run.bound("rollout", "max_head_offpolicyness")
         yield "staleness", f"{max(staleness):g}", "largest, versions" + (f"; bound {bound}" if bound is not None else "")
     gap = run.values("policy/canary_gap")
     if gap:
@@ -128,7 +128,7 @@ def _figure(label: str, value: str, remark: str) -> str:
 
 def _cards(run: RunFiles) -> list[Card]:
     """Every chart with the sentence below it."""
-    bound = run.setting("rollout", "max_head_offpolicyness")
+    bound = run.bound("rollout", "max_head_offpolicyness")
     reward, loss = run.points("reward/mean"), run.points("train/loss")
     return [
         (

@@ -1,7 +1,6 @@
 """What a run left in its folder, read leniently: a run that crashed, or goes on, is shown as far as it got."""
 
 import json
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any
 from offbeat.errors import DataError
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.trace import Span, read_trace
+
+_LARGEST = 1e100
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class RunFiles:
         table = self.config.get(section, {})
         return table.get(key) if isinstance(table, Mapping) else None
 
+    def bound(self, section: str, key: str) -> float | None:
+        """A number of the run's configuration; None if it is not there, or something else."""
+        value = self.setting(section, key)
+        return value if _finite(value) else None
+
 
 def read_run(run_dir: Path) -> RunFiles:
     """Read a run's folder.
@@ -55,15 +61,20 @@ def read_run(run_dir: Path) -> RunFiles:
         name=run_dir.resolve().name,
         config_text=config_text,
         config=_toml(config_text),
-        metrics=read_json_lines(run_dir / "metrics.jsonl"),
-        events=read_json_lines(run_dir / "events.jsonl"),
+        metrics=[_numbers(row) for row in read_json_lines(run_dir / "metrics.jsonl")],
+        events=[row for row in read_json_lines(run_dir / "events.jsonl") if _finite(row.get("time_s"))],
         spans=read_trace(run_dir / "trace.json"),
         result=_json_object(_text(run_dir / "result.json")),
     )
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Whether it is a number that can be drawn, which no run reaches the end of."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if _finite(value)}
 
 
 def _text(path: Path) -> str:
@@ -73,13 +84,13 @@ def _text(path: Path) -> str:
 def _toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return {}  # a torn file is still shown as text
 
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text) if text else {}
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return parsed if isinstance(parsed, dict) else {"result": parsed}

@@ -8,12 +8,12 @@ prompt that is trained on is ever a held-out one.
 import re
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from offbeat.config.data import DataConfig
+from offbeat.data.identity import add_to_digest, digest_of, new_digest
 from offbeat.data.row import Row, parse_record
 from offbeat.data.sources import Source, is_file, open_source
 from offbeat.data.tasks import Task, find_task
@@ -21,6 +21,9 @@ from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import DataError, TooLongError
 
 _MOST_REDRAWS = 1000
+_DIGESTED_ROWS = 16
+"""Of a task, which makes all of its rows in the same way."""
+
 _PROMPT_ID = re.compile(r"(\d+):(\d+)")
 
 
@@ -32,6 +35,11 @@ class PromptDataset(Protocol):
         """None: there is always another row."""
         ...
 
+    @property
+    def digest(self) -> str:
+        """Of all rows in their order, and so of what a place in them means; of an endless dataset, of what makes the rows."""
+        ...
+
     def row(self, index: int) -> Row:
         """The row at `index`; IndexError outside of 0 <= index < num_rows."""
         ...
@@ -39,12 +47,17 @@ class PromptDataset(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SourceDataset:
-    """Records `start` to `start + num_rows` of a source."""
+    """Records `start` to `start + num_rows` of a source, whose rows have together the digest `all_rows`."""
 
     source: Source
     config: DataConfig
     start: int
     num_rows: int
+    all_rows: str = ""
+
+    @property
+    def digest(self) -> str:
+        return digest_of([self.all_rows, self.start, self.num_rows])
 
     def row(self, index: int) -> Row:
         if not 0 <= index < self.num_rows:
@@ -61,6 +74,10 @@ class ListDataset:
     @property
     def num_rows(self) -> int:
         return len(self.rows)
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.rows)
 
     def row(self, index: int) -> Row:
         return self.rows[index]
@@ -79,6 +96,10 @@ class EveryNth:
         total = self.dataset.num_rows
         return None if total is None else len(range(self.first, total, self.n))
 
+    @property
+    def digest(self) -> str:
+        return digest_of([self.dataset.digest, self.first, self.n])
+
     def row(self, index: int) -> Row:
         return self.dataset.row(self.first + index * self.n)
 
@@ -92,6 +113,10 @@ class TaskDataset:
     heldout: frozenset[str]
 
     num_rows = None
+
+    @property
+    def digest(self) -> str:
+        return digest_of([self.task.name, self.seed, *sorted(self.heldout), *(self.row(index) for index in range(_DIGESTED_ROWS))])
 
     def row(self, index: int) -> Row:
         for attempt in range(_MOST_REDRAWS):
@@ -117,23 +142,31 @@ def open_datasets(config: DataConfig, *, seed: int) -> tuple[PromptDataset, Prom
         raise DataError("data.task and data.path are both empty; name a built-in task, a .jsonl or .parquet file, or a hub id")
     if config.heldout_split and not config.heldout_path and is_file(config.path):
         raise DataError(f"data.heldout_split is for hub ids, but data.path is the file {config.path!r}; give data.heldout_path")
-    check = partial(_check_record, config=config)
-    source = open_source(config.path, split=config.split, check=check)
+    source, rows = _open_source(config.path, config, split=config.split)
     if not config.heldout_size:
-        return SourceDataset(source, config, 0, len(source)), ListDataset(())
+        return SourceDataset(source, config, 0, len(source), rows), ListDataset(())
     if config.heldout_path or config.heldout_split:
-        other = open_source(config.heldout_path or config.path, split=config.heldout_split or config.split, check=check)
-        return SourceDataset(source, config, 0, len(source)), SourceDataset(other, config, 0, min(config.heldout_size, len(other)))
+        other, others = _open_source(config.heldout_path or config.path, config, split=config.heldout_split or config.split)
+        return (
+            SourceDataset(source, config, 0, len(source), rows),
+            SourceDataset(other, config, 0, min(config.heldout_size, len(other)), others))
     num_train = len(source) - config.heldout_size
     if num_train < 1:
         raise DataError(
             f"dataset {config.path!r} has {len(source)} rows, which leaves none to train on after data.heldout_size ="
             f" {config.heldout_size}; lower it, or give data.heldout_path")
-    return SourceDataset(source, config, 0, num_train), SourceDataset(source, config, num_train, config.heldout_size)
+    return (
+        SourceDataset(source, config, 0, num_train, rows), SourceDataset(source, config, num_train, config.heldout_size, rows))
 
 
-def _check_record(record: dict, where: str, *, config: DataConfig) -> None:
-    parse_record(record, config, where=where)
+def _open_source(path: str, config: DataConfig, *, split: str) -> tuple[Source, str]:
+    """A source, every record of which can be used, and the digest of its rows."""
+    state = new_digest()
+
+    def check(record: dict[str, Any], where: str) -> None:
+        add_to_digest(state, parse_record(record, config, where=where))
+
+    return open_source(path, split=split, check=check), state.hexdigest()
 
 
 def _open_task(task: Task, *, heldout_size: int, seed: int) -> tuple[TaskDataset, ListDataset]:

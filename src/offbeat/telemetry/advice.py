@@ -20,7 +20,7 @@ class PublishingAdvice:
 
     def look(self, stats: Mapping[str, float]) -> str:
         """One sentence after the second step in a row that publishes for long; empty otherwise, and for ever after."""
-        if "step/publish_s" not in stats:  # an evaluation before the first step, or supervised fine-tuning
+        if not {"step/publish_s", "step/total_s"} <= stats.keys():  # an evaluation before the first step, or supervised fine-tuning
             return ""
         publish_s, total_s = stats["step/publish_s"], stats["step/total_s"]
         self._seen = self._seen + 1 if publish_s > max(LEAST_S, PUBLISH_SHARE * total_s) else 0

@@ -8,10 +8,15 @@ from offbeat.telemetry.jsonl import JsonLinesFile
 
 
 class EventLog:
-    """An append-only file; nothing is ever taken back, not even by a resumed run. Without a path it keeps nothing."""
+    """An append-only file; nothing is ever taken back, not even by a resumed run. Without a path it keeps nothing.
+
+    Attributes:
+        mended: see `JsonLinesFile`.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else JsonLinesFile(path)
+        self._file = None if path is None else JsonLinesFile(path, is_row=lambda row: isinstance(row.get("kind"), str))
+        self.mended = self._file.mended if self._file is not None else ""
 
     def record(self, kind: str, **fields: Any) -> None:
         """Append one event with the wall-clock time, in seconds since 1970, as `time_s`; values that JSON does not know become text."""

@@ -1,33 +1,46 @@
 """Append-only files of one JSON object per line, the form of a run's records.
 
-Lines are flushed as they are written, so a crash loses at most the line it interrupts; opening the file again drops such a torn line.
+Lines are flushed as they are written, so a crash loses at most the line it interrupts; opening the file again drops such a torn line, and
+what is no row of the file at all.
 """
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from offbeat.errors import StorageError
+from offbeat.telemetry.mend import mend
 
-_BLOCK_BYTES = 65_536
+Row = dict[str, Any]
 
 
 class JsonLinesFile:
-    """One file, created with its folder if need be, and appended to."""
+    """One file, created with its folder if need be, and appended to.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        mended: what was found damaged on opening and done about it, in a sentence; "" for nothing.
+    """
+
+    def __init__(self, path: Path, *, is_row: Callable[[Row], bool] = lambda _row: True) -> None:
         """Open for appending.
+
+        Args:
+            is_row: tells the objects that belong into the file; others are no damage of a crash, and are left out.
 
         Raises:
             StorageError: the folder or the file cannot be written.
         """
+
+        def is_sound(line: bytes) -> bool:
+            row = parse_row(line)
+            return row is not None and is_row(row)
+
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            cut_torn_line(path)
+            self.mended = mend(path, is_sound)
             self._file = path.open("ab")
         except OSError as exc:
             raise _cannot_write(path, exc) from exc
@@ -45,51 +58,42 @@ class JsonLinesFile:
         except OSError as exc:
             raise _cannot_write(self.path, exc) from exc
 
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the rows that are not wanted; a crash in between leaves the old file whole."""
-        rows = [row for row in read_json_lines(self.path) if wanted(row)]
+    def keep(self, wanted: Callable[[Row], bool]) -> None:
+        """Drop the rows that are not wanted; a crash in between leaves the old file whole.
+
+        Raises:
+            StorageError: the disk is full or gone.
+        """
         self._file.close()
         shorter = self.path.with_name(f".{self.path.name}.tmp")
-        shorter.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        shorter.replace(self.path)
-        self._file = self.path.open("ab")
+        try:
+            with self.path.open("rb") as old, shorter.open("wb") as new:
+                new.writelines(line for line in old if (row := parse_row(line)) is not None and wanted(row))
+            shorter.replace(self.path)
+            self._file = self.path.open("ab")
+        except OSError as exc:
+            raise _cannot_write(self.path, exc) from exc
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
         self._file.close()
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[Row]:
     """The objects of a file, [] if there is none. Lines that are no JSON object, as a crash leaves them, are passed over."""
-    if not path.exists():
+    if not path.is_file():
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    with path.open("rb") as file:
+        return [row for line in file if (row := parse_row(line)) is not None]
 
 
-def cut_torn_line(path: Path) -> None:
-    """Shorten a file to its last complete line, so that what is appended starts on a line of its own."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        end = size = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _BLOCK_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
+def parse_row(line: bytes) -> Row | None:
+    """The JSON object of a line; None where it is none."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):  # no JSON, no UTF-8, or brackets without end
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def _json_safe(value: Any) -> Any:

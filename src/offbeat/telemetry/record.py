@@ -46,11 +46,25 @@ class RunRecord:
         self._lock: IO[str] | None = lock_run(run_dir)
         self.events = EventLog(run_dir / "events.jsonl")
         self.tracer = Tracer(run_dir / "trace.json" if trace else None)
+        self._metrics = JsonLines(run_dir / "metrics.jsonl")
         self.stats = StatsLogger([
-            JsonLines(run_dir / "metrics.jsonl"),
+            self._metrics,
             *(BackgroundSink(name, partial(open_sink, name, run_dir, settings or {}), on_drop=self._sink_dropped)
               for name in dict.fromkeys(sinks))])
         self.console = console
+        for mended in filter(None, (self.events.mended, self.tracer.mended, self._metrics.mended)):
+            self.note("mended", mended)
+
+    def note(self, kind: str, text: str) -> None:
+        """Say something that concerns the run's files, on the console and as an event of this kind."""
+        self.events.record(kind, text=text)
+        self.console.note(text)
+
+    def resume_after(self, global_step: int) -> None:
+        """Go on after this step: what was recorded of later ones is forgotten, for they are repeated. Says how much is missing before."""
+        self.stats.resume_at(global_step + 1)
+        if num_lost := len(set(range(1, global_step + 1)) - self._metrics.steps):
+            self.note("rows_lost", f"metrics.jsonl has no rows of {num_lost} of the {global_step} steps that are done")
 
     def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Keep a sample of rollouts, already encoded as JSON lines."""
@@ -87,6 +101,9 @@ class SilentRecord(RunRecord):
         self.tracer = Tracer(None)
         self.stats = StatsLogger([])
         self.console = Console("quiet")
+
+    def resume_after(self, global_step: int) -> None:
+        """There is nothing to forget."""
 
     def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Keep nothing."""

@@ -29,10 +29,18 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A `Sink` that appends to a file of JSON lines; what it wrote before stays, less the rows that a resumed run repeats."""
+    """A `Sink` that appends to a file of JSON lines; what it wrote before stays, less the rows that a resumed run repeats.
+
+    Attributes:
+        mended: see `JsonLinesFile`.
+        steps: of which it had rows when the run was resumed.
+    """
+
+    steps: frozenset[int] = frozenset()
 
     def __init__(self, path: Path) -> None:
-        self._file = JsonLinesFile(path)
+        self._file = JsonLinesFile(path, is_row=lambda row: type(row.get("global_step")) is int)
+        self.mended = self._file.mended
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one flushed line."""
@@ -40,7 +48,16 @@ class JsonLines:
 
     def resume_at(self, global_step: int) -> None:
         """Drop rows with this global step or a later one."""
-        self._file.keep(lambda row: row["global_step"] < global_step)
+        kept: set[int] = set()
+
+        def is_wanted(row: Mapping[str, Any]) -> bool:
+            if row["global_step"] < global_step:
+                kept.add(row["global_step"])
+                return True
+            return False
+
+        self._file.keep(is_wanted)
+        self.steps = frozenset(kept)
 
     def close(self) -> None:
         """Close the file."""

@@ -15,7 +15,11 @@ from typing import Any
 
 from offbeat.errors import StorageError
 from offbeat.phase import phase
-from offbeat.telemetry.jsonl import cut_torn_line
+from offbeat.telemetry.jsonl import parse_row
+from offbeat.telemetry.mend import mend
+
+_LATEST_US = 2**53
+"""The year 2255, and the largest number that every reader of the format holds."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,11 @@ class Span:
 
 
 class Tracer:
-    """Writes spans as they end; without a path it keeps nothing."""
+    """Writes spans as they end; without a path it keeps nothing.
+
+    Attributes:
+        mended: what was found damaged on opening and done about it, in a sentence; "" for nothing.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """Append to the trace at `path`, or start it; tracks of an earlier run keep their places.
@@ -40,11 +48,12 @@ class Tracer:
         """
         self._tids: dict[str, int] = {}
         self._file = None
+        self.mended = ""
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            cut_torn_line(path)
+            self.mended = mend(path, lambda line: line == b"[" or _parse_event(line) is not None)
             self._tids = {event["args"]["name"]: event["tid"] for event in _read_events(path) if event["ph"] == "M"}
             self._file = path.open("a", encoding="utf-8")
             if self._file.tell() == 0:
@@ -95,25 +104,32 @@ class Tracer:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a trace in the order written; [] if there is none. A torn last line is passed over."""
+    """The spans of a trace in the order written; [] if there is none. What is no event, as a torn last line, is passed over."""
     events = _read_events(path)
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     return [
         Span(event["name"], tracks[event["tid"]], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event.get("args", {}))
         for event in events
-        if event["ph"] == "X"
+        if event["ph"] == "X" and event["tid"] in tracks
     ]
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
+    if not path.is_file():
         return []
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            event = json.loads(line.rstrip(","))
-        except json.JSONDecodeError:
-            continue  # the opening bracket, or a line that a crash tore
-        if isinstance(event, dict) and "ph" in event:
-            events.append(event)
-    return events
+    with path.open("rb") as file:
+        return [event for line in file if (event := _parse_event(line)) is not None]
+
+
+def _parse_event(line: bytes) -> dict[str, Any] | None:
+    """One of our events: a track's name or place, or a span; None for all else, such as the bracket in the first line."""
+    event = parse_row(line.strip().removesuffix(b","))
+    if event is None:
+        return None
+    kind, args = event.get("ph"), event.get("args", {})
+    if not isinstance(event.get("name"), str) or not isinstance(event.get("tid"), int) or not isinstance(args, dict):
+        return None
+    if kind == "M":
+        return event if isinstance(args.get("name"), str) else None
+    times = (event.get("ts"), event.get("dur"))
+    return event if kind == "X" and all(isinstance(time, int) and 0 <= time < _LATEST_US for time in times) else None

@@ -90,6 +90,10 @@ class Channel(Protocol):
         """Make the trainer's weights available as an immutable version."""
         ...
 
+    async def rewrite(self, manifest: Manifest) -> Manifest | None:
+        """Write a version again that is not on disk as it was written; None where it is, or the trainer has other weights by now."""
+        ...
+
     def prune(self) -> None:
         """Remove versions that no engine needs any more."""
         ...

@@ -195,7 +195,8 @@ class Publisher:
             inconclusive=dict(publication.unsure))
 
     async def bring(self, engine: EngineControl) -> Version | None:
-        """Bring an engine that is out of service to the current version, and prove it. Admits nobody.
+        """Bring an engine that is out of service to the current version, and prove it. Admits nobody. A version that is damaged on disk is
+        written again, as long as the trainer has it.
 
         Returns:
             The version, current when this returns; None before the first publish.
@@ -212,7 +213,10 @@ class Publisher:
             except OffbeatError:
                 async with self._writing:  # a newer version on its way may have taken this one's place
                     if manifest is self.current:
-                        raise
+                        again = await self._channel.rewrite(manifest)
+                        if again is None:
+                            raise
+                        self.current = again
                 continue
             if manifest is self.current:
                 verdict = self._judge.judge(engine.name, manifest, proof)

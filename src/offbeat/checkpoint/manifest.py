@@ -1,0 +1,107 @@
+"""What a checkpoint consists of: size and checksum of every file, which stand in the marker that makes it complete. Torch-free.
+
+The marker is one JSON object: the controller's state, `step`, `files`, and a `checksum` of all that. `recover` looks for damage in two
+depths: `look` reads the marker and asks for the sizes, `read_through` reads every byte. It guards against disks and slips, not people.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MARKER = "complete.json"
+
+_NUM_THREADS = 4
+"""Files are read at once; hashing leaves the interpreter lock, and one core does about 1.6 GB/s."""
+
+
+def seal(folder: Path, step: int, state: bytes) -> bytes:
+    """The marker of a checkpoint whose files are all there.
+
+    Args:
+        folder: of the checkpoint; read to the last byte.
+        step: that it was taken at.
+        state: of the controller, a JSON object.
+    """
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        names = _names(folder)
+        sums = pool.map(_digest, (folder / name for name in names))
+        files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in zip(names, sums, strict=True)}
+    marker = {**json.loads(state), "step": step, "files": files}
+    return json.dumps(marker | {"checksum": _checksum(marker)}, separators=(",", ":")).encode()
+
+
+def look(folder: Path, step: int) -> str:
+    """What is wrong with a checkpoint, as far as its marker and the sizes of its files tell; "" for nothing.
+
+    Those that were written before there were checksums are taken as they are, if they are of this step.
+    """
+    try:
+        marker = _read(folder)
+    except OSError as exc:
+        return f"{MARKER} {_reason(exc)}"
+    except (ValueError, RecursionError):
+        return f"{MARKER} is not as it was written"
+    if not marker.keys() & {"files", "checksum"}:
+        return "" if marker.get("global_step") == step else f"{MARKER} is not that of step {step}"
+    if marker.pop("checksum", "") != _checksum(marker):
+        return f"{MARKER} is not as it was written"
+    if marker["step"] != step:
+        return f"{MARKER} is that of step {marker['step']}"
+    for name, about in marker["files"].items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as exc:
+            return f"{name} {_reason(exc)}"
+        if size != about["bytes"]:
+            return f"{name} has {size} bytes, and was written with {about['bytes']}"
+    return ""
+
+
+def read_through(folder: Path) -> str:
+    """Which file of a checkpoint that `look` finds sound has other bytes than were written; "" for none."""
+    files: Mapping[str, Mapping[str, Any]] = _read(folder).get("files", {})
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        found = pool.map(_digest_or_reason, (folder / name for name in files))
+        for (name, about), (digest, reason) in zip(files.items(), found, strict=True):
+            if reason:
+                return f"{name} {reason}"
+            if digest != about["sha256"]:
+                return f"{name} has other bytes than were written"
+    return ""
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    marker = json.loads((folder / MARKER).read_bytes())
+    if not isinstance(marker, dict):
+        raise ValueError(f"it holds {type(marker).__name__}, not an object")
+    return marker
+
+
+def _names(folder: Path) -> list[str]:
+    paths = (path for path in folder.rglob("*") if path.is_file() and not (path.parent == folder and path.stem == Path(MARKER).stem))
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def _checksum(marker: Mapping[str, Any]) -> str:
+    """Of the values and not of the bytes, so that a tool may write the file anew; a flipped bit that changes no value is no damage."""
+    text = json.dumps(marker, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_or_reason(path: Path) -> tuple[str, str]:
+    try:
+        return _digest(path), ""
+    except OSError as exc:
+        return "", _reason(exc)
+
+
+def _reason(exc: OSError) -> str:
+    return "is gone" if isinstance(exc, FileNotFoundError) else f"cannot be read: {exc.strerror}"

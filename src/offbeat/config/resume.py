@@ -1,0 +1,131 @@
+"""What may change when a run is resumed: the table of all settings, and how a checkpoint's settings compare with those of today.
+
+A checkpoint remembers the settings that matter to what it goes on with. The controller compares before it starts anything; what the data,
+the models and the user's code are is told by their contents (`data.identity`), because a path says little.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from offbeat.config.load import settings, toml_value
+from offbeat.config.root import Config
+
+
+class Change(Enum):
+    """What a setting that is not what it was at the checkpoint means."""
+
+    FREE = "nothing: where and how fast things are done, never what is learnt"
+    TOLD = "the run goes on with the new value, which is said in a line"
+    REFUSED = "the run is refused: the checkpoint does not fit, or the data would be drawn in another order"
+    CONTENT = "the run is refused if it now stands for other data or another model"
+    HELD_OUT = "the run is refused if other rows are trained on now, and goes on otherwise, which is said in a line"
+    CODE = "the run goes on with the other code, which is said in a line, also where only its source is another"
+
+
+Part = Literal["rl", "sft"]
+"""Reinforcement learning; or supervised fine-tuning, as `offbeat sft` and as a warm-up."""
+
+_OPTIMIZER = ("lr", "beta1", "beta2", "eps", "weight_decay", "warmup_steps", "schedule", "min_lr_ratio", "clip_norm")
+
+
+def _of(section: str, names: str) -> list[str]:
+    return [f"{section}.{name}" for name in names.split()]
+
+
+_TABLE: dict[Change, list[str]] = {
+    Change.FREE: [
+        *_of("run", "name dir mode warm_up resume"),
+        *_of("train", "num_ranks strategy max_tokens_per_microbatch share_prefix gradient_checkpointing threads step_timeout_s"),
+        *_of("sft", "evaluate_every_steps"),
+        # Of single_rank_load it is the number of processes that draw data that counts, and that is compared by itself.
+        *_of("rollout", "max_concurrent_rollouts single_rank_load balance_batch reward_workers reward_timeout_s episode_timeout_s"
+             " max_retries max_failures_in_a_row batch_timeout_s"),
+        *_of("inference", "num_engines min_engines urls python arguments max_running max_queued max_cache_bytes threads max_adapters"
+             " max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s heal_timeout_s request_timeout_s token_timeout_s"),
+        *_of("weights", "channel dir keep stage_timeout_s switch_timeout_s proof_tolerance"),
+        *_of("checkpoint", "every_steps keep export export_every_steps timeout_s"),
+        *_of("evaluate", "every_steps timeout_s"),
+        *_of("cluster", "launcher ray_address devices_per_worker start_timeout_s stop_timeout_s"),
+        *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),
+        *_of("telemetry", "console rollouts_every_steps trace sinks"),
+        *_of("serve", "host port data_dir database keys model_name max_models max_queued_tokens max_disk_bytes public_status"
+             " max_tokens_per_pass max_samples_in_flight max_body_bytes gap_patience_s session_timeout_s sampler_timeout_s"
+             " result_retention_s"),
+    ],
+    Change.TOLD: [
+        "run.total_steps",
+        *_of("model", "dtype lora.dropout"),
+        *_of("data", "chat_template system_prompt max_prompt_tokens"),
+        *_of("algorithm", "preset scale_by_std loss_aggregation clip_low clip_high dual_clip behave_weight behave_cap drop_zero_advantage"
+             " num_minibatches"),
+        "train.autocast", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
+        *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
+        *_of("rollout", "group_size consumer_batch_size max_head_offpolicyness on_stale max_new_tokens temperature top_p top_k stop"
+             " stop_token_ids"),
+        *_of("inference", "engine forward max_context"),
+        "weights.interrupt",
+        *_of("evaluate", "num_prompts temperature"),
+    ],
+    Change.REFUSED: ["run.seed", "data.shuffle", *_of("model.lora", "rank alpha targets")],
+    Change.CONTENT: [
+        *_of("model", "path tokenizer"),
+        *_of("model.tiny", "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size max_positions"),
+        *_of("data", "task task_size task_options path split format prompt_field answer_field"),
+    ],
+    Change.HELD_OUT: _of("data", "heldout_path heldout_split heldout_size"),
+    Change.CODE: _of("rollout", "workflow reward should_accept"),
+}
+
+CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for key in keys}
+"""Of every setting."""
+
+# What only the other part of a run reads.
+_NOT_OF: dict[Part, tuple[str, ...]] = {
+    "rl": ("sft.",),
+    "sft": (
+        "run.total_steps", "algorithm.", "train.optimizer.", "rollout.group_size", "rollout.consumer_batch_size", "rollout.max_head",
+        "rollout.on_stale", "rollout.temperature", "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt"),
+}
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A setting that is not what it was."""
+
+    key: str
+    now: Any
+    was: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} = {toml_value(self.now)}, was {toml_value(self.was)}"
+
+
+def remembered(config: Config) -> dict[str, Any]:
+    """The settings that a checkpoint keeps, by "section.key": all but those that may change freely, some of which are secret."""
+    values = config.model_dump(mode="json")
+    return {key: _value(values, key) for key, _ in settings() if CHANGES[key] is not Change.FREE}
+
+
+def changes(now: Mapping[str, Any], was: Mapping[str, Any], *, part: Part) -> dict[Change, list[Changed]]:
+    """What differs of `remembered` settings, by what it means, as far as this part of a run reads it.
+
+    A setting that either does not know, as another version of Offbeat wrote it, is none that differs.
+    """
+    found: dict[Change, list[Changed]] = {change: [] for change in Change}
+    for key, change in CHANGES.items():
+        if key in now and key in was and now[key] != was[key] and not key.startswith(_NOT_OF[part]):
+            found[change].append(Changed(key, now[key], was[key]))
+    return found
+
+
+def listed(changed: Iterable[Changed]) -> str:
+    """Changed settings in one line."""
+    return "; ".join(map(str, changed))
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    for name in key.split("."):
+        values = values[name]
+    return values

@@ -1,0 +1,70 @@
+"""Whether a checkpoint may be gone on from with the present settings, data, model and code, and what has to be said about it.
+
+`run` asks before any process is started, `checkpoints` again of the checkpoint that is taken in the end. Pure; what a change of each
+setting means stands in `offbeat.config.resume`.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from offbeat.config.load import toml_value
+from offbeat.config.resume import Change, Changed, Part, changes, listed
+from offbeat.controller.state import SavedState
+from offbeat.data.identity import Identity
+from offbeat.errors import ConfigError
+
+_REMEDY = "go back to what it was, or begin anew with another run.name"
+
+
+def compare(now: Identity, saved: SavedState, *, run_dir: Path, part: Part) -> list[str]:
+    """What a resumed run has to say of what has changed since its checkpoint; one line each.
+
+    A checkpoint that an older version wrote remembers nothing, and nothing is compared.
+
+    Raises:
+        ConfigError: something has changed with which the checkpoint cannot be gone on from.
+    """
+    if saved.identity is None:
+        return []
+    where = f"the run {str(run_dir)!r} cannot go on from step {saved.global_step}"
+    found = changes(now.settings, saved.identity.settings, part=part)
+    if found[Change.REFUSED]:
+        raise ConfigError(f"{where} with {listed(found[Change.REFUSED])}; {_REMEDY}")
+    for what, section in _other_contents(now, saved.identity):
+        changed = [each for each in (*found[Change.CONTENT], *found[Change.HELD_OUT]) if each.key.startswith(section)]
+        raise ConfigError(f"{where} with {what}{f' ({listed(changed)})' if changed else ''}; {_REMEDY}")
+    told = [*found[Change.TOLD], *found[Change.HELD_OUT]]
+    lines = [f"goes on with {listed(told)}"] if told else []
+    return lines if part == "sft" else [*lines, *_other_code(found[Change.CODE], now, saved.identity)]
+
+
+def _other_contents(now: Identity, was: Identity) -> Iterator[tuple[str, str]]:
+    """What is not the same and must be: in words, and the section of the settings that it comes from."""
+    if now.model != was.model:
+        path = now.settings.get("model.path")
+        yield f"another model: {toml_value(path) if path else 'what [model.tiny] makes'} has other weights or another config.json", "model."
+    if now.tokenizer != was.tokenizer:
+        yield "another tokenizer, which makes other tokens of the same text", "model.tokenizer"
+    if now.data != was.data:
+        counts = "" if now.num_rows == was.num_rows else f", of {_count(now.num_rows)} where there were {_count(was.num_rows)}"
+        yield f"other data: the rows to train on, or their order, are not those that it has drawn from{counts}", "data."
+
+
+def _count(num_rows: int | None) -> str:
+    return "endlessly many" if num_rows is None else str(num_rows)
+
+
+def _other_code(renamed: Sequence[Changed], now: Identity, was: Identity) -> Iterator[str]:
+    keys = {each.key for each in renamed}
+    others = [each for each in renamed if not _is_moved(each, now, was)]
+    if others:
+        yield f"goes on with {listed(others)}"
+    for setting, digest in now.code.items():
+        if setting not in keys and digest != was.code.get(setting, digest):
+            yield f"goes on with another {setting}: the file of its code is not as it was at the checkpoint"
+
+
+def _is_moved(changed: Changed, now: Identity, was: Identity) -> bool:
+    """Whether it is the same function of the same file in another place."""
+    digest, functions = now.code.get(changed.key), {str(name).rpartition(":")[2] for name in (changed.now, changed.was)}
+    return bool(digest) and digest == was.code.get(changed.key) and len(functions) == 1

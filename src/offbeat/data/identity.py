@@ -1,0 +1,89 @@
+"""What a run is: its settings, and by their contents data, model, tokenizer and the user's code. A checkpoint remembers it, and resuming
+compares.
+
+Digests tell what has changed by accident or in passing; they are BLAKE2b. A model's weights are sampled, which any training changes.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.data import wire
+
+_DIGEST_BYTES = 16
+_HEADER_BYTES = 65_536
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 32
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run is.
+
+    Attributes:
+        settings: by "section.key", those that `offbeat.config.resume` remembers.
+        data: of the rows to train on, in their order.
+        num_rows: to train on; None for an endless dataset.
+        model: of the initial model, or of what it is made from.
+        tokenizer: of what it makes of a text.
+        code: of the source files of the user's functions, by setting.
+    """
+
+    settings: Mapping[str, Any]
+    data: str
+    num_rows: int | None
+    model: str
+    tokenizer: str
+    code: Mapping[str, str]
+
+
+def new_digest() -> "hashlib.blake2b":
+    """A digest that grows."""
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+
+def add_to_digest(state: "hashlib.blake2b", value: Any) -> None:
+    """Add a value that has a form as JSON."""
+    state.update(wire.encode_json(value) + b"\n")
+
+
+def digest_of(values: Iterable[Any]) -> str:
+    """Of values in their order."""
+    state = new_digest()
+    for value in values:
+        add_to_digest(state, value)
+    return state.hexdigest()
+
+
+def model_digest(folder: Path) -> str:
+    """Of a model folder: its config.json, and samples of its weights."""
+    state = new_digest()
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        size = path.stat().st_size
+        state.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            state.update(file.read(_HEADER_BYTES))
+            for number in range(1, _NUM_SAMPLES + 1):
+                file.seek(max(size * number // _NUM_SAMPLES - _SAMPLE_BYTES, 0))
+                state.update(file.read(_SAMPLE_BYTES))
+    return state.hexdigest()
+
+
+def code_digest(dotted: str) -> str:
+    """Of the source file of "module:function" or "file.py:function", which is not imported for this.
+
+    Empty for a module of Offbeat, whose source another version changes, and for one that is no file on the search path.
+    """
+    module, _, _ = dotted.rpartition(":")
+    if not module or module.startswith("offbeat."):
+        return ""
+    if module.endswith(".py"):
+        candidates = [Path(module)]
+    else:
+        inner = Path(*module.split("."))
+        candidates = [Path(root or ".") / file for root in sys.path for file in (inner.with_suffix(".py"), inner / "__init__.py")]
+    path = next((path for path in candidates if path.is_file()), None)
+    return "" if path is None else hashlib.blake2b(path.read_bytes(), digest_size=_DIGEST_BYTES).hexdigest()

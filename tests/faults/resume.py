@@ -1,0 +1,323 @@
+"""Each setting changed when a run is resumed, and what it was trained on: a table in docs/faults.md.
+
+`python tests/faults/resume.py` makes it, in some minutes. Every row is the real command on a copy of a small run; what changes ranks or
+engines has processes of its own, the rest shares some.
+"""
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from faults.sections import write_section
+from faults.workshop import Done, Workshop, workshop
+from offbeat.config.load import load_config, settings
+from offbeat.config.resume import CHANGES, Change
+from offbeat.data.tokenizer import TEXT_ALPHABET, character_tokenizer
+from small_run import REWARDS, SETTINGS, SmallRun, build_small_model, offbeat
+
+CODE = """\
+from offbeat.rollout.workflows.single_turn import single_turn
+
+def score(completion, row):
+    return float(sum(map(ord, completion)) % 3) / 2
+
+def accepts(group):
+    return True
+
+async def play(episode):
+    return await single_turn(episode)
+"""
+
+GIVEN: Mapping[str, str] = {
+    "data.task": "addition", "data.max_prompt_tokens": "20", "data.system_prompt": "be brief", "algorithm.preset": "dr_grpo",
+    "algorithm.dual_clip": "3", "sft.stop_at_accuracy": "0.5", "rollout.reward": f"{REWARDS}:equal", "rollout.top_p": "0.9",
+    "rollout.stop": '["z"]', "rollout.stop_token_ids": "[5]", "rollout.should_accept": "code.py:accepts",
+    "rollout.workflow": "code.py:play", "train.optimizer.min_lr_ratio": "0.5", "sft.optimizer.min_lr_ratio": "0.5",
+    "evaluate.num_prompts": "2", "inference.max_context": "32", "rollout.single_rank_load": "true", "rollout.batch_timeout_s": "3000",
+    "data.heldout_size": "5", "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
+    "weights.channel": "collective", "weights.dir": "WEIGHTS",
+    "inference.max_cache_bytes": "100000000", "train.strategy": "fsdp", "train.num_ranks": "2",
+    "algorithm.clip_low": "0.1", "rollout.top_k": "5", "train.optimizer.beta1": "0.8", "train.optimizer.beta2": "0.9",
+}
+"""Values that mean something; other settings get the next value that is allowed."""
+
+ELSEWHERE = {
+    "run.name": "names another run", "run.dir": "names another run", "run.resume": "says whether to resume at all",
+    "run.mode": "the fault tables above resume in both modes", "cluster.launcher": "the fault tables above use both",
+    "cluster.ray_address": "needs Ray", "cluster.devices_per_worker": "needs accelerators", "inference.engine": "needs another engine",
+    "inference.urls": "needs engines by URL", "inference.python": "needs another engine", "inference.arguments": "needs another engine",
+    "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",
+    "data.heldout_path": "stands below", "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
+}
+"""Settings without a row of their own, and why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is changed: settings by name, or files, on a run that has others than the smallest run.
+
+    Attributes:
+        what: in the table.
+        expected: what `offbeat.config.resume` says of it.
+        settings: on resuming.
+        base: the run that is copied.
+        edit: changes files, given the copy's root.
+        own: it needs ranks or engines of its own.
+        told: what has to stand in what the command says.
+    """
+
+    what: str
+    expected: Change
+    settings: Mapping[str, str] = field(default_factory=dict)
+    base: str = "task"
+    edit: Callable[[Path], None] = lambda _root: None
+    own: bool = False
+    told: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table."""
+
+    case: Case
+    outcome: str
+    problems: tuple[str, ...]
+
+
+def another_value(key: str, now: Any) -> str:
+    """A value that the setting may have and does not have."""
+    if key in GIVEN:
+        return GIVEN[key]
+    kind = dict(settings())[key].annotation
+    if isinstance(now, bool):
+        return str(not now).lower()
+    if get_origin(kind) is not None and isinstance(now, str):  # one of several words
+        return next(choice for choice in get_args(kind) if choice != now)
+    if isinstance(now, int):
+        return str(now + 1)
+    if isinstance(now, float):
+        return str(now * 2 if now else 0.5)
+    raise AssertionError(f"{key} has no other value here; give one")
+
+
+def cases() -> list[Case]:
+    """Every row."""
+    rows = []
+    now = _values()
+    for key, change in CHANGES.items():
+        if key in ELSEWHERE or key.startswith(("sft.", "serve.", "model.")) or change is Change.FREE or key == "run.total_steps":
+            continue
+        if key.startswith("data.") and change is Change.CONTENT and key not in ("data.task", "data.task_size"):
+            continue
+        rows.append(Case(f"`{key}`", change, {key: another_value(key, now[key])}, told=key))
+    rows.append(Case("`run.total_steps`", Change.TOLD, told="run.total_steps"))
+    for section in ("train", "rollout", "inference", "weights", "checkpoint", "evaluate", "cluster", "dist", "telemetry"):
+        keys = [key for key, change in CHANGES.items() if change is Change.FREE and key.startswith(f"{section}.") and key not in ELSEWHERE]
+        changed = {key: another_value(key, now[key]) for key in keys}
+        names = ", ".join(f"`{key.removeprefix(f'{section}.')}`" for key in keys)
+        rows.append(Case(f"`[{section}]`: {names}", Change.FREE, changed, own=True))
+    return [*rows, *_model_cases(), *_file_cases()]
+
+
+def _values() -> dict[str, Any]:
+    config = load_config(None, list(SETTINGS.items())).model_dump(mode="json")
+    values = {}
+    for key, _ in settings():
+        value: Any = config
+        for name in key.split("."):
+            value = value[name]
+        values[key] = value
+    return values
+
+
+def _model_cases() -> Iterator[Case]:
+    lora = {"model.lora.rank": "4"}
+    yield Case("`model.lora.rank`, of a run that trains the whole model", Change.REFUSED, lora, told="model.lora.rank = 4, was 0")
+    yield Case("`model.lora.rank`", Change.REFUSED, {"model.lora.rank": "8"}, base="lora", told="model.lora.rank = 8, was 4")
+    yield Case("`model.lora.rank`, of a run that trains an adapter, to 0", Change.REFUSED, {"model.lora.rank": "0"}, base="lora",
+               told="model.lora.rank = 0, was 4")
+    for name, value in (("alpha", "8"), ("targets", '["q_proj"]')):
+        yield Case(f"`model.lora.{name}`", Change.REFUSED, {f"model.lora.{name}": value}, base="lora", told=f"model.lora.{name}")
+    yield Case("`model.lora.dropout`", Change.TOLD, {"model.lora.dropout": "0.1"}, base="lora", own=True, told="model.lora.dropout")
+    yield Case("`model.dtype`", Change.TOLD, {"model.dtype": "bfloat16"}, own=True, told="model.dtype")
+    yield Case("`model.dtype`, of an adapter", Change.TOLD, {"model.dtype": "bfloat16"}, base="lora", own=True, told="model.dtype")
+    yield Case("`model.path`: another model of the same shape", Change.CONTENT, {"model.path": "OTHER"}, told="model.path")
+    yield Case("`model.path`: another one, of an adapter", Change.CONTENT, {"model.path": "OTHER"}, base="lora", told="model.path")
+    yield Case("`model.path`: the same model in another folder", Change.FREE, {"model.path": "SAME"})
+    yield Case("`model.path`: a model that is built instead", Change.CONTENT, {"model.path": ""}, told="model.path")
+    yield Case("`model.tokenizer`: one with a larger alphabet", Change.CONTENT, {"model.tokenizer": "TOKENIZER"}, told="model.tokenizer")
+    yield Case("all of `[train.optimizer]`", Change.TOLD, {
+        key: another_value(key, value) for key, value in _values().items() if key.startswith("train.optimizer.")}, own=True,
+        told="train.optimizer.lr")
+
+
+def _file_cases() -> Iterator[Case]:
+    def lines(change: Callable[[list[str]], Iterable[str]]) -> Callable[[Path], None]:
+        def edit(root: Path) -> None:
+            path = root / "rows.jsonl"
+            path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+        return edit
+
+    def move(root: Path) -> None:
+        (root / "rows.jsonl").rename(root / "moved.jsonl")
+
+    def append_comment(root: Path) -> None:
+        with (root / "code.py").open("a") as file:
+            file.write("# another version\n")
+
+    grown = lines(lambda rows: [*rows, json.dumps({"prompt": "9876>", "answer": "6789"}) + "\n"])
+    yield Case("data: a row more at the end", Change.CONTENT, base="file", edit=grown, told="other data")
+    yield Case("data: a row less", Change.CONTENT, base="file", edit=lines(lambda rows: rows[:-1]), told="other data")
+    yield Case("data: reversed", Change.CONTENT, base="file", edit=lines(lambda rows: rows[::-1]), told="other data")
+    yield Case("data: one answer is another", Change.CONTENT, base="file",
+               edit=lines(lambda rows: [rows[0].replace('"answer": "', '"answer": "1'), *rows[1:]]), told="other data")
+    yield Case("`data.path`: the same rows in another file", Change.FREE, {"data.path": "moved.jsonl"}, base="file", edit=move)
+    yield Case("`data.prompt_field`", Change.CONTENT, {"data.prompt_field": "question"}, base="file", told="data.prompt_field")
+    yield Case("`data.answer_field`", Change.CONTENT, {"data.answer_field": "result"}, base="file", told="data.answer_field")
+    yield Case("`data.format`", Change.CONTENT, {"data.format": "gsm8k"}, base="file", told="data.format")
+    yield Case("`data.heldout_path`", Change.CONTENT, {"data.heldout_path": "rows.jsonl"}, base="file", told="other data")
+    yield Case("`data.task` instead of `data.path`", Change.CONTENT, {"data.task": "addition", "data.path": ""}, base="file",
+               told="data.task")
+    yield Case("the file of `rollout.reward`", Change.CODE, base="file", edit=append_comment, told="rollout.reward")
+
+
+class Bench:
+    """The runs that are copied."""
+
+    def __init__(self, shop: Workshop, root: Path, model: str) -> None:
+        self._shop = shop
+        self._root = root
+        self._number = 0
+        self._names = {
+            "OTHER": build_small_model(root / "other", seed=2), "SAME": str(root / "same"), "TOKENIZER": _larger(root),
+            "WEIGHTS": str(root / "weights")}
+        shutil.copytree(model, root / "same")
+        self._settings: dict[str, dict[str, str]] = {
+            "task": {}, "lora": {"model.lora.rank": "4"},
+            "file": {"data.task": "", "data.path": "rows.jsonl", "rollout.reward": "code.py:score"}}
+        self._bases: dict[str, SmallRun] = {}
+        self._model = model
+
+    def row(self, case: Case) -> Row:
+        """Resume a copy of the case's run as it says."""
+        base = self._base(case.base)
+        self._number += 1
+        run = SmallRun(self._root / str(self._number), self._model)
+        shutil.copytree(base.root, run.root)
+        case.edit(run.root)
+        with contextlib.chdir(run.root):
+            done = self._train(run, {**self._settings[case.base], "run.total_steps": "3", **case.settings}, own=case.own)
+        shutil.rmtree(run.root)
+        resumed = "resumed after step 2" in done.said
+        lines = [line for line in done.said if line.startswith("goes on with")]
+        outcome = done.error.strip().removeprefix("offbeat: ") if done.code else "; ".join(lines) or "goes on"
+        return Row(case, self._without_paths(outcome, run), tuple(self._problems(case, done, lines, resumed=resumed)))
+
+    def _problems(self, case: Case, done: Done, lines: list[str], *, resumed: bool) -> Iterator[str]:
+        if "unexpected" in done.error or done.error.count("\n") > 1:
+            yield done.error
+        refused = case.expected in (Change.REFUSED, Change.CONTENT, Change.HELD_OUT)
+        if done.code != (2 if refused else 0):
+            yield f"exit code {done.code}: {done.error}"
+        if not refused and not resumed:
+            yield "did not go on from its checkpoint"
+        # The number of steps is told as well, because every row needs one more.
+        others = [line for line in lines if line != f"goes on with {_STEPS}"]
+        if case.expected is Change.FREE and others:
+            yield f"said {others}"
+        if case.told not in (done.error if refused else " ".join(lines)):
+            yield f"did not say {case.told}"
+
+    def _base(self, name: str) -> SmallRun:
+        if name not in self._bases:
+            run = SmallRun(self._root / f"base-{name}", self._model)
+            run.root.mkdir()
+            digits = [f"{number:03d}" for number in range(100, 130)]
+            rows = [{"prompt": f"{text}>", "answer": text, "question": f"{text[::-1]}>", "result": text[::-1]} for text in digits]
+            (run.root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (run.root / "code.py").write_text(CODE)
+            with contextlib.chdir(run.root):
+                done = self._train(run, self._settings[name], own=name == "lora")
+            assert done.code == 0, done
+            self._bases[name] = run
+        return self._bases[name]
+
+    def _train(self, run: SmallRun, changes: Mapping[str, str], *, own: bool) -> Done:
+        given = {key: self._names.get(value, value) for key, value in changes.items()}
+        arguments = run.arguments(**{key.replace(".", "__"): value for key, value in given.items()})
+        if not own:
+            return self._shop.command("train", *arguments, "--json")
+        done = offbeat("train", *arguments, "--json", timeout_s=120)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return Done(done.returncode, done.stderr, tuple(line["text"] for line in lines if line["event"] == "note"), "")
+
+    def _without_paths(self, text: str, run: SmallRun) -> str:
+        for path, name in ((run.root, "runs"), *((base.root, "runs") for base in self._bases.values()), (self._root, "models")):
+            text = text.replace(f"{path}/", f"{name}/")
+        return text.replace(f"{REWARDS.parent}/", "").replace(str(Path(self._model)), "models/first")
+
+
+_STEPS = "run.total_steps = 3, was 2"
+
+
+def _larger(root: Path) -> str:
+    character_tokenizer(TEXT_ALPHABET).save(root / "tokenizer")
+    return str(root / "tokenizer")
+
+
+def render(found: list[Row]) -> str:
+    """The section of docs/faults.md."""
+    failed = [row for row in found if row.problems]
+    lines = [
+        "## Changed settings",
+        "",
+        "A run of two steps is resumed for a third with one thing changed. `python tests/faults/resume.py` makes this table, each row",
+        "with the real command; what changes ranks or engines in processes of its own. What a change means stands in",
+        "`src/offbeat/config/resume.py` for every setting. A row passes when the run goes on with exit code 0 and has said what is to be",
+        "said (the number of steps, which every row changes, is left out here), or ends with exit code 2 and one sentence before any",
+        "process is started. Settings that change freely are changed together, a section at a time; those of `[sft]` and `[serve]` are",
+        "not read by a run of reinforcement learning.",
+        "",
+        f"{len(found) - len(failed)} of {len(found)} rows pass.",
+        "",
+    ]
+    if failed:
+        lines += ["Rows that do not pass:", "", *(f"- {row.case.what}: {'; '.join(row.problems)}" for row in failed), ""]
+    lines += ["| what is changed | what the run does |", "|---|---|"]
+    lines += [f"| {row.case.what} | {_cell(row.outcome)} |" for row in found]
+    lines += ["", "Not in the table: " + "; ".join(f"`{key}` {why}" for key, why in ELSEWHERE.items()) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    for steps, rest in ((f"goes on with {_STEPS}; goes on", "goes on"), (f"{_STEPS}; ", ""), (f"goes on with {_STEPS}", "goes on")):
+        text = text.replace(steps, rest)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def main() -> int:
+    """Make the table."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="offbeat-resume-") as folder:
+        root = Path(folder)
+        model = build_small_model(root / "model", seed=1)
+        with workshop(root / "shop", model) as shop:
+            bench = Bench(shop, root, model)
+            for case in cases():
+                found.append(bench.row(case))
+                print(f"{case.what}: {'; '.join(found[-1].problems) or 'ok'}", flush=True)
+    write_section("changed settings", render(found))
+    return 1 if any(row.problems for row in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Many small runs in a row with the real command, on train ranks, an engine and a reward process that are started once.
+
+All else is each run's own: its folder, its checks, its checkpoints, its publisher. So a row of the tables of damaged files and of changed
+settings takes a second and not ten.
+"""
+
+import asyncio
+import contextlib
+import io
+import json
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from offbeat.aio import both
+from offbeat.cli.main import main
+from offbeat.cluster.arena import Arena, open_rewards
+from offbeat.cluster.assemble import make_launcher, open_policy
+from offbeat.cluster.engine_group import EngineGroup
+from offbeat.cluster.material import Material, read_material
+from offbeat.cluster.place import Place
+from offbeat.cluster.serving import UNPUBLISHED, open_serving
+from offbeat.cluster.session import Session, Solo
+from offbeat.cluster.train_group import TrainGroup
+from offbeat.config.root import Config
+from offbeat.telemetry.console import Console
+from offbeat.telemetry.record import RunRecord
+from offbeat.weights.protocol import Manifest
+from small_run import SmallRun, small_config
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command came to.
+
+    Attributes:
+        code: its exit code.
+        error: what it wrote to stderr.
+        said: the lines of its console, besides steps and results.
+        first_weights: fingerprint of what it published first, which a resumed run has from its checkpoint; "" if it never came so far.
+    """
+
+    code: int
+    error: str
+    said: tuple[str, ...]
+    first_weights: str
+
+
+class Workshop:
+    """The processes, and the commands that use them."""
+
+    def __init__(self, root: Path, model: str, *, num_ranks: int = 1) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stack = AsyncExitStack()
+        self._published: list[str] = []
+        self._loop.run_until_complete(self._open(small_config(root, model, run__name="workshop", train__num_ranks=str(num_ranks))))
+
+    async def _open(self, config: Config) -> None:
+        material = read_material(config)
+        record = self._stack.enter_context(RunRecord(config.run_dir, trace=False, console=Console("quiet")))
+        launcher = await self._stack.enter_async_context(make_launcher(config))
+        self._trainers, (engines, self._rewards) = await both(
+            TrainGroup.start(
+                launcher, config, model=material.model, build=None, log_dir=record.log_dir, on_span=lambda *_: None),
+            both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(self._stack, material, config, record)))
+        urls = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
+        self._serving = await open_serving(self._stack, engines, urls, config, record, model=material.model)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._loop.run_until_complete(self._stack.aclose())
+        self._loop.close()
+
+    def train(self, run: SmallRun, command: str = "train", **changes: str) -> Done:
+        """`offbeat train` of a run."""
+        return self.command(command, *run.arguments(**changes), "--json")
+
+    def command(self, *arguments: str) -> Done:
+        """Any command, in this process."""
+        self._published.clear()
+        out, err = io.StringIO(), io.StringIO()
+        with patch("offbeat.controller.run.open_session", self._open_session), patch("asyncio.run", self._loop.run_until_complete), \
+                contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main(arguments)
+            finally:  # as the end of a loop of its own would
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    self._loop.remove_signal_handler(number)
+        lines = [_line(line) for line in out.getvalue().splitlines()]
+        said = tuple(line["text"] for line in lines if line.get("event") == "note")
+        return Done(code, err.getvalue(), said, self._published[0] if self._published else "")
+
+    @asynccontextmanager
+    async def _open_session(self, config: Config, _place: Place, material: Material, record: RunRecord) -> AsyncIterator[Session]:
+        async def write(*args: Any, **kwargs: Any) -> Manifest:
+            manifest = await self._trainers.publish(*args, **kwargs)
+            self._published.append(manifest.fingerprint)
+            return manifest
+
+        async with AsyncExitStack() as stack:
+            policy = await open_policy(stack, self._serving, material, config, write=write)
+            arena = Arena(config, record, material, policy.generate, self._rewards)
+            yield Session(config, record, material, self._trainers, policy.publisher, arena, Solo(), policy.watch)
+
+
+@contextmanager
+def workshop(root: Path, model: str, *, num_ranks: int = 1) -> Iterator[Workshop]:
+    """A workshop that is closed in the end."""
+    shop = Workshop(root, model, num_ranks=num_ranks)
+    try:
+        yield shop
+    finally:
+        shop.close()
+
+
+def _line(text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return line if isinstance(line, dict) else {}
