@@ -76,7 +76,8 @@ class AdapterFleet:
             timeout_s: for one engine to load and prove one adapter.
             keep: folders of each tenant's newest versions that stay, besides those in use.
             on_event: hears "fanout" (adapter, total_s, num_bytes, and by engine seconds, retries and the reason of a failure) of each
-                publish, and "adapter_loaded" (engine, adapter, seconds) of each load outside of publishes.
+                publish, and "adapter_loaded" (engine, adapter, seconds) or "load_failed" (engine, adapter, reason) of each load outside of
+                publishes.
         """
         self._pool = pool
         self._capacity = capacity
@@ -252,8 +253,11 @@ class AdapterFleet:
         if name not in shelf.held:
             try:
                 await self._install(engine, manifest=manifest)
-            except DeadlineError as exc:
-                raise EngineError(str(exc)) from exc
+            except OffbeatError as exc:
+                self._on_event("load_failed", engine=engine.name, adapter=name, reason=str(exc))
+                if isinstance(exc, DeadlineError):
+                    raise EngineError(str(exc)) from exc
+                raise
             self._on_event("adapter_loaded", engine=engine.name, adapter=name, seconds=round(time.monotonic() - start, 3))
         shelf.put(name)
         try:

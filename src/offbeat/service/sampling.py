@@ -11,8 +11,10 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +30,7 @@ from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import sample_request
 from offbeat.service.limits import Usage
 from offbeat.service.samplers import Samplers
+from offbeat.service.speeds import Speeds
 from offbeat.service.tables import SamplerRow
 from offbeat.service.types import Caller, Failed, Failure, Outcome, Pending, QueueStatus, Sampled, SampledSequence, SampleRequest, TopTokens
 
@@ -73,13 +76,23 @@ class Sampling:
     Attributes:
         samplers: that can be sampled.
         failures: the last requests that failed, the newest first.
+        speeds: of generated tokens, by model, or by base model where it was that.
     """
 
-    def __init__(self, samplers: Samplers, *, engines: Engines, futures: Futures, usage: Usage, max_in_flight: int) -> None:
-        """`max_in_flight` is how many samples are generated at once; a request that wants more than are left still begins."""
+    def __init__(
+        self, samplers: Samplers, *, engines: Engines, futures: Futures, usage: Usage, max_in_flight: int,
+        others: Mapping[str, Engines] = MappingProxyType({}),
+    ) -> None:
+        """
+        Args:
+            max_in_flight: how many samples are generated at once; a request that wants more than are left still begins.
+            others: engines of base models that are only sampled, by their names.
+        """
         self.samplers = samplers
+        self.speeds = Speeds()
         self.failures: deque[Failure] = deque(maxlen=_FAILURES_KEPT)
         self._engines = engines
+        self._others = others
         self._futures = futures
         self._usage = usage
         self._max_in_flight = max_in_flight
@@ -99,7 +112,7 @@ class Sampling:
         request_id = sample_request(row.id, request.seq_id)
         if self._futures.find(request_id, caller.owner) is not None:
             return request_id
-        tokens = len(request.prompt) + request.num_samples * self._room(request)
+        tokens = len(request.prompt) + request.num_samples * self._room(row, request)
         self._usage.charge(caller.owner, queued_tokens=tokens)
         future, _ = self._futures.open(request_id, owner=caller.owner, kind="sample")
         job = Job(request, row, future, tokens)
@@ -146,7 +159,7 @@ class Sampling:
 
     async def _outcome(self, job: Job) -> Outcome:
         try:
-            self._check(job.request)
+            self._check(job.row, job.request)
             async with self.samplers.using(job.row) as adapter:
                 return await self._sampled(adapter, job)
         except (RequestError, RefusedError) as exc:
@@ -159,31 +172,35 @@ class Sampling:
             _log.exception("%s failed", job.future.request_id)
             return Failed("the server failed in a way that it did not expect; its log has the reason", "server")
 
-    def _check(self, request: SampleRequest) -> None:
+    def _engines_of(self, row: SamplerRow) -> Engines:
+        return self._engines if row.folder else self._others.get(row.base_model, self._engines)
+
+    def _check(self, row: SamplerRow, request: SampleRequest) -> None:
         """Refuse what no engine can do; that the tokens are the model's, whoever read the request has seen to."""
-        length, context = len(request.prompt), self._engines.context
+        length, context = len(request.prompt), self._engines_of(row).context
         if length >= context:
             raise RequestError(f"the prompt has {length} tokens, which leaves no room in the model's context of {context}; shorten it")
 
-    def _room(self, request: SampleRequest) -> int:
+    def _room(self, row: SamplerRow, request: SampleRequest) -> int:
         """Tokens that a sample may have: as many as asked for, up to the end of the context."""
-        room = max(self._engines.context - len(request.prompt), 1)
+        room = max(self._engines_of(row).context - len(request.prompt), 1)
         return room if request.max_tokens is None else min(request.max_tokens, room)
 
     async def _sampled(self, adapter: str, job: Job) -> Sampled:
-        request = job.request
-        sampling = engine_sampling(request, self._room(request), end_token_ids=self._engines.end_token_ids)
+        request, engines = job.request, self._engines_of(job.row)
+        sampling = engine_sampling(request, self._room(job.row, request), end_token_ids=engines.end_token_ids)
         samples, score = await both(
-            self._engines.sample(adapter, request.prompt, sampling, request.num_samples, job.row.id), self._score(adapter, request))
+            engines.sample(adapter, request.prompt, sampling, request.num_samples, job.row.id), self._score(engines, adapter, request))
+        self.speeds.note(job.row.run_id or job.row.base_model, sum(len(sample.token_ids) for sample in samples))
         return sampled(request, samples, score)
 
-    async def _score(self, adapter: str, request: SampleRequest) -> PromptScore | None:
+    async def _score(self, engines: Engines, adapter: str, request: SampleRequest) -> PromptScore | None:
         """What is wanted of the prompt; None if nothing is, or nothing can be said of a single token."""
         top_k, targets = request.topk_prompt_logprobs, request.target_prompt_logprobs
         if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None):
             return None
         rows = None if targets is None else tuple(tuple(row[row != -1].tolist()) for row in _rows(targets))
-        return await self._engines.score(adapter, request.prompt, top_k, rows)
+        return await engines.score(adapter, request.prompt, top_k, rows)
 
 
 # -- between the engines' terms and the service's --------------------------------------------------------------------------------------

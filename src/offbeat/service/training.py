@@ -27,6 +27,7 @@ from offbeat.service.models import Loss, Model, Models
 from offbeat.service.order import Sequencer
 from offbeat.service.saving import Rest, Saving
 from offbeat.service.schedule import Job, Lane, Part, Schedule, Turn
+from offbeat.service.speeds import Speeds
 from offbeat.service.types import Failed, Failure, Outcome, Pending, QueueStatus, StepDone
 from offbeat.service.work import (
     Export,
@@ -57,6 +58,7 @@ class Training:
 
     Attributes:
         trained_tokens: in passes, since the start.
+        speeds: of them, by model.
         failures: the last requests that failed.
     """
 
@@ -65,6 +67,7 @@ class Training:
         patience_s: float,
     ) -> None:
         self.trained_tokens = 0
+        self.speeds = Speeds()
         self.failures: deque[Failure] = deque(maxlen=_NUM_FAILURES)
         self._backend = backend
         self._futures = futures
@@ -322,6 +325,7 @@ class Training:
             {model_id: DatumBatch.concatenate([datums_of(part) for part in its]) for model_id, its in own.items()}, learn=learn)
         self.trained_tokens += sum(part.size for part in parts)
         for model_id, its in own.items():
+            self.speeds.note(model_id, sum(part.size for part in its))
             for part, passed in zip(its, split(passes[model_id], [datums_of(part) for part in its]), strict=True):
                 part.job.item.passes.append(passed)
                 if part.is_last:

@@ -270,7 +270,13 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """A model of a session that lasts; `step` counts optimizer steps, `resident` is whether the trainers hold it."""
+    """A model of a session that lasts.
+
+    Attributes:
+        step: counts optimizer steps.
+        resident: the trainers hold it.
+        trained_per_s, sampled_per_s: tokens over the last seconds.
+    """
 
     model_id: str
     owner: str
@@ -278,6 +284,8 @@ class ModelStatus:
     step: int
     resident: bool
     last_request: float
+    trained_per_s: float = 0.0
+    sampled_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -288,6 +296,8 @@ class OwnerStatus:
     models: int
     queued_tokens: int
     disk_bytes: int
+    checkpoints: int = 0
+    samplers: int = 0
 
 
 @dataclass(frozen=True)
@@ -311,8 +321,41 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Incident:
+    """Something that went wrong with the trainers or an engine, or was mended; time in seconds since the epoch."""
+
+    time: float
+    who: str
+    text: str
+
+
+@dataclass(frozen=True)
+class IncidentCounts:
+    """Since the start.
+
+    Attributes:
+        rank_deaths: train ranks whose process ended.
+        failed_loads: of adapters on engines.
+    """
+
+    rank_deaths: int = 0
+    trainer_restarts: int = 0
+    quarantines: int = 0
+    engine_restarts: int = 0
+    failed_loads: int = 0
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """A process of the server with what it has started, and its resident memory."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class Status:
-    """The service at one moment; tokens are counted from its start. `sampling` is filled in by who knows it."""
+    """The service at one moment; tokens are counted from its start. What stands behind `failures` is filled in by who knows it."""
 
     base_model: str
     trainers_alive: bool
@@ -324,3 +367,6 @@ class Status:
     engines: tuple[EngineStatus, ...]
     failures: tuple[Failure, ...]
     sampling: QueueStatus = QueueStatus()
+    incidents: tuple[Incident, ...] = ()
+    counts: IncidentCounts = IncidentCounts()
+    processes: tuple[ProcessStatus, ...] = ()

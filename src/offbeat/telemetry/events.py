@@ -1,6 +1,7 @@
 """What happened to a run besides its steps: publishes, faults, quarantines, failures, in order, in `events.jsonl`."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,22 @@ from offbeat.telemetry.jsonl import JsonLinesFile
 
 
 class EventLog:
-    """An append-only file; nothing is ever taken back, not even by a resumed run. Without a path it keeps nothing."""
+    """An append-only file; nothing is ever taken back, not even by a resumed run. Without a path it keeps nothing.
+
+    Attributes:
+        listeners: hear of every event, as its kind and its fields.
+    """
 
     def __init__(self, path: Path | None) -> None:
+        self.listeners: list[Callable[[str, dict[str, Any]], None]] = []
         self._file = None if path is None else JsonLinesFile(path)
 
     def record(self, kind: str, **fields: Any) -> None:
         """Append one event with the wall-clock time, in seconds since 1970, as `time_s`; values that JSON does not know become text."""
         if self._file is not None:
             self._file.write({"time_s": round(time.time(), 3), "kind": kind, **fields})
+        for hear in self.listeners:
+            hear(kind, fields)
 
     def close(self) -> None:
         """Close the file."""

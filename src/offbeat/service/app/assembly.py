@@ -16,6 +16,7 @@ from offbeat.service.app.routes_sampling import SamplingRoutes
 from offbeat.service.app.routes_session import SessionRoutes
 from offbeat.service.app.routes_training import TrainingRoutes
 from offbeat.service.app.status import StatusPage
+from offbeat.service.incidents import Incidents
 from offbeat.service.keys import Keys
 from offbeat.service.sampling import Sampling
 from offbeat.service.service import Service
@@ -30,15 +31,22 @@ class Front:
     page: StatusPage
 
 
-def open_front(service: Service, sampling: Sampling, served: Served, *, keys: Keys, max_body_bytes: int, public_status: bool) -> Front:
-    """Put it together."""
+def open_front(
+    service: Service, sampling: Sampling, served: Served, *, keys: Keys, max_body_bytes: int, public_status: bool,
+    incidents: Incidents | None = None,
+) -> Front:
+    """Put it together; `incidents` are those of ranks and engines."""
     registry, links = CollectorRegistry(), Links()
-    journal = Journal(registry)
+    journal, incidents = Journal(registry), incidents or Incidents()
 
     def status() -> Status:
         core = service.status()
         failures = sorted((*core.failures, *sampling.failures), key=lambda failure: -failure.time)
-        return replace(core, sampling=sampling.standing(), failures=tuple(failures))
+        speeds = sampling.speeds.per_s()
+        models = tuple(replace(model, sampled_per_s=speeds.get(model.model_id, 0.0)) for model in core.models)
+        return replace(
+            core, models=models, sampling=sampling.standing(), failures=tuple(failures), incidents=incidents.last, counts=incidents.counts,
+            processes=page.processes)
 
     page = StatusPage(status, journal, public=public_status)
     registry.register(StatusCollector(status))

@@ -48,7 +48,9 @@ class SamplingRoutes:
         return answer(rest.sampler(self._sampling.samplers.info(call.caller, call.param("sampler"))))
 
     async def _sample(self, call: Call) -> Response:
-        request = read_json(SampleBody, call.body).request(self._served.limits)
+        body = read_json(SampleBody, call.body)
+        model = self._sampling.samplers.find(call.caller, body.sampling_session_id).base_model
+        request = body.request(self._served.sampled.get(model, self._served.limits))
         return answer(rest.sample_accepted(self._sampling.sample(call.caller, request), num_samples=request.num_samples))
 
     async def _retrieve(self, call: Call) -> Response:

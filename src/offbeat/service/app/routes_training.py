@@ -5,12 +5,13 @@ A request that is refused must not be waited for by those with higher numbers, s
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 
 from offbeat.service.app.reply import Call, Endpoint, Handler, Served, accepted, answer
-from offbeat.service.errors import BadRequestError, RequestError
+from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import model_id
 from offbeat.service.service import Service
 from offbeat.service.types import Caller
@@ -72,6 +73,7 @@ class TrainingRoutes:
         }
         return [
             Endpoint("POST", "/api/v1/create_model", self._create_model), Endpoint("POST", "/api/v1/get_info", self._get_info),
+            Endpoint("POST", "/api/v1/forward", self._forward),
             *(Endpoint("POST", f"/api/v1/{name}", handler) for name, handler in ordered.items())]
 
     def _json(self, kind: type[R], act: Act[R]) -> Handler:
@@ -91,6 +93,11 @@ class TrainingRoutes:
         return await self._submit(call, self._read_pass, lambda caller, request: self._service.forward_backward(
             caller, model_id=request.model_id, seq_id=request.seq_id, data=request.data, forward_only=request.forward_only))
 
+    async def _forward(self, _: Call) -> Response:
+        raise UnknownError(
+            "this server has no /api/v1/forward, which only SDKs before 0.25 call: passes that only score are forward_backward's; update "
+            "the tinker SDK to 0.26 or later")
+
     async def _submit(self, call: Call, read: Callable[[bytes], Awaitable[R]], act: Act[R]) -> Response:
         model, seq = None, None
         try:
@@ -104,9 +111,9 @@ class TrainingRoutes:
             raise
 
     async def _read_pass(self, body: bytes) -> ForwardBackward:
-        if len(body) <= _BESIDE_BYTES:
-            return read_forward_backward(body, limits=self._served.limits)
-        return await asyncio.to_thread(read_forward_backward, body, limits=self._served.limits)
+        read = partial(
+            read_forward_backward, body, limits=self._served.limits, stable_reinforce=self._served.stable_reinforce)
+        return read() if len(body) <= _BESIDE_BYTES else await asyncio.to_thread(read)
 
     async def _create_model(self, call: Call) -> Response:
         body = read_json(CreateModelBody, call.body)
