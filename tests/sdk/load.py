@@ -13,6 +13,7 @@ memory by process at the start, at most and at the end, in MB.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -200,6 +201,7 @@ def main() -> None:
     if args.compare and not args.hostile:
         parser.error("--compare needs --hostile, for that is what it compares")
     os.environ["TINKER_TELEMETRY"] = "0"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # with the server
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = build_model(folder / "base" / MODEL_NAME)
