@@ -78,3 +78,16 @@ def test_an_adapter_is_downloaded_as_one_file_by_sdks_that_know_no_other_way(ser
     link = rest.get_checkpoint_archive_url_from_tinker_path(path).result()
     with urllib.request.urlopen(link.url, timeout=60) as answer, tarfile.open(fileobj=io.BytesIO(answer.read())) as tar:
         assert set(tar.getnames()) == {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"}
+
+
+def test_a_loss_that_is_made_for_the_server_is_computed_by_the_client(service: tinker.ServiceClient) -> None:
+    if not hasattr(service, "create_custom_loss"):
+        pytest.skip("this SDK makes no losses for the server")
+
+    def likelihood(logprobs, weights):
+        return -(logprobs * weights).sum(), {}
+
+    client, data = train_client(service), [datum(TOKENS)]
+    loss = service.create_custom_loss(likelihood, {"logprobs": 1, "weights": 1}).result(DEADLINE_S)
+    expected = client.forward(data, "cross_entropy").result(DEADLINE_S).metrics["loss:sum"]
+    assert client.forward_backward_custom(data, loss).result(DEADLINE_S).metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
