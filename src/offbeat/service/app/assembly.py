@@ -7,6 +7,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from offbeat.service.app.app import make_app
+from offbeat.service.app.archive import Archives
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.metrics import StatusCollector, scrape
@@ -36,7 +37,7 @@ def open_front(
     incidents: Incidents | None = None,
 ) -> Front:
     """Put it together; `incidents` are those of ranks and engines."""
-    registry, links = CollectorRegistry(), Links()
+    registry, links, archives = CollectorRegistry(), Links(), Archives(service)
     journal, incidents = Journal(registry), incidents or Incidents()
 
     def status() -> Status:
@@ -52,6 +53,7 @@ def open_front(
     registry.register(StatusCollector(status))
     endpoints = [
         *SamplingRoutes(service, sampling, served).endpoints,  # asked for most often, and routes are tried in order
-        *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, links).endpoints]
-    public = [*page.routes, links.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
+        *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, links).endpoints,
+        archives.endpoint]
+    public = [*page.routes, links.route, archives.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
     return Front(make_app(endpoints, public, keys=keys, bodies=Bodies(max_body_bytes), journal=journal), page)

@@ -1,17 +1,14 @@
 """Endpoints over runs, checkpoints and sessions, as the SDK's RestClient and command line use them; all answer at once."""
 
-import logging
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from offbeat.service.app import archive
 from offbeat.service.app.reply import Call, Endpoint, answer, refusal
 from offbeat.service.app.sdk import knows_external
 from offbeat.service.errors import BadRequestError
@@ -21,7 +18,6 @@ from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CopyWeightsBody, TtlBody, WeightsInfoBody
 from offbeat.service.wire.json_body import read_json
 
-_log = logging.getLogger(__name__)
 _RUN = "/api/v1/training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{segment}/{name}"
 _LINK_S = 3600.0
@@ -48,7 +44,6 @@ class RestRoutes:
             Endpoint("DELETE", _CHECKPOINT + "/publish", self._unpublish),
             Endpoint("PUT", _CHECKPOINT + "/ttl", self._set_ttl),
             Endpoint("GET", _CHECKPOINT + "/external_weights_urls", self._urls),
-            Endpoint("GET", _CHECKPOINT + "/archive", self._archive),
             Endpoint("POST", "/api/v1/weights_info", self._weights_info),
             Endpoint("POST", "/api/v1/copy_weights", self._copy),
             Endpoint("GET", "/api/v1/sessions", self._sessions),
@@ -103,12 +98,6 @@ class RestRoutes:
         base = f"{call.http.base_url}api/v1/external/{token}"
         return answer(rest.external_weights_urls({name: f"{base}/{name}" for name in files}, expires=expires))
 
-    async def _archive(self, call: Call) -> Response:
-        """For SDKs before 0.36, which download an adapter as one file."""
-        files, base_model = self._service.adapter_files(call.caller, _path(call))
-        token, expires = self._links.make(files, base_model=base_model)
-        return answer(rest.archive_url(f"{call.http.base_url}api/v1/external/{token}/{archive.NAME}", expires=expires))
-
     async def _weights_info(self, call: Call) -> Response:
         base_model, lora = self._service.weights_info(call.caller, read_json(WeightsInfoBody, call.body).tinker_path)
         return answer(rest.weights_info(base_model, lora))
@@ -128,32 +117,18 @@ class RestRoutes:
         return answer(rest.session(self._service.session_info(call.caller, call.param("session"))))
 
 
-@dataclass(frozen=True)
-class Linked:
-    """What a link is good for.
-
-    Attributes:
-        expires: in seconds since the epoch.
-        base_model: of an adapter that is fetched as an archive; empty where there is none.
-    """
-
-    files: Mapping[str, Path]
-    expires: float
-    base_model: str = ""
-
-
 class Links:
     """URLs of exported files, which nobody can guess and which expire; whoever has one needs no key, as clients send none."""
 
     def __init__(self) -> None:
-        self._linked: dict[str, Linked] = {}
+        self._files: dict[str, tuple[float, dict[str, Path]]] = {}
 
-    def make(self, files: Mapping[str, Path], *, base_model: str = "") -> tuple[str, float]:
-        """A token for files by their names, or with a base model for an archive of them; and until when it is good."""
+    def make(self, files: Mapping[str, Path]) -> tuple[str, float]:
+        """A token for files by their names, and until when it is good, in seconds since the epoch."""
         now = time.time()
-        self._linked = {token: linked for token, linked in self._linked.items() if linked.expires > now}
+        self._files = {token: (expires, known) for token, (expires, known) in self._files.items() if expires > now}
         token, expires = secrets.token_urlsafe(24), now + _LINK_S
-        self._linked[token] = Linked(dict(files), expires, base_model)
+        self._files[token] = expires, dict(files)
         return token, expires
 
     @property
@@ -161,21 +136,16 @@ class Links:
         """Where the files are fetched."""
         return Route("/api/v1/external/{token}/{name:path}", self._fetch)
 
-    def find(self, token: str) -> Linked | None:
-        """What a link means, while it is good."""
-        linked = self._linked.get(token)
-        return linked if linked is not None and linked.expires > time.time() else None
+    def find(self, token: str, name: str) -> Path | None:
+        """The file that a link means, while it is good."""
+        expires, files = self._files.get(token, (0.0, {}))
+        return files.get(name) if expires > time.time() else None
 
     async def _fetch(self, http: Request) -> Response:
-        linked, name = self.find(http.path_params["token"]), http.path_params["name"]
-        try:
-            if linked is not None and linked.base_model and name == archive.NAME:
-                return archive.stream(linked.files, base_model=linked.base_model)
-            if linked is not None and not linked.base_model and (path := linked.files.get(name)) is not None and path.is_file():
-                return FileResponse(path)
-        except OSError:
-            _log.warning("the files behind a link are gone or cannot be read")
-        return refusal("there is no such file, or its link has expired; ask for it again", status=404)
+        path = self.find(http.path_params["token"], http.path_params["name"])
+        if path is None or not path.is_file():
+            return refusal("there is no such file, or its link has expired; ask for external_weights_urls again", status=404)
+        return FileResponse(path)
 
 
 def _path(call: Call) -> str:
