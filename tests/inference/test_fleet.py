@@ -71,7 +71,8 @@ class Engine:
         return [Sample((1,), (-1.0,), (split_adapter_name(adapter)[1] if adapter else 0,), adapter, "stop")] * n
 
     async def score(
-        self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: object = None, timeout_s: float,
+        self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: object = None, draws: object = None,
+        timeout_s: float,
     ) -> PromptScore:
         (sample,) = await self.generate(tokens, SAMPLING, n=1, timeout_s=timeout_s, adapter=adapter)
         return PromptScore((float("nan"),) + (-1.0,) * (len(tokens) - 1), sample.versions[0])

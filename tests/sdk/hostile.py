@@ -142,8 +142,8 @@ def many_datums(a: Attacker) -> None:
 
 
 def large_top_k(a: Attacker) -> None:
-    """The likeliest 256 tokens at each place of a long prompt and of its continuation."""
-    a.sample(prompt=100, params={"max_tokens": 150}, topk_prompt_logprobs=256, topk_sample_logprobs=256)
+    """The likeliest 256 tokens at each place of a long prompt and of its continuation, and as many drawn ones."""
+    a.sample(prompt=100, params={"max_tokens": 150}, topk_prompt_logprobs=256, topk_sample_logprobs=256, prompt_alt_tokens_k=256)
 
 
 def many_samples(a: Attacker) -> None:

@@ -1,5 +1,6 @@
 """Other models than the one that is trained, a stand-in for a loss, and downloads as older SDKs make them, through the real SDK."""
 
+import inspect
 import io
 import re
 import subprocess
@@ -91,3 +92,16 @@ def test_a_loss_that_is_made_for_the_server_is_computed_by_the_client(service: t
     loss = service.create_custom_loss(likelihood, {"logprobs": 1, "weights": 1}).result(DEADLINE_S)
     expected = client.forward(data, "cross_entropy").result(DEADLINE_S).metrics["loss:sum"]
     assert client.forward_backward_custom(data, loss).result(DEADLINE_S).metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_alternatives_to_the_tokens_of_a_prompt_are_drawn_by_the_teacher(service: tinker.ServiceClient) -> None:
+    teacher = ready(service.create_sampling_client(base_model=TEACHER))
+    if "prompt_alt_tokens_k" not in inspect.signature(teacher.sample).parameters:
+        pytest.skip("this SDK knows of no alternatives")
+    params = types.SamplingParams(max_tokens=1, temperature=0.8, seed=5)
+    found = teacher.sample(types.ModelInput.from_ints(TOKENS), 1, params, prompt_alt_tokens_k=4).result(DEADLINE_S).prompt_alt_tokens
+    assert found.tokens.shape == found.logprobs.shape == [len(TOKENS) - 1, 4]
+    tokens, logprobs = found.tokens.to_numpy(), found.logprobs.to_numpy()
+    for place in range(len(TOKENS) - 1):
+        scored = teacher.compute_logprobs(types.ModelInput.from_ints([*TOKENS[: place + 1], int(tokens[place][0])])).result(DEADLINE_S)
+        assert logprobs[place][0] == pytest.approx(scored[-1], abs=1e-4)

@@ -17,7 +17,7 @@ from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.inference.health import Healer
 from offbeat.inference.pool import EnginePool
-from offbeat.inference.sampling import PromptScore, Sample, Sampling
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 
@@ -47,10 +47,11 @@ class SamplingModel:
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
+        draws: Draws | None = None,
     ) -> PromptScore:
         """What the model says of tokens; raises as `EnginePool.score`."""
         assert not adapter, f"{self.name} takes no adapters"
-        return await self.pool.score(tokens, top_k=top_k, targets=targets)
+        return await self.pool.score(tokens, top_k=top_k, targets=targets, draws=draws)
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from offbeat.aio import deadline, gather_all
 from offbeat.errors import DeadlineError, EngineError, OffbeatError, ProofError, PublishError, RefusedError
 from offbeat.inference.catalog import Catalog, tenant_of
 from offbeat.inference.pool import EnginePool
-from offbeat.inference.sampling import PromptScore, Sample, Sampling
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.inference.shelf import Book, Shelf, counted
 from offbeat.types import Version
 from offbeat.weights.adapters import AdapterManifest
@@ -212,11 +212,11 @@ class AdapterFleet:
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
-        session: str = "",
+        draws: Draws | None = None, session: str = "",
     ) -> PromptScore:
         """What an adapter, or the base model, says of tokens; see `generate` and `ScoreRequest`."""
         with self._wanting(adapter) as wanted:
-            return await self._pool.score(tokens, top_k=top_k, targets=targets, session=session, adapter=wanted)
+            return await self._pool.score(tokens, top_k=top_k, targets=targets, draws=draws, session=session, adapter=wanted)
 
     @contextmanager
     def _wanting(self, adapter: str) -> Iterator[Wanted | None]:

@@ -15,7 +15,7 @@ from offbeat.config.root import Config
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import DataError, ModelError
 from offbeat.inference.pool import EnginePool
-from offbeat.inference.sampling import PromptScore, Sample, Sampling
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.service.base_models import BaseModels
 from offbeat.service.types import EngineStatus, LoraSpec
 from offbeat.trainer.adapter_types import DatumPass
@@ -144,9 +144,10 @@ class Backend:
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
+        draws: Draws | None = None,
     ) -> PromptScore:
         """What an adapter, or the base model for "", says of tokens."""
-        return await self._tenants.serving.fleet.score(adapter, tokens, top_k=top_k, targets=targets)
+        return await self._tenants.serving.fleet.score(adapter, tokens, top_k=top_k, targets=targets, draws=draws)
 
     @property
     def sampled_tokens(self) -> int:

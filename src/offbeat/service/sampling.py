@@ -9,6 +9,7 @@ before it.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ import numpy as np
 
 from offbeat.aio import both
 from offbeat.errors import OffbeatError, RefusedError
-from offbeat.inference.sampling import PromptScore, Sample
+from offbeat.inference.sampling import Draws, PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
 from offbeat.inference.sampling import TopTokens as EngineTopTokens
 from offbeat.service.errors import RequestError
@@ -50,7 +51,8 @@ class Engines(Protocol):
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: EngineSampling, n: int, session: str) -> list[Sample]: ...
 
     async def score(
-        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None) -> PromptScore: ...
+        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None, draws: Draws | None,
+    ) -> PromptScore: ...
 
 
 @dataclass(eq=False)
@@ -196,11 +198,11 @@ class Sampling:
 
     async def _score(self, engines: Engines, adapter: str, request: SampleRequest) -> PromptScore | None:
         """What is wanted of the prompt; None if nothing is, or nothing can be said of a single token."""
-        top_k, targets = request.topk_prompt_logprobs, request.target_prompt_logprobs
-        if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None):
+        top_k, targets, draws = request.topk_prompt_logprobs, request.target_prompt_logprobs, draws_of(request)
+        if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None or draws is not None):
             return None
         rows = None if targets is None else tuple(tuple(row[row != -1].tolist()) for row in _rows(targets))
-        return await engines.score(adapter, request.prompt, top_k, rows)
+        return await engines.score(adapter, request.prompt, top_k, rows, draws)
 
 
 # -- between the engines' terms and the service's --------------------------------------------------------------------------------------
@@ -216,6 +218,14 @@ def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_id
         ignore_eos=request.stop == (), scaled_logprobs=True, top_logprobs=request.topk_sample_logprobs)
 
 
+def draws_of(request: SampleRequest) -> Draws | None:
+    """Tokens that are to be drawn at each position of the prompt; by chance where the request has no seed."""
+    if not request.prompt_alt_tokens_k:
+        return None
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    return Draws(request.prompt_alt_tokens_k, request.temperature, seed)
+
+
 def sampled(request: SampleRequest, samples: list[Sample], score: PromptScore | None) -> Sampled:
     """The answer to a request."""
     length, last_n = len(request.prompt), request.prompt_logprobs_last_n
@@ -228,7 +238,8 @@ def sampled(request: SampleRequest, samples: list[Sample], score: PromptScore | 
         tuple(_sequence(sample, request.topk_sample_logprobs) for sample in samples),
         prompt_logprobs=logprobs if request.prompt_logprobs else None,
         topk_prompt=top_tokens(top, request.topk_prompt_logprobs) if request.topk_prompt_logprobs else None,
-        target_prompt_logprobs=_target_logprobs(request.target_prompt_logprobs, score))
+        target_prompt_logprobs=_target_logprobs(request.target_prompt_logprobs, score),
+        prompt_alt=top_tokens(score.draws or ((),) * length, request.prompt_alt_tokens_k) if request.prompt_alt_tokens_k else None)
 
 
 def top_tokens(rows: tuple[EngineTopTokens, ...], k: int) -> TopTokens:

@@ -64,6 +64,7 @@ class SampleRequest:
         prompt_logprobs: score the prompt, at temperature 1.
         topk_prompt_logprobs, topk_sample_logprobs: likeliest tokens wanted at each position of the prompt, of the samples.
         target_prompt_logprobs: [P, K] int64 tokens to score at each position of the prompt, -1 for none.
+        prompt_alt_tokens_k: tokens to draw at each position of the prompt but the first, at the temperature.
         prompt_logprobs_last_n: score only the last n positions; None for all.
     """
 
@@ -81,6 +82,7 @@ class SampleRequest:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: np.ndarray | None = None
+    prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
 
 
@@ -175,12 +177,14 @@ class Sampled:
         prompt_logprobs: [P] float32, NaN where there is none, as at the first position.
         topk_prompt: over all P positions, the first one empty.
         target_prompt_logprobs: as the request's tokens, 0 where there was none.
+        prompt_alt: tokens that were drawn, over all P positions, the first one empty.
     """
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: np.ndarray | None = None
     topk_prompt: TopTokens | None = None
     target_prompt_logprobs: np.ndarray | None = None
+    prompt_alt: TopTokens | None = None
 
 
 @dataclass(frozen=True)

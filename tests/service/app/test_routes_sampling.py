@@ -142,6 +142,23 @@ def test_a_sampler_never_drifts_and_a_deleted_checkpoint_says_so(serve: Serve) -
     serve(body)
 
 
+def test_alternatives_to_the_tokens_of_a_prompt_are_drawn_by_the_model(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        sampler = await base_sampler(client)
+
+        async def drawn(seq: int, **params: Any) -> dict[str, np.ndarray]:
+            asked = sample_body(sampler, seq, PROMPT, max_tokens=1, **params) | {"prompt_alt_tokens_k": 6}
+            found = (await finished(client, await client.post("asample", asked)))["prompt_alt_tokens"]
+            assert found["tokens"]["shape"] == found["logprobs"]["shape"] == [3, 6]
+            return {"tokens": np.frombuffer(found["tokens"]["dense"], "<i8"), "logprobs": np.frombuffer(found["logprobs"]["dense"], "<f4")}
+
+        first, again, greedy = await drawn(0, seed=3), await drawn(1, seed=3), await drawn(2, temperature=0)
+        assert first["tokens"].tolist() == again["tokens"].tolist() and len(set(first["tokens"].tolist())) > 3
+        assert (first["logprobs"] < 0).all() and all(len(set(row)) == 1 for row in greedy["tokens"].reshape(3, 6).tolist())
+
+    serve(body)
+
+
 def test_a_poll_waits_and_says_why_nothing_moves(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.service.app.routes_sampling._POLL_S", 0.05)
 

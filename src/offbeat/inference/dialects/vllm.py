@@ -70,6 +70,8 @@ class VllmDialect(EmbeddedDialect):
         if not self._scores_prompts:
             raise RefusedError(
                 "vLLM on CPUs that takes adapters cannot tell log-probabilities of prompts, they end it; use the embedded engine")
+        if request.draws is not None:
+            raise RefusedError("vLLM cannot draw alternatives to the tokens of a prompt; leave them out, or use the embedded engine")
         answer = await wire.call("POST", "/v1/completions", {
             "prompt": request.tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": request.top_k,
             } | ({"model": adapter} if adapter else {}))
