@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from offbeat.service.base_models import BaseModels
 from offbeat.service.errors import UnknownError
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.limits import Limits, Usage
@@ -22,7 +23,7 @@ CHECKPOINT = CheckpointRow(RUN, "sampler", "one", "alice", "folder-one", 0.0, No
 class World:
     """See the module."""
 
-    base_model: str = "base"
+    base_models: BaseModels = BaseModels("base")
     now: float = 1000.0
     checkpoints: dict[str, CheckpointRow] = field(default_factory=lambda: {PATH: CHECKPOINT})
     pinned: list[str] = field(default_factory=list)

@@ -15,6 +15,7 @@ from offbeat.config.root import Config
 from offbeat.data.datums import DatumBatch, LossSpec
 from offbeat.service.backend import Backend
 from offbeat.service.futures import Futures
+from offbeat.service.incidents import Incidents
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.samplers import Samplers
@@ -50,6 +51,7 @@ class Open:
     store: Store
     usage: Usage
     answers: dict[bytes, Outcome]
+    incidents: Incidents
 
     async def outcome(self, request_id: str, caller: Caller = ALICE) -> Outcome:
         """Wait for a request as a client does."""
@@ -134,7 +136,9 @@ class SmallCluster:
     ) -> AsyncIterator[Open]:
         """A service on a data folder, new or used before; in the end it is closed gracefully, or else just gone as by kill -9."""
         store = Store.open(f"sqlite:///{folder / 'service.db'}")
-        rows, usage, backend = store.load(), Usage(lambda _: limits or Limits()), Backend(self.tenants, self.config, base_model=BASE)
+        rows, usage, incidents = store.load(), Usage(lambda _: limits or Limits()), Incidents()
+        backend = Backend(
+            self.tenants, self.config, base_model=BASE, on_event=lambda kind, **fields: incidents.hear(kind, fields))
         service: Service | None = None
         futures = Futures(
             store, Results(folder / "results"), encode=self._encode,
@@ -145,7 +149,7 @@ class SmallCluster:
                 rows.samplers, engines=backend, store=store, usage=usage, sessions=sessions, checkpoints=checkpoints, timeout_s=3600))
         work = asyncio.create_task(service.run())
         try:
-            yield Open(service, store, usage, self.answers)
+            yield Open(service, store, usage, self.answers, incidents)
             if graceful:
                 await service.close()
                 await work

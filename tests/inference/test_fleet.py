@@ -71,7 +71,8 @@ class Engine:
         return [Sample((1,), (-1.0,), (split_adapter_name(adapter)[1] if adapter else 0,), adapter, "stop")] * n
 
     async def score(
-        self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: object = None, timeout_s: float,
+        self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: object = None, draws: object = None,
+        timeout_s: float,
     ) -> PromptScore:
         (sample,) = await self.generate(tokens, SAMPLING, n=1, timeout_s=timeout_s, adapter=adapter)
         return PromptScore((float("nan"),) + (-1.0,) * (len(tokens) - 1), sample.versions[0])
@@ -450,6 +451,23 @@ def test_pinned_versions_are_served_at_their_first_request_beside_what_is_publis
             await ask(fleet, "alice@4")
 
     using(engines, body)
+
+
+def test_a_load_that_fails_at_a_request_is_told_as_an_event() -> None:
+    async def main() -> None:
+        events, pool = [], EnginePool([Engine("a")], request_timeout_s=10)
+        async with AdapterFleet(
+                pool, capacity=4, judge=Judge(tolerance=1e-3), timeout_s=5.0,
+                on_event=lambda kind, **fields: events.append((kind, fields["adapter"], fields.get("reason", "")))) as fleet:
+            fleet.pin(manifest("alice", 1))
+            fleet.pin(manifest("alice", 2, folder="bad"))
+            assert await ask(fleet, "alice@1") == "alice@1"
+            with pytest.raises(RefusedError, match="bad is no adapter"):
+                await ask(fleet, "alice@2")
+        refused = ("load_failed", "alice@2", "a answered with 400: bad is no adapter")
+        assert events[:2] == [("adapter_loaded", "alice@1", ""), refused] and set(events[1:]) == {refused}
+
+    asyncio.run(main())
 
 
 def test_an_unpinned_version_leaves_with_its_last_request_and_its_folder_stays(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
 EOS = 0
 
 
-def build_model(folder: Path) -> Path:
+def build_model(folder: Path, *, seed: int = 0) -> Path:
     tokenizer = build_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=128, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None, eos_token_id=EOS, pad_token_id=1,
         initializer_range=0.15)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import StorageError
+from offbeat.service.base_models import BaseModels
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.samplers import Samplers
@@ -258,3 +259,24 @@ def test_samplers_are_there_after_a_restart_and_pin_their_weights_again(tmp_path
 
     run(tmp_path, before)
     run(tmp_path, after)
+
+
+def test_a_model_that_is_only_sampled_has_samplers_until_this_server_has_it_no_more(tmp_path: Path) -> None:
+    async def make(world: World, samplers: Samplers) -> None:
+        teacher = await samplers.create(ALICE, session_id=SESSION, seq=0, base_model="teacher", model_path=None)
+        alias = await samplers.create(ALICE, session_id=SESSION, seq=1, base_model="alias", model_path=None)
+        assert (samplers.info(ALICE, teacher).base_model, samplers.info(ALICE, alias).base_model) == ("teacher", "base")
+        assert await used(samplers, ALICE, teacher) == "" and samplers.count_by_owner() == {"alice": 2}
+        with pytest.raises(BadRequestError, match="another sampler already"):
+            await samplers.create(ALICE, session_id=SESSION, seq=0, base_model="base", model_path=None)
+        with pytest.raises(BadRequestError, match="'teacher' can only be sampled"):
+            await samplers.create(ALICE, session_id=SESSION, seq=2, base_model="teacher", model_path=PATH)
+        assert await samplers.create(ALICE, session_id=SESSION, seq=2, base_model="alias", model_path=PATH)
+
+    async def use(world: World, samplers: Samplers) -> None:
+        with pytest.raises(BadRequestError, match="no base model 'teacher', only 'base'"):
+            await used(samplers, ALICE, f"{SESSION}:sample:0")
+        assert await used(samplers, ALICE, f"{SESSION}:sample:1") == ""
+
+    run(tmp_path, make, World(base_models=BaseModels("base", ("alias",), ("teacher",))))
+    run(tmp_path, use)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offbeat.errors import EngineError, RefusedError
-from offbeat.inference.sampling import PromptScore, Sample
+from offbeat.inference.sampling import Draws, PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
 from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.errors import OverLimitError, TooLargeError, UnknownError
@@ -20,7 +20,7 @@ from offbeat.service.futures import Futures
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.samplers import Samplers
-from offbeat.service.sampling import Sampling, engine_sampling, sampled, sequence_of
+from offbeat.service.sampling import Sampling, draws_of, engine_sampling, sampled, sequence_of
 from offbeat.service.store import Store
 from offbeat.service.tables import SamplerRow
 from offbeat.service.types import Failed, Outcome, Payload, Pending, Sampled, SampleRequest, SparseArray
@@ -57,10 +57,11 @@ class Engines:
         return [Sample(prompt, (-0.5,) * len(prompt), (Version(0),) * len(prompt), "", "length")] * n
 
     async def score(
-        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
+        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None, draws: Draws | None,
     ) -> PromptScore:
         self.num_scored += 1
-        return PromptScore((NAN, -1.0, -2.0), Version(0))
+        drawn = ((), ((4, -3.0),), ((5, -2.5),)) if draws else ()
+        return PromptScore((NAN, -1.0, -2.0), Version(0), draws=drawn)
 
 
 @dataclass
@@ -363,3 +364,14 @@ def test_nothing_can_be_said_of_a_prompt_of_one_token() -> None:
     assert answer.prompt_logprobs is not None and answer.topk_prompt is not None
     assert np.isnan(answer.prompt_logprobs).tolist() == [True] and answer.topk_prompt.ids.tolist() == [[-1, -1]]
     assert answer.target_prompt_logprobs is not None and answer.target_prompt_logprobs.dense().tolist() == [[0.0, 0.0]]
+
+
+def test_alternatives_to_the_tokens_of_a_prompt_are_drawn_at_the_temperature_and_by_the_seed_of_the_call() -> None:
+    request = replace(REQUEST, prompt_alt_tokens_k=1, temperature=0.7, seed=-5)
+    assert draws_of(request) == Draws(1, 0.7, -5) and draws_of(REQUEST) is None
+    assert draws_of(replace(request, seed=None)) != draws_of(replace(request, seed=None))
+    score = PromptScore((NAN, -1.0, -2.0), Version(0), draws=((), ((4, -3.0),), ((5, -2.5),)))
+    alt = sampled(request, [], score).prompt_alt
+    assert alt is not None and alt.ids.tolist() == [[-1], [4], [5]] and alt.logprobs.tolist() == [[0.0], [-3.0], [-2.5]]
+    single = sampled(replace(request, prompt=(5,)), [], None).prompt_alt
+    assert single is not None and single.ids.tolist() == [[-1]]

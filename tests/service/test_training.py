@@ -264,6 +264,8 @@ def test_when_a_train_rank_dies_its_work_fails_once_and_goes_on_from_the_last_ch
             again = await model.both(model.learn(training_data(2)), model.step(), model.save("kept", overwrite=True))
             assert not any(isinstance(outcome, Failed) for outcome in again)
             assert running.service.status().trainers_alive and len(running.service.status().failures) == 4
+            assert running.incidents.counts.trainer_restarts == 1 and running.incidents.counts.rank_deaths >= 1
+            assert [incident.who for incident in running.incidents.last] == ["trainers"] * 2 and "rank 1" in running.incidents.last[1].text
 
     cluster.run(body)
 

@@ -89,6 +89,11 @@ class TenantGroup:
         """Whether calls can succeed."""
         return not self._failed and all(worker.alive for worker in self._workers)
 
+    @property
+    def dead(self) -> tuple[str, ...]:
+        """Names of the ranks whose processes have ended."""
+        return tuple(worker.name for worker in self._workers if not worker.alive)
+
     async def restart(self) -> None:
         """End all ranks, at once also those that hang, and start them anew, without any tenant. Calls in flight fail.
 

@@ -99,6 +99,11 @@ class Tenants:
         """Whether the ranks can train; where they cannot, every call that needs them raises until `restart_trainers`."""
         return self._trainers.alive
 
+    @property
+    def dead_trainers(self) -> tuple[str, ...]:
+        """Names of the ranks whose processes have ended."""
+        return self._trainers.dead
+
     async def restart_trainers(self) -> None:
         """End all ranks, at once also those that hang, and start them anew, while the engines go on serving.
 

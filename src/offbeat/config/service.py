@@ -1,5 +1,7 @@
 """[serve]: the service for many tenants."""
 
+from collections.abc import Mapping
+from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import field_validator
@@ -18,6 +20,11 @@ class ServeConfig(Section):
         "in `data_dir`.")
     keys: str = field("", "TOML file with owners and their API keys; empty takes any key, each as an owner of its own.")
     model_name: str = field("", "What clients call the base model, such as org/model; empty takes the last part of `model.path`.")
+    aliases: tuple[str, ...] = field((), "Other names by which clients may ask for the base model, such as those that recipes name.")
+    sampling_models: tuple[str, ...] = field(
+        (), "Models that are only sampled, such as teachers, each NAME=URL of an engine that runs already; a name may come several times. "
+        "$OFFBEAT_API_KEY is sent as the engines' key.")
+    sampling_engine: Literal["embedded", "vllm"] = field("embedded", "Kind of the engines in `sampling_models`.")
     max_models: int = field(64, "Models that an owner may have at a time, unless `keys` says otherwise.", ge=0)
     max_queued_tokens: int = field(16 * 2**20, "Tokens of an owner's requests that have not ended, unless `keys` says otherwise.", ge=0)
     max_disk_bytes: int = field(
@@ -59,6 +66,26 @@ class ServeConfig(Section):
         7 * 86400.0, "Seconds for which checkpoint folders that the database does not name, as after an older one was restored, are kept "
         "in `checkpoints/orphans`; 0 keeps them until somebody removes them.", ge=0)
     result_retention_s: float = field(3600.0, "Seconds for which a finished result can be fetched.", ge=600)
+    stable_reinforce: Literal["", "importance_sampling", "ppo", "cispo"] = field(
+        "", "Loss that stands in for `stable_reinforce`, whose formula is not public; empty refuses that name.")
+
+    @field_validator("sampling_models")
+    @classmethod
+    def _check_sampling_models(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in given:
+            name, _, url = entry.partition("=")
+            if not name or not url.startswith(("http://", "https://")):
+                raise ValueError(f"each must be NAME=URL of an engine, such as 'org/teacher=http://127.0.0.1:8001', got {entry!r}")
+        return given
+
+    @property
+    def sampling_urls(self) -> Mapping[str, tuple[str, ...]]:
+        """URLs of the engines of each model that is only sampled."""
+        urls: dict[str, tuple[str, ...]] = {}
+        for entry in self.sampling_models:
+            name, _, url = entry.partition("=")
+            urls[name] = (*urls.get(name, ()), url)
+        return urls
 
     @field_validator("database")
     @classmethod

@@ -11,7 +11,7 @@ from offbeat.aio import deadline
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
 _KEEPALIVE_S = 4.0  # shorter than any server's: a reused idle connection must not be one that the server is closing
@@ -49,11 +49,11 @@ class EngineClient:
 
     async def score(
         self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
-        timeout_s: float,
+        draws: Draws | None = None, timeout_s: float,
     ) -> PromptScore:
         """What the adapter of that name, or the base model, says of tokens; see `ScoreRequest`, and `generate` for what it raises."""
         async with self._asking("score", timeout_s):
-            return await self._dialect.score(self, ScoreRequest(tokens, top_k, targets), adapter=adapter)
+            return await self._dialect.score(self, ScoreRequest(tokens, top_k, targets, draws), adapter=adapter)
 
     async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
         async with self._asking("stage", timeout_s):

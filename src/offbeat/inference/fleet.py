@@ -19,7 +19,7 @@ from offbeat.aio import deadline, gather_all
 from offbeat.errors import DeadlineError, EngineError, OffbeatError, ProofError, PublishError, RefusedError
 from offbeat.inference.catalog import Catalog, tenant_of
 from offbeat.inference.pool import EnginePool
-from offbeat.inference.sampling import PromptScore, Sample, Sampling
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.inference.shelf import Book, Shelf, counted
 from offbeat.types import Version
 from offbeat.weights.adapters import AdapterManifest
@@ -76,7 +76,8 @@ class AdapterFleet:
             timeout_s: for one engine to load and prove one adapter.
             keep: folders of each tenant's newest versions that stay, besides those in use.
             on_event: hears "fanout" (adapter, total_s, num_bytes, and by engine seconds, retries and the reason of a failure) of each
-                publish, and "adapter_loaded" (engine, adapter, seconds) of each load outside of publishes.
+                publish, and "adapter_loaded" (engine, adapter, seconds) or "load_failed" (engine, adapter, reason) of each load outside of
+                publishes.
         """
         self._pool = pool
         self._capacity = capacity
@@ -213,12 +214,12 @@ class AdapterFleet:
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
-        session: str = "", max_failures: int | None = None,
+        draws: Draws | None = None, session: str = "", max_failures: int | None = None,
     ) -> PromptScore:
         """What an adapter, or the base model, says of tokens; see `generate` and `ScoreRequest`."""
         with self._wanting(adapter) as wanted:
             return await self._pool.score(
-                tokens, top_k=top_k, targets=targets, session=session, adapter=wanted, max_failures=max_failures)
+                tokens, top_k=top_k, targets=targets, draws=draws, session=session, adapter=wanted, max_failures=max_failures)
 
     @contextmanager
     def _wanting(self, adapter: str) -> Iterator[Wanted | None]:
@@ -255,8 +256,11 @@ class AdapterFleet:
         if name not in shelf.held:
             try:
                 await self._install(engine, manifest=manifest)
-            except DeadlineError as exc:
-                raise EngineError(str(exc)) from exc
+            except OffbeatError as exc:
+                self._on_event("load_failed", engine=engine.name, adapter=name, reason=str(exc))
+                if isinstance(exc, DeadlineError):
+                    raise EngineError(str(exc)) from exc
+                raise
             self._on_event("adapter_loaded", engine=engine.name, adapter=name, seconds=round(time.monotonic() - start, 3))
         shelf.put(name)
         try:

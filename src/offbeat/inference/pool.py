@@ -18,7 +18,7 @@ from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, 
 from offbeat.inference.client import EngineClient
 from offbeat.inference.members import Guarded, Member, State
 from offbeat.inference.routing import Router
-from offbeat.inference.sampling import PromptScore, Sample, Sampling
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.types import Version
 from offbeat.weights.protocol import EngineControl
 
@@ -231,12 +231,13 @@ class EnginePool:
         return [replace(sample, num_retries=num_retries) for sample in samples] if num_retries else samples
 
     async def score(
-        self, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None, session: str = "",
-        adapter: WantedAdapter | None = None, max_failures: int | None = None,
+        self, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
+        draws: Draws | None = None, session: str = "", adapter: WantedAdapter | None = None, max_failures: int | None = None,
     ) -> PromptScore:
         """What a model says of tokens; see `ScoreRequest`, and `generate` for the rest."""
         def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, PromptScore]:
-            return client.score(tokens, adapter=name, top_k=top_k, targets=targets, timeout_s=self._request_timeout_s)
+            return client.score(
+                tokens, adapter=name, top_k=top_k, targets=targets, draws=draws, timeout_s=self._request_timeout_s)
 
         score, _ = await self._route(
             ask, _version_of_score, cost=len(tokens), session=session, adapter=adapter, max_failures=max_failures)

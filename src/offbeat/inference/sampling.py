@@ -82,6 +82,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """Tokens to be drawn, with replacement, in the place of each given token but the first; the same seed draws the same."""
+
+    num: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
 class ScoreRequest:
     """What is to be known of L given tokens, at temperature 1.
 
@@ -89,11 +98,13 @@ class ScoreRequest:
         tokens: [L], at least 2.
         top_k: the number of likeliest tokens that are wanted at each position.
         targets: [L], any number of tokens at each position, whose log-probabilities are wanted there, after the tokens before it.
+        draws: tokens that are to be drawn at each position, at a temperature of their own, and told with their log-probabilities.
     """
 
     tokens: tuple[int, ...]
     top_k: int = 0
     targets: tuple[tuple[int, ...], ...] | None = None
+    draws: Draws | None = None
 
 
 @dataclass(frozen=True)
@@ -105,12 +116,14 @@ class PromptScore:
         version: of the weights, or of the adapter, that scored.
         top: [L], the likeliest tokens at each position; none at the first. () if not asked for.
         target_logprobs: as the request's targets. () if not asked for.
+        draws: [L], the tokens drawn at each position; none at the first. () if not asked for.
     """
 
     logprobs: tuple[float, ...]
     version: Version
     top: tuple[TopTokens, ...] = ()
     target_logprobs: tuple[tuple[float, ...], ...] = ()
+    draws: tuple[TopTokens, ...] = ()
 
     def check(self, request: ScoreRequest) -> "PromptScore":
         """Itself, if it answers the request.
@@ -119,7 +132,7 @@ class PromptScore:
             EngineError: it has not one entry for each token, or a log-probability that is none.
         """
         length = len(request.tokens)
-        sizes = (len(self.logprobs), len(self.top) or length, len(self.target_logprobs) or length)
-        if sizes != (length, length, length) or any(map(math.isnan, self.logprobs[1:])):
+        sizes = (len(self.logprobs), len(self.top) or length, len(self.target_logprobs) or length, len(self.draws) or length)
+        if sizes != (length,) * 4 or any(map(math.isnan, self.logprobs[1:])):
             raise EngineError(f"an engine scored {len(self.logprobs)} of {length} tokens")
         return self

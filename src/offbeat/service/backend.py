@@ -3,15 +3,20 @@
 A model is a tenant; the weights that a sampler samples are a pinned version of it. Errors are those of the layers below.
 """
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from offbeat.algorithms.adam import AdamParams
+from offbeat.cluster.sampling_models import SamplingModel
 from offbeat.cluster.tenants import Tenants
 from offbeat.config.root import Config
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import DataError, ModelError
-from offbeat.inference.sampling import PromptScore, Sample, Sampling
+from offbeat.inference.pool import EnginePool
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
+from offbeat.service.base_models import BaseModels
 from offbeat.service.types import EngineStatus, LoraSpec
 from offbeat.trainer.adapter_types import DatumPass
 from offbeat.weights.adapters import AdapterManifest
@@ -21,16 +26,25 @@ _MAX_FAILURES = 3
 
 
 class Backend:
-    """Trainers and engines with one base model.
+    """Trainers and engines with one base model, and other models that are only sampled.
 
     Attributes:
         base_model: what clients call it.
+        base_models: what they call all of them.
+        others: those that are only sampled, by name; they know best how.
         max_rank: of an adapter.
         max_length: tokens of a sequence that is trained on.
     """
 
-    def __init__(self, tenants: Tenants, config: Config, *, base_model: str) -> None:
+    def __init__(
+        self, tenants: Tenants, config: Config, *, base_model: str, others: Mapping[str, SamplingModel] = MappingProxyType({}),
+        on_event: Callable[..., None] = lambda _kind, **_fields: None,
+    ) -> None:
+        """`on_event` hears "trainers_failed" (dead: names of ranks) and "trainers_restarted" (seconds)."""
         self.base_model = base_model
+        self.base_models = BaseModels.of(base_model, config.serve)
+        self.others = others
+        self._on_event = on_event
         self.max_rank = config.model.lora.rank
         self.max_length = min(tenants.limits.context, config.train.max_tokens_per_microbatch)
         self._tenants = tenants
@@ -58,7 +72,10 @@ class Backend:
 
     async def restart_trainers(self) -> None:
         """Start them anew, without any model; raises WorkerError or DeadlineError if they do not start."""
+        start = time.monotonic()
+        self._on_event("trainers_failed", dead=self._tenants.dead_trainers)
         await self._tenants.restart_trainers()
+        self._on_event("trainers_restarted", seconds=round(time.monotonic() - start, 3))
 
     def check_lora(self, lora: LoraSpec) -> None:
         """Raise ModelError for an adapter that cannot be trained here."""
@@ -131,21 +148,28 @@ class Backend:
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
+        draws: Draws | None = None,
     ) -> PromptScore:
         """What an adapter, or the base model for "", says of tokens."""
-        return await self._tenants.serving.fleet.score(adapter, tokens, top_k=top_k, targets=targets, max_failures=_MAX_FAILURES)
+        return await self._tenants.serving.fleet.score(
+            adapter, tokens, top_k=top_k, targets=targets, draws=draws, max_failures=_MAX_FAILURES)
 
     @property
     def sampled_tokens(self) -> int:
         """That engines have generated."""
-        return self._tenants.serving.pool.generated_tokens
+        return sum(pool.generated_tokens for pool in self._pools)
 
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
         """Their standing."""
-        pool, held = self._tenants.serving.pool, self._tenants.serving.fleet.held
+        held = self._tenants.serving.fleet.held
         return tuple(
-            EngineStatus(name, state.value, tuple(held.get(name, ())), pool.outstanding[name]) for name, state in pool.states.items())
+            EngineStatus(name, state.value, tuple(held.get(name, ())), pool.outstanding[name])
+            for pool in self._pools for name, state in pool.states.items())
+
+    @property
+    def _pools(self) -> list[EnginePool]:
+        return [self._tenants.serving.pool, *(model.pool for model in self.others.values())]
 
 
 def tenant_of(model_id: str) -> str:

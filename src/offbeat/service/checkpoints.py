@@ -193,6 +193,10 @@ class Checkpoints:
         """Those who have checkpoints."""
         return self._rows.owners
 
+    def count_of(self, owner: str) -> int:
+        """How many an owner has, those that expire in a moment included."""
+        return self._rows.count_of(owner)
+
     def public_runs(self) -> set[str]:
         """Runs with checkpoints that anybody may read."""
         return {row.run_id for row in self._lasting(self._rows.public)}

@@ -54,6 +54,10 @@ class CheckpointRows(MutableMapping[CheckpointPath, CheckpointRow]):
         """Those who have any."""
         return set(self._of_owner)
 
+    def count_of(self, owner: str) -> int:
+        """How many an owner has."""
+        return len(self._of_owner.get(owner, {}))
+
     @property
     def public(self) -> Iterable[CheckpointRow]:
         """Those that anybody may read."""

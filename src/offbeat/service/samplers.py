@@ -8,12 +8,13 @@ Called by `sampling`, by the HTTP layer, and by the core, which makes snapshots.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from offbeat.errors import StorageError
 from offbeat.inference.shelf import counted
+from offbeat.service.base_models import BaseModels
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath, sampler_id
 from offbeat.service.limits import Usage
@@ -27,7 +28,7 @@ class Engines(Protocol):
     """What samplers need of `offbeat.service.backend.Backend`."""
 
     @property
-    def base_model(self) -> str: ...
+    def base_models(self) -> BaseModels: ...
 
     def pin(self, manifest: AdapterManifest) -> None: ...
 
@@ -85,7 +86,7 @@ class Samplers:
     # -- making and finding ------------------------------------------------------------------------------------------------------------
 
     async def create(self, caller: Caller, *, session_id: str, seq: int, base_model: str | None, model_path: str | None) -> str:
-        """A sampler of the base model, or of the checkpoint at a path; asked for again, the same.
+        """A sampler of a base model, or of the checkpoint at a path; asked for again, the same.
 
         Raises:
             UnknownError: there is no such session or checkpoint.
@@ -93,13 +94,13 @@ class Samplers:
             RequestError: the owner has as many as he may.
         """
         self._sessions.check(caller, session_id)
-        row = SamplerRow(
-            sampler_id(session_id, seq), session_id, caller.owner, self._engines.base_model, path=model_path or "", created=self._clock())
+        models = self._engines.base_models
+        name = models.name if base_model is None else models.resolve(base_model)
+        row = SamplerRow(sampler_id(session_id, seq), session_id, caller.owner, name, path=model_path or "", created=self._clock())
         if (known := self._rows.get(row.id)) is not None:
             return _same(known, row).id
-        if base_model not in (None, self._engines.base_model):
-            raise BadRequestError(f"this server has no base model {base_model[:200]!r}, only {self._engines.base_model!r}")
         if model_path:
+            models.check_trained(base_model)
             checkpoint = self._checkpoints.readable(caller, CheckpointPath.parse(model_path))
             if checkpoint.kind != "sampler":
                 raise BadRequestError(
@@ -172,6 +173,10 @@ class Samplers:
         """Sessions that have samplers."""
         return {row.session_id for row in self._rows.values()}
 
+    def count_by_owner(self) -> Mapping[str, int]:
+        """How many each owner has."""
+        return Counter(row.owner for row in self._rows.values())
+
     def ids_of(self, session_id: str) -> Collection[str]:
         """Samplers of a session."""
         return [row.id for row in self._rows.values() if row.session_id == session_id]
@@ -186,11 +191,13 @@ class Samplers:
             UnknownError: it has ended.
             RequestError: its checkpoint is gone.
             StorageError: its files are damaged.
+            BadRequestError: this server has its base model no more.
         """
         if row.id not in self._rows:
             raise self._unknown(row.id)
         self._last_used[row.id] = self._clock()
         if not row.folder:
+            self._engines.base_models.resolve(row.base_model)  # it may have been another server's
             yield ""
             return
         self._demand_checkpoint(row)
@@ -269,6 +276,7 @@ class Samplers:
 
 def _same(known: SamplerRow, wanted: SamplerRow) -> SamplerRow:
     """The sampler that is there, if it is what is wanted now."""
-    if (known.owner, known.path, known.run_id if not known.path else "") != (wanted.owner, wanted.path, wanted.run_id):
+    if (known.owner, known.path, known.run_id if not known.path else "") != (wanted.owner, wanted.path, wanted.run_id) or (
+            not known.folder and known.base_model != wanted.base_model):
         raise BadRequestError(f"{known.id} is another sampler already; number them anew")
     return known

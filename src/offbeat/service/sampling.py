@@ -10,18 +10,20 @@ scored beside its first part. A request ends in an outcome whatever happens, unl
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from offbeat.aio import both
 from offbeat.errors import OffbeatError, RefusedError
-from offbeat.inference.sampling import PromptScore, Sample
+from offbeat.inference.sampling import Draws, PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
 from offbeat.inference.sampling import TopTokens as EngineTopTokens
 from offbeat.service.checkpoints import CheckpointError
@@ -32,6 +34,7 @@ from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import sample_request
 from offbeat.service.limits import Usage
 from offbeat.service.samplers import Samplers
+from offbeat.service.speeds import Speeds
 from offbeat.service.tables import SamplerRow
 from offbeat.service.types import (
     Caller,
@@ -67,7 +70,8 @@ class Engines(Protocol):
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: EngineSampling, n: int, session: str) -> list[Sample]: ...
 
     async def score(
-        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None) -> PromptScore: ...
+        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None, draws: Draws | None,
+    ) -> PromptScore: ...
 
 
 @dataclass(eq=False)
@@ -119,13 +123,23 @@ class Sampling:
     Attributes:
         samplers: that can be sampled.
         failures: the last requests that failed, the newest first.
+        speeds: of generated tokens, by model, or by base model where it was that.
     """
 
-    def __init__(self, samplers: Samplers, *, engines: Engines, futures: Futures, usage: Usage, max_in_flight: int) -> None:
-        """`max_in_flight` is how many samples are generated at once; large ones count as several."""
+    def __init__(
+        self, samplers: Samplers, *, engines: Engines, futures: Futures, usage: Usage, max_in_flight: int,
+        others: Mapping[str, Engines] = MappingProxyType({}),
+    ) -> None:
+        """
+        Args:
+            max_in_flight: how many samples are generated at once; large ones count as several.
+            others: engines of base models that are only sampled, by their names.
+        """
         self.samplers = samplers
+        self.speeds = Speeds()
         self.failures: deque[Failure] = deque(maxlen=_FAILURES_KEPT)
         self._engines = engines
+        self._others = others
         self._futures = futures
         self._usage = usage
         self._max_in_flight = max_in_flight
@@ -146,7 +160,7 @@ class Sampling:
         request_id = sample_request(row.id, request.seq_id)
         if self._futures.find(request_id, caller.owner) is not None:
             return request_id
-        cost = cost_of_samples(request, room=self._room(request), max_in_flight=self._max_in_flight)
+        cost = cost_of_samples(request, room=self._room(row, request), max_in_flight=self._max_in_flight)
         if cost.slots(1) > self._max_in_flight > 0:
             raise TooLargeError(
                 f"a single sample of this request may take {cost.sample_bytes} bytes of memory, which is more than engines have for it; "
@@ -231,44 +245,48 @@ class Sampling:
         """Carry out a part; the first that fails says how its request ends."""
         job = part.job
         try:
-            self._check(job.request)
+            self._check(job.row, job.request)
             async with self.samplers.using(job.row) as adapter:
                 await self._sample(adapter, part)
         except Exception as exc:
             job.failed = job.failed or _explain(job.future.request_id, exc)
 
-    def _check(self, request: SampleRequest) -> None:
+    def _engines_of(self, row: SamplerRow) -> Engines:
+        return self._engines if row.folder else self._others.get(row.base_model, self._engines)
+
+    def _check(self, row: SamplerRow, request: SampleRequest) -> None:
         """Refuse what no engine can do; that the tokens are the model's, whoever read the request has seen to."""
-        length, context = len(request.prompt), self._engines.context
+        length, context = len(request.prompt), self._engines_of(row).context
         if length >= context:
             raise RequestError(f"the prompt has {length} tokens, which leaves no room in the model's context of {context}; shorten it")
 
-    def _room(self, request: SampleRequest) -> int:
+    def _room(self, row: SamplerRow, request: SampleRequest) -> int:
         """Tokens that a sample may have: as many as asked for, up to the end of the context."""
-        room = max(self._engines.context - len(request.prompt), 1)
+        room = max(self._engines_of(row).context - len(request.prompt), 1)
         return room if request.max_tokens is None else min(request.max_tokens, room)
 
     async def _sample(self, adapter: str, part: Part) -> None:
         job, request = part.job, part.job.request
-        sampling = engine_sampling(request, self._room(request), end_token_ids=self._engines.end_token_ids)
-        asking = self._engines.sample(
-            adapter, request.prompt, replace(sampling, first_sample=part.first), part.num, job.row.id)
+        engines = self._engines_of(job.row)
+        sampling = engine_sampling(request, self._room(job.row, request), end_token_ids=engines.end_token_ids)
+        asking = engines.sample(adapter, request.prompt, replace(sampling, first_sample=part.first), part.num, job.row.id)
         if part.first:
             samples = await asking
         else:
-            samples, job.score = await both(asking, self._score(adapter, request))
+            samples, job.score = await both(asking, self._score(engines, adapter, request))
+        self.speeds.note(job.row.run_id or job.row.base_model, sum(len(sample.token_ids) for sample in samples))
         # As arrays at once: what engines say of the likeliest tokens takes fifty times as much memory.
         num_cells = sum(len(top) for sample in samples for top in sample.top_logprobs)
         sequences = await _made(num_cells, lambda: [sequence_of(sample, request.topk_sample_logprobs) for sample in samples])
         job.sequences.update(enumerate(sequences, part.first))
 
-    async def _score(self, adapter: str, request: SampleRequest) -> PromptScore | None:
+    async def _score(self, engines: Engines, adapter: str, request: SampleRequest) -> PromptScore | None:
         """What is wanted of the prompt; None if nothing is, or nothing can be said of a single token."""
-        top_k, targets = request.topk_prompt_logprobs, request.target_prompt_logprobs
-        if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None):
+        top_k, targets, draws = request.topk_prompt_logprobs, request.target_prompt_logprobs, draws_of(request)
+        if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None or draws is not None):
             return None
         rows = None if targets is None else _rows(targets)
-        return await self._engines.score(adapter, request.prompt, top_k, rows)
+        return await engines.score(adapter, request.prompt, top_k, rows, draws)
 
 
 async def _made(num_cells: int, make: Callable[..., T], *args: object) -> T:
@@ -305,6 +323,14 @@ def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_id
         ignore_eos=request.stop == (), scaled_logprobs=True, top_logprobs=request.topk_sample_logprobs)
 
 
+def draws_of(request: SampleRequest) -> Draws | None:
+    """Tokens that are to be drawn at each position of the prompt; by chance where the request has no seed."""
+    if not request.prompt_alt_tokens_k:
+        return None
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    return Draws(request.prompt_alt_tokens_k, request.temperature, seed)
+
+
 def sampled(request: SampleRequest, sequences: list[SampledSequence], score: PromptScore | None) -> Sampled:
     """The answer to a request."""
     length, last_n = len(request.prompt), request.prompt_logprobs_last_n
@@ -317,7 +343,8 @@ def sampled(request: SampleRequest, sequences: list[SampledSequence], score: Pro
         tuple(sequences),
         prompt_logprobs=logprobs if request.prompt_logprobs else None,
         topk_prompt=top_tokens(top, request.topk_prompt_logprobs) if request.topk_prompt_logprobs else None,
-        target_prompt_logprobs=_target_logprobs(request.target_prompt_logprobs, score))
+        target_prompt_logprobs=_target_logprobs(request.target_prompt_logprobs, score),
+        prompt_alt=top_tokens(score.draws or ((),) * length, request.prompt_alt_tokens_k) if request.prompt_alt_tokens_k else None)
 
 
 def top_tokens(rows: tuple[EngineTopTokens, ...], k: int) -> TopTokens:

@@ -11,12 +11,13 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import uvicorn
@@ -24,6 +25,7 @@ import uvloop
 
 from offbeat.aio import beside, both
 from offbeat.cluster.material import Base, read_base
+from offbeat.cluster.sampling_models import SamplingModel, open_sampling_models
 from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.config.root import Config
 from offbeat.data.model_folder import read_model_config
@@ -35,9 +37,11 @@ from offbeat.service.app.connections import Bounds, Connections
 from offbeat.service.app.reply import Served
 from offbeat.service.app.server import HttpServer, listen
 from offbeat.service.backend import Backend
+from offbeat.service.base_models import BaseModels
 from offbeat.service.cost import max_resident
 from offbeat.service.futures import Futures
 from offbeat.service.identity import agree, keep
+from offbeat.service.incidents import Incidents
 from offbeat.service.keys import Keys
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
@@ -58,6 +62,8 @@ _BACKLOG = 4096
 _OPEN_FILES = 65536
 _SHARE_OF_ONE = 4
 _CLUSTER = "cluster"
+_ANY_TOKEN = 2**31
+"""A vocabulary that nobody here knows; the engines refuse what is none of its tokens."""
 
 _log = logging.getLogger(__name__)
 Say = Callable[[str], None]
@@ -178,6 +184,14 @@ def tokenizer_id(config: Config, base: Base) -> str:
     return str(folder.resolve()) if folder.is_dir() and is_loopback(config.serve.host) else base_model_name(config)
 
 
+def served_models(config: Config, backend: Backend, *, tokenizer: str) -> Served:
+    """What is offered, and what may be asked of it."""
+    return Served(
+        backend.base_model, tokenizer, config.model.lora.alpha, WireLimits(vocab_size=backend.vocab_size, context=backend.context),
+        stable_reinforce=config.serve.stable_reinforce, aliases=backend.base_models.aliases,
+        sampled={name: WireLimits(vocab_size=_ANY_TOKEN, context=model.context) for name, model in backend.others.items()})
+
+
 def open_record(folder: Path) -> RunRecord:
     """What ranks and engines write, below the data folder, which is this process's from now.
 
@@ -219,10 +233,18 @@ class Core:
 
 
 @asynccontextmanager
-async def open_core(config: Config, tenants: Tenants, store: Store, keys: Keys) -> AsyncIterator[Core]:
-    """The service on ranks and engines that run. When the body ends, no new work begins, and every model is saved."""
+async def open_core(
+    config: Config, tenants: Tenants, store: Store, keys: Keys, *, others: Mapping[str, SamplingModel] = MappingProxyType({}),
+    on_event: Callable[..., None] = lambda _kind, **_fields: None,
+) -> AsyncIterator[Core]:
+    """The service on ranks and engines that run. When the body ends, no new work begins, and every model is saved.
+
+    Args:
+        others: models that are only sampled, by name.
+        on_event: hears what `Backend` has to tell.
+    """
     folder, settings = Path(config.serve.data_dir), config.serve
-    backend = Backend(tenants, config, base_model=base_model_name(config))
+    backend = Backend(tenants, config, base_model=base_model_name(config), others=others, on_event=on_event)
     rows, usage = store.load(), Usage(keys.limits_of)
     futures = Futures(
         store, Results(folder / "results", after=store.last_segment()), encode=encode,
@@ -240,8 +262,8 @@ async def open_core(config: Config, tenants: Tenants, store: Store, keys: Keys) 
             max_resident_models=settings.max_resident_models or _max_resident(config), session_retention_s=settings.session_retention_s,
             parked_retention_s=settings.parked_retention_s))
     sampling = Sampling(
-        service.samplers, engines=backend, futures=futures, usage=usage,
-        max_in_flight=settings.max_samples_in_flight * (len(config.inference.urls) or config.inference.num_engines))
+        service.samplers, engines=backend, others=others, futures=futures, usage=usage,
+        max_in_flight=settings.max_samples_in_flight * len(backend.engines))
     async with beside(service.run(), _sweep(futures, service.samplers)):
         try:
             yield Core(backend, service, sampling)
@@ -276,6 +298,7 @@ class _Run:
         self._store = store
         self._say = say
         self._name = base_model_name(config)
+        BaseModels.of(self._name, config.serve)  # two models of one name are refused before a process is started
         self._ready = False
         self._stop = asyncio.Event()
 
@@ -286,14 +309,18 @@ class _Run:
             loop.add_signal_handler(name, self._interrupted, task)
         config = self._config
         num_engines = len(config.inference.urls) or config.inference.num_engines
+        incidents = Incidents()
+        record.events.listeners.append(incidents.hear)
         self._say(f"starting {self._name} (train ranks: {config.train.num_ranks}, engines: {num_engines})")
-        async with open_tenants(config, record) as tenants, open_core(config, tenants, self._store, self._keys) as core:
-            limits = WireLimits(vocab_size=core.backend.vocab_size, context=core.backend.context)
-            served = Served(self._name, tokenizer_id(config, self._base), config.model.lora.alpha, limits)
+        async with (
+                open_sampling_models(config, record) as others, open_tenants(config, record) as tenants,
+                open_core(config, tenants, self._store, self._keys, others=others, on_event=record.events.record) as core):
+            served = served_models(config, core.backend, tokenizer=tokenizer_id(config, self._base))
             most = max_connections(config)
             front = open_front(
                 core.service, core.sampling, served, keys=self._keys, max_body_bytes=config.serve.max_body_bytes,
-                public_status=config.serve.public_status, names=names_of(config), max_requests_of_one=max(most // _SHARE_OF_ONE, 1))
+                public_status=config.serve.public_status, names=names_of(config), max_requests_of_one=max(most // _SHARE_OF_ONE, 1),
+                incidents=incidents)
             connections = Connections(
                 Bounds(connections=most, of_address=config.serve.max_connections_per_address), is_exempt=partial(is_exempt, config))
             server = HttpServer(uvicorn.Config(

@@ -190,7 +190,7 @@ class Service:
         if future is None:
             return create_request(model_id(session_id, model_seq_id))
         try:
-            self._check_base(base_model)
+            self._backend.base_models.check_trained(base_model)
             model = self._admit(caller, session_id, model_seq_id, lora, metadata)
         except UserError as exc:
             await self._futures.finish(future, Failed(str(exc), "user"))
@@ -214,7 +214,7 @@ class Service:
         if future is None:
             return create_request(model_id(session_id, model_seq_id))
         try:
-            self._check_base(base_model)
+            self._backend.base_models.check_trained(base_model)
             lora = self.checkpoints.readable(caller, where).lora
             model = self._admit(caller, session_id, model_seq_id, lora, metadata)
         except UserError as exc:
@@ -233,10 +233,6 @@ class Service:
         elif is_new:
             return future
         return None
-
-    def _check_base(self, base_model: str | None) -> None:
-        if base_model not in (None, self._backend.base_model):
-            raise BadRequestError(f"this server has no base model {base_model[:200]!r}, only {self._backend.base_model!r}")
 
     def _admit(self, caller: Caller, session_id: str, seq: int, lora: LoraSpec, metadata: Mapping[str, str]) -> Model:
         now = time.time()
@@ -336,9 +332,12 @@ class Service:
         return {kind: _info(row) for kind, row in newest.items()}
 
     def list_checkpoints(
-        self, caller: Caller, *, run_id: str | None = None, limit: int | None = None, offset: int = 0,
+        self, caller: Caller, *, run_id: str | None = None, limit: int | None = None, offset: int = 0, exports: bool = True,
     ) -> tuple[list[CheckpointInfo], int]:
         """The caller's checkpoints, of one run or of all, the newest first; and how many there are. Of others' runs, those that are public.
+
+        Args:
+            exports: whether the caller knows what an export is.
 
         Raises:
             UnknownError: there is no such run.
@@ -347,6 +346,7 @@ class Service:
         rows = [row for row in rows if row.public or row.owner == caller.owner]
         if run_id is not None and not rows:
             self._models.find(caller, run_id)
+        rows = [row for row in rows if exports or row.kind != "external"]
         return [_info(row) for row in _page(rows, limit, offset)], len(rows)
 
     async def delete_checkpoint(self, caller: Caller, path: str) -> None:
@@ -374,6 +374,14 @@ class Service:
         """Files of an export, by their names in it; for any thread."""
         return self.checkpoints.files(self._readable(caller, path, "external"))
 
+    def adapter_files(self, caller: Caller, path: str) -> tuple[Mapping[str, Path], str]:
+        """Files of an adapter to sample or of an export, by their names in it; and what clients call its base model."""
+        row = self.checkpoints.readable(caller, CheckpointPath.parse(path))
+        if row.kind == "training":
+            raise RequestError(
+                f"{path} holds a state to train on from, which is no adapter to download; save one with save_weights_for_sampler")
+        return self.checkpoints.files(row), row.base_model
+
     async def copy_weights(self, caller: Caller, *, path: str, session_id: str, model_seq_id: int, ttl_s: float | None) -> str:
         """A copy of a checkpoint under another run of the caller's; its path."""
         self.sessions.check(caller, session_id)
@@ -395,16 +403,22 @@ class Service:
     def status(self) -> Status:
         """Everything for the status page but the queue of samples."""
         lasting = [model for model in self._models if not model.row.ended]
-        owners = sorted({model.row.owner for model in lasting} | self.checkpoints.owners)
+        samplers = self.samplers.count_by_owner()
+        owners = sorted({model.row.owner for model in lasting}.union(self.checkpoints.owners, samplers))
         uses = {owner: self._usage.of(owner) for owner in owners}
+        speeds = self._training.speeds.per_s()
         return Status(
             base_model=self._backend.base_model, trainers_alive=self._backend.trainers_alive,
             trained_tokens=self._training.trained_tokens, sampled_tokens=self._backend.sampled_tokens, training=self._training.standing(),
             models=tuple(
-                ModelStatus(model.id, model.row.owner, model.row.lora.rank, model.step, model.resident, model.row.last_request)
+                ModelStatus(
+                    model.id, model.row.owner, model.row.lora.rank, model.step, model.resident, model.row.last_request,
+                    trained_per_s=speeds.get(model.id, 0.0))
                 for model in lasting),
             owners=tuple(
-                OwnerStatus(owner, use.models, use.queued_tokens, use.disk_bytes, use.queued_bytes, use.sessions)
+                OwnerStatus(
+                    owner, use.models, use.queued_tokens, use.disk_bytes, use.queued_bytes, use.sessions,
+                    self.checkpoints.count_of(owner), samplers.get(owner, 0))
                 for owner, use in uses.items()),
             engines=self._backend.engines, failures=tuple(self._training.failures))
 

@@ -27,6 +27,7 @@ from offbeat.service.models import Loss, Model, Models
 from offbeat.service.order import Sequencer
 from offbeat.service.saving import Rest, Saving
 from offbeat.service.schedule import Job, Lane, Part, Schedule, Turn
+from offbeat.service.speeds import Speeds
 from offbeat.service.types import Failed, Failure, Outcome, Pending, QueueStatus, StepDone
 from offbeat.service.work import (
     Export,
@@ -57,6 +58,7 @@ class Training:
 
     Attributes:
         trained_tokens: in passes, since the start.
+        speeds: of them, by model.
         failures: the last requests that failed.
     """
 
@@ -66,6 +68,7 @@ class Training:
     ) -> None:
         """`max_tokens_per_pass` is the budget of a turn."""
         self.trained_tokens = 0
+        self.speeds = Speeds()
         self.failures: deque[Failure] = deque(maxlen=_NUM_FAILURES)
         self._backend = backend
         self._futures = futures
@@ -334,6 +337,7 @@ class Training:
             {model_id: DatumBatch.concatenate([datums for _, datums in its]) for model_id, its in own.items()}, learn=learn)
         self.trained_tokens += sum(datums.num_tokens for its in own.values() for _, datums in its)
         for model_id, its in own.items():
+            self.speeds.note(model_id, sum(datums.num_tokens for _, datums in its))
             for (part, _), passed in zip(its, split(passes[model_id], [datums for _, datums in its]), strict=True):
                 part.job.item.passes.append(passed)
                 if part.is_last:

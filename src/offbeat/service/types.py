@@ -79,6 +79,7 @@ class SampleRequest:
         prompt_logprobs: score the prompt, at temperature 1.
         topk_prompt_logprobs, topk_sample_logprobs: likeliest tokens wanted at each position of the prompt, of the samples.
         target_prompt_logprobs: [P, K] int64 tokens to score at each position of the prompt.
+        prompt_alt_tokens_k: tokens to draw at each position of the prompt but the first, at the temperature.
         prompt_logprobs_last_n: score only the last n positions; None for all.
     """
 
@@ -96,6 +97,7 @@ class SampleRequest:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: SparseArray | None = None
+    prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
 
 
@@ -190,12 +192,14 @@ class Sampled:
         prompt_logprobs: [P] float32, NaN where there is none, as at the first position.
         topk_prompt: over all P positions, the first one empty.
         target_prompt_logprobs: of the request's tokens, float32 in their cells.
+        prompt_alt: tokens that were drawn, over all P positions, the first one empty.
     """
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: np.ndarray | None = None
     topk_prompt: TopTokens | None = None
     target_prompt_logprobs: SparseArray | None = None
+    prompt_alt: TopTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -285,7 +289,13 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """A model of a session that lasts; `step` counts optimizer steps, `resident` is whether the trainers hold it."""
+    """A model of a session that lasts.
+
+    Attributes:
+        step: counts optimizer steps.
+        resident: the trainers hold it.
+        trained_per_s, sampled_per_s: tokens over the last seconds.
+    """
 
     model_id: str
     owner: str
@@ -293,6 +303,8 @@ class ModelStatus:
     step: int
     resident: bool
     last_request: float
+    trained_per_s: float = 0.0
+    sampled_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -305,6 +317,8 @@ class OwnerStatus:
     disk_bytes: int
     queued_bytes: int = 0
     sessions: int = 0
+    checkpoints: int = 0
+    samplers: int = 0
 
 
 @dataclass(frozen=True)
@@ -328,8 +342,41 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Incident:
+    """Something that went wrong with the trainers or an engine, or was mended; time in seconds since the epoch."""
+
+    time: float
+    who: str
+    text: str
+
+
+@dataclass(frozen=True)
+class IncidentCounts:
+    """Since the start.
+
+    Attributes:
+        rank_deaths: train ranks whose process ended.
+        failed_loads: of adapters on engines.
+    """
+
+    rank_deaths: int = 0
+    trainer_restarts: int = 0
+    quarantines: int = 0
+    engine_restarts: int = 0
+    failed_loads: int = 0
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """A process of the server with what it has started, and its resident memory."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class Status:
-    """The service at one moment; tokens are counted from its start. `sampling` is filled in by who knows it."""
+    """The service at one moment; tokens are counted from its start. What stands behind `failures` is filled in by who knows it."""
 
     base_model: str
     trainers_alive: bool
@@ -341,3 +388,6 @@ class Status:
     engines: tuple[EngineStatus, ...]
     failures: tuple[Failure, ...]
     sampling: QueueStatus = QueueStatus()
+    incidents: tuple[Incident, ...] = ()
+    counts: IncidentCounts = IncidentCounts()
+    processes: tuple[ProcessStatus, ...] = ()

@@ -1,6 +1,7 @@
 """What happened to a run besides its steps: publishes, faults, quarantines, failures, in order, in `events.jsonl`."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ class EventLog:
 
     Attributes:
         mended: see `JsonLinesFile`.
+        listeners: hear of every event, as its kind and its fields.
     """
 
     def __init__(self, path: Path | None) -> None:
+        self.listeners: list[Callable[[str, dict[str, Any]], None]] = []
         self._file = None if path is None else JsonLinesFile(path, is_row=lambda row: isinstance(row.get("kind"), str))
         self.mended = self._file.mended if self._file is not None else ""
 
@@ -22,6 +25,8 @@ class EventLog:
         """Append one event with the wall-clock time, in seconds since 1970, as `time_s`; values that JSON does not know become text."""
         if self._file is not None:
             self._file.write({"time_s": round(time.time(), 3), "kind": kind, **fields})
+        for hear in self.listeners:
+            hear(kind, fields)
 
     def close(self) -> None:
         """Close the file."""

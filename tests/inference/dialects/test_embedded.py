@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.errors import EngineError
 from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.inference.seeds import seed_from
 
 
@@ -85,6 +85,14 @@ def test_a_score_is_asked_for_and_read() -> None:
     assert len(found.target_logprobs[0]) == 1 and math.isnan(found.target_logprobs[0][0])
     with pytest.raises(EngineError, match="an engine scored 3 of 2 tokens"):
         score({"version": 4, "logprobs": [-0.5, -0.5]}, ScoreRequest((1, 2)))
+
+
+def test_tokens_to_draw_are_asked_for_and_read() -> None:
+    answer = {"version": 4, "logprobs": [-0.5], "draws": [[[7, -2.0], [7, -2.0]]]}
+    found, (_, _, body) = score(answer, ScoreRequest((1, 2), draws=Draws(2, 0.7, 11)))
+    assert (body["draws"], body["temperature"], body["seed"]) == (2, 0.7, 11) and found.draws == ((), ((7, -2.0), (7, -2.0)))
+    with pytest.raises(EngineError, match="an engine scored"):
+        score(answer | {"draws": []}, ScoreRequest((1, 2), draws=Draws(2, 0.7, 11)))
 
 
 def test_tokens_of_an_adapter_carry_the_adapters_version() -> None:

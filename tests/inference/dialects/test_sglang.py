@@ -14,7 +14,7 @@ from torch import Tensor
 from offbeat.errors import DeadlineError, EngineError, RefusedError
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.sglang import SGLangDialect
-from offbeat.inference.sampling import Sampling
+from offbeat.inference.sampling import Draws, Sampling
 from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.protocol import Manifest
@@ -90,6 +90,8 @@ def test_scores_are_read_and_targets_refused(start_engine, model_dir: str) -> No
         assert (await client.score(CANARY, timeout_s=30)).top == ()
         with pytest.raises(RefusedError, match="SGLang cannot score other targets at each position"):
             await client.score((1, 2), targets=((), (3,)), timeout_s=30)
+        with pytest.raises(RefusedError, match="SGLang cannot draw alternatives to the tokens of a prompt"):
+            await client.score((1, 2), draws=Draws(1, 1.0, 0), timeout_s=30)
 
     using(start_engine(version=3)[1], body)
 

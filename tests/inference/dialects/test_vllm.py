@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.inference.dialects.vllm import VllmDialect
-from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.weights.protocol import Manifest, Proof
 
 MODELS = {"data": [{"id": "/models/small", "root": "/models/small"}, {"id": "alice@3", "root": "/a/3"}]}
@@ -112,6 +112,8 @@ def test_a_score_is_read_out_of_a_prompts_log_probabilities() -> None:
     assert told(ScoreRequest((1, 2)), adapter="alice@7").version == 7
     with pytest.raises(RefusedError, match="and token 7 is neither at position 1; use the embedded engine"):
         told(ScoreRequest((1, 2), 2, ((), (9, 7))))
+    with pytest.raises(RefusedError, match="vLLM cannot draw alternatives to the tokens of a prompt"):
+        told(ScoreRequest((1, 2), draws=Draws(1, 1.0, 0)))
 
 
 def scored(body: Mapping[str, Any], *, version: int = 4) -> dict[str, Any]:

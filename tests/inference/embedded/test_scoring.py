@@ -162,3 +162,46 @@ def test_an_adapter_that_diverged_fails_its_own_request_and_is_held_until_it_was
     assert isinstance(results["bad"], EngineError) and "logits of adapter a@1 are not finite" in str(results["bad"])
     check(results["good"], reference("qwen3").logits(good.tokens), good)
     engine.adapters.add("b@1", folder, adapter)
+
+
+def test_tokens_are_drawn_in_the_place_of_others_as_the_model_would_at_the_temperature(model_folder, reference, monkeypatch) -> None:
+    monkeypatch.setattr("offbeat.inference.embedded.forward_direct.LOGITS_AT_ONCE", 5 * 54)
+    engine, tokens, num = make(model_folder("qwen3")), TOKENS[1], 1024
+    table = reference("qwen3").logits(tokens)[:-1].log_softmax(-1)
+    jobs = [
+        ScoreJob(id="hot", tokens=tokens, draws=num, temperature=1.5, seed=3), ScoreJob(id="plain", tokens=TOKENS[0]),
+        ScoreJob(id="cold", tokens=tokens, draws=3, temperature=0.0), ScoreJob(id="few", tokens=tokens, draws=5, temperature=1.5, seed=3),
+        ScoreJob(id="other", tokens=tokens, draws=num, temperature=1.5, seed=4)]
+    for job in jobs:
+        engine.submit(job)
+    results = step_until_scored(engine, len(jobs))
+    alone = engine._scorer.compute([jobs[0]], 0)[0].result
+    assert isinstance(alone, Scored)
+    for job in jobs:
+        scored = results[job.id]
+        assert isinstance(scored, Scored) and (scored.draws is None) == (job.id == "plain")
+        for row, drawn in zip(table, scored.draws or (), strict=job.id != "plain"):
+            ids = [token for token, _ in drawn]
+            assert len(ids) == job.draws
+            assert torch.allclose(torch.tensor([logprob for _, logprob in drawn]), row[ids], atol=1e-4), "at temperature 1"
+            if job.id == "cold":
+                assert set(ids) == {int(row.argmax())}
+            if job.draws == num:
+                share = torch.bincount(torch.tensor(ids), minlength=len(row)) / num
+                expected = (row / 1.5).softmax(-1)
+                assert (share - expected).abs().max() < 5 * math.sqrt(0.25 / num)
+                assert 0.5 * abs(share - expected).sum() < 0.5 * math.sqrt(len(row) / num), "and as a whole"
+
+    def drawn(scored: object) -> list[list[int]]:
+        assert isinstance(scored, Scored) and scored.draws is not None
+        return [[token for token, _ in row] for row in scored.draws]
+
+    assert drawn(alone) == drawn(results["hot"]) != drawn(results["other"]), "by the seed alone, whoever is in the pass"
+    assert drawn(results["few"]) == [row[:5] for row in drawn(alone)]
+
+
+@pytest.mark.parametrize("fields", [
+    {"draws": -1}, {"draws": 1025}, {"draws": 1, "temperature": -0.1}, {"draws": 1, "temperature": math.inf}])
+def test_draws_that_cannot_be_made_are_refused(fields, model_folder) -> None:
+    with pytest.raises(RefusedError, match="draws of a score must be 0 to 1024 at a finite temperature"):
+        make(model_folder("qwen3")).submit(ScoreJob(id="a", tokens=TOKENS[1], **fields))

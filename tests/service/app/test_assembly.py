@@ -14,7 +14,8 @@ ENDPOINTS = [
     ("GET", "training_runs/r/checkpoints"), ("GET", "checkpoints"), ("DELETE", "training_runs/r/checkpoints/weights/n"),
     ("POST", "training_runs/r/checkpoints/weights/n/publish"), ("DELETE", "training_runs/r/checkpoints/weights/n/publish"),
     ("PUT", "training_runs/r/checkpoints/weights/n/ttl"), ("GET", "training_runs/r/checkpoints/external_weights/n/external_weights_urls"),
-    ("POST", "weights_info"), ("POST", "copy_weights"), ("POST", "copy_weights"), ("GET", "sessions"), ("GET", "sessions/s")]
+    ("GET", "training_runs/r/checkpoints/sampler_weights/n/archive"), ("POST", "forward"), ("POST", "weights_info"),
+    ("POST", "copy_weights"), ("POST", "copy_weights"), ("GET", "sessions"), ("GET", "sessions/s")]
 NONSENSE: list[Any] = [b"", b"\xff\x00", b"[]", b"null", {}, {"model_id": None}, {"session_id": "../..", "seq_id": 2**70}, b"[" * 5000]
 
 

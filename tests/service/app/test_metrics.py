@@ -21,6 +21,9 @@ def test_the_standing_of_the_service_is_told_in_prometheus_terms() -> None:
     assert found["offbeat_models", "resident"] == 12 and found["offbeat_models", "parked"] == 4
     assert found["offbeat_queue_jobs", "sampling"] == 112 and found["offbeat_queue_oldest_wait_seconds", "training"] == 1.25
     assert found["offbeat_engine_up", "engine 0"] == 1 and found["offbeat_engine_up", "engine 1"] == 0
+    assert found["offbeat_owner_checkpoints", "owner-3"] == 9 and found["offbeat_owner_samplers", "owner-3"] == 3
+    assert found["offbeat_rank_deaths_total",] == found["offbeat_failed_loads_total",] == 1 and found["offbeat_engine_restarts_total",] == 0
+    assert found["offbeat_process_memory_bytes", "rank 0"] == 1650 << 20
     assert found["offbeat_engine_adapters", "engine 0"] == 9 and found["offbeat_owner_disk_bytes", "owner-3"] == 39_000_000
 
 

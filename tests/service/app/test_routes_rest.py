@@ -67,6 +67,20 @@ def test_an_export_is_fetched_by_links_that_need_no_key(serve: Serve, tmp_path: 
     serve(body)
 
 
+def test_exports_are_hidden_from_clients_that_cannot_read_them(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        model = await model_of(client, await session_of(client))
+        for seq, name in enumerate(("save_weights", "save_weights_external"), start=1):
+            await finished(client, await client.post(name, {"model_id": model, "seq_id": seq, "path": "out"}))
+        for version, kinds in (("0.27.1", ["training"]), ("0.28.0", ["external", "training"])):
+            for path in ("checkpoints", f"training_runs/{model}/checkpoints"):
+                page = (await client.ask("GET", f"/api/v1/{path}", headers={"user-agent": f"AsyncTinker/Python {version}"})).json
+                assert [checkpoint["checkpoint_type"] for checkpoint in page["checkpoints"]] == kinds
+                assert page["cursor"]["total_count"] == len(kinds)
+
+    serve(body)
+
+
 def test_wrong_pages_and_paths_are_one_sentence(serve: Serve) -> None:
     async def body(client: Client) -> None:
         for path in ("training_runs?limit=-1", "checkpoints?offset=x", "sessions?limit=9999999999999", "training_runs?limit=%F0%9F%98%80"):

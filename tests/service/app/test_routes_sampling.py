@@ -2,14 +2,21 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from http_serving import Client, Serve
+from http_serving import Answer, Client, Serve
 from offbeat.errors import StorageError
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.server import EngineServer
 from protocol import PROTOBUF, datum, finished, model_of, pass_body, sample_body, session_of
+from small_run import build_small_model
+
+ServeWith = Callable[..., None]
 
 PROMPT = [13, 14, 15, 9]
 
@@ -135,6 +142,23 @@ def test_a_sampler_never_drifts_and_a_deleted_checkpoint_says_so(serve: Serve) -
     serve(body)
 
 
+def test_alternatives_to_the_tokens_of_a_prompt_are_drawn_by_the_model(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        sampler = await base_sampler(client)
+
+        async def drawn(seq: int, **params: Any) -> dict[str, np.ndarray]:
+            asked = sample_body(sampler, seq, PROMPT, max_tokens=1, **params) | {"prompt_alt_tokens_k": 6}
+            found = (await finished(client, await client.post("asample", asked)))["prompt_alt_tokens"]
+            assert found["tokens"]["shape"] == found["logprobs"]["shape"] == [3, 6]
+            return {"tokens": np.frombuffer(found["tokens"]["dense"], "<i8"), "logprobs": np.frombuffer(found["logprobs"]["dense"], "<f4")}
+
+        first, again, greedy = await drawn(0, seed=3), await drawn(1, seed=3), await drawn(2, temperature=0)
+        assert first["tokens"].tolist() == again["tokens"].tolist() and len(set(first["tokens"].tolist())) > 3
+        assert (first["logprobs"] < 0).all() and all(len(set(row)) == 1 for row in greedy["tokens"].reshape(3, 6).tolist())
+
+    serve(body)
+
+
 def test_a_poll_waits_and_says_why_nothing_moves(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.service.app.routes_sampling._POLL_S", 0.05)
 
@@ -162,3 +186,47 @@ def test_bad_requests_for_samples_are_one_sentence(serve: Serve) -> None:
         assert full["category"] == "user" and "no room" in full["error"]
 
     serve(body)
+
+
+def test_a_teacher_of_another_size_is_sampled_and_scored_but_not_trained(serve_with: ServeWith, tmp_path: Path) -> None:
+    async def body(client: Client) -> None:
+        models = (await client.get("get_server_capabilities")).json["supported_models"]
+        assert [(m["model_name"], m["max_context_length"], m["trainable"]) for m in models] == [
+            ("org/small", 64, True), ("meta/other", 64, True), ("org/teacher", 40, False)]
+        session = await session_of(client)
+
+        async def sampler_of(number: int, base_model: str) -> Answer:
+            return await client.post("create_sampling_session", {
+                "session_id": session, "sampling_session_seq_id": number, "base_model": base_model})
+
+        teacher, student = [(await sampler_of(i, name)).json["sampling_session_id"] for i, name in enumerate(("org/teacher", "meta/other"))]
+        found = {}
+        for sampler in (teacher, student):
+            ack = await client.post("asample", sample_body(sampler, 0, PROMPT, temperature=0, stop=[]) | {"prompt_logprobs": True})
+            found[sampler] = await finished(client, ack)
+        assert [len(tokens_of(found[sampler])[0]) for sampler in (teacher, student)] == [40 - len(PROMPT), 64 - len(PROMPT)]
+        theirs, ours = (np.frombuffer(found[sampler]["prompt_logprobs"], "<f4")[1:] for sampler in (teacher, student))
+        assert np.isfinite(theirs).all() and np.abs(theirs - ours).max() > 0.01, "two models"
+        assert (await client.get(f"samplers/{teacher}")).json["base_model"] == "org/teacher"
+        assert (await client.get(f"samplers/{student}")).json["base_model"] == "org/small"
+        beyond = await finished(client, await client.post("asample", sample_body(teacher, 1, [5000, 6000], max_tokens=2)))
+        assert beyond["category"] == "user" and "vocabulary" in beyond["error"]
+        long = await client.post("asample", sample_body(teacher, 2, [7] * 41, max_tokens=2))
+        assert long.status == 422 and "1 to 40 tokens, got 41" in long.detail
+        assert (await sampler_of(0, "org/small")).status == 422, "a number is one sampler's"
+        unknown = await sampler_of(3, "nobody/nothing")
+        assert unknown.status == 422 and "only 'org/small', 'meta/other', 'org/teacher'" in unknown.detail
+        lora = {"session_id": session, "lora_config": {"rank": 4, "seed": 1}}
+        refused = await finished(client, await client.post("create_model", lora | {"model_seq_id": 0, "base_model": "org/teacher"}))
+        assert refused["category"] == "user" and "can only be sampled on this server; train 'org/small'" in refused["error"]
+        model = await model_of(client, session, seq=1, base_model="meta/other")
+        info = (await client.post("get_info", {"model_id": model})).json
+        assert info["model_data"] == {"model_name": "org/small", "tokenizer_id": "folder"}
+        status = (await client.ask("GET", "/status.json")).json["status"]
+        assert [engine["name"] for engine in status["engines"]] == ["engine 0", "org/teacher 0"]
+
+    server = EngineServer(EngineOptions(model=build_small_model(tmp_path / "teacher", seed=5), max_context=40))
+    try:
+        serve_with(body, aliases=("meta/other",), sampling_models=(f"org/teacher={server.start()}",))
+    finally:
+        server.stop()

@@ -105,6 +105,8 @@ def test_what_belongs_to_another_or_does_not_exist_is_not_there(serve: Serve) ->
 
 def test_bodies_that_are_no_protobuf_or_too_large_are_told_so(serve: Serve) -> None:
     async def body(client: Client) -> None:
+        older = await client.post("forward", {"forward_input": {}})
+        assert older.status == 404 and "update the tinker SDK to 0.26 or later" in older.detail
         model = await model_of(client, await session_of(client))
         old = await client.post("forward_backward", {"model_id": model, "seq_id": 1})
         assert old.status == 422 and "update the tinker SDK" in old.detail

@@ -17,7 +17,7 @@ from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.status import StatusPage
 from offbeat.service.keys import Keys
-from protocol import model_of, session_of
+from protocol import PROTOBUF, datum, finished, model_of, pass_body, sample_body, session_of
 from service_status import busy_status
 from waiting import until
 
@@ -27,6 +27,11 @@ PAGE = (Path(status.__file__).parent / "status.html").read_text()
 def test_the_page_needs_nothing_from_elsewhere_and_puts_no_text_in_as_markup() -> None:
     assert not re.findall(r"(?:src|href)=\"(?!data:)", PAGE) and "http://" not in PAGE and "https://" not in PAGE and "@import" not in PAGE
     assert [line for line in PAGE.splitlines() if "innerHTML" in line] == ['  svg.innerHTML = values.length < 2 ? "" :']
+
+
+def test_a_narrow_screen_gets_the_columns_that_matter_and_parked_models_are_folded() -> None:
+    assert 'name="viewport" content="width=device-width' in PAGE and ".opt { display: none; }" in PAGE
+    assert re.search(r'<details id="parked-fold">.*<table id="parked">', PAGE) and "models.filter(m => m.resident)" in PAGE
 
 
 def test_the_page_shows_the_service_and_its_rates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,5 +75,25 @@ def test_the_status_of_a_real_service_names_its_models_and_engines(serve: Serve)
         shown = (await client.ask("GET", "/status.json")).json
         assert [m["model_id"] for m in shown["status"]["models"]] == [model] and shown["status"]["engines"][0]["state"] == "serving"
         assert shown["status"]["owners"][0]["models"] == 1 and "model_id" in shown["troubles"][0]["sentence"]
+
+    serve(body)
+
+
+def test_the_status_of_a_real_service_tells_speed_memory_and_what_owners_have(serve: Serve) -> None:
+    async def body(client: Client) -> None:
+        session = await session_of(client)
+        model = await model_of(client, session)
+        await finished(client, await client.post("forward_backward", pass_body(model, 1, [datum([13, 14, 15, 9])]), headers=PROTOBUF))
+        await finished(client, await client.post("save_weights", {"model_id": model, "seq_id": 2}))
+        saved = await finished(client, await client.post("save_weights_for_sampler", {
+            "model_id": model, "seq_id": 3, "sampling_session_seq_id": 0}))
+        sampler = saved["sampling_session_id"]
+        await finished(client, await client.post("asample", sample_body(sampler, 0, [13, 14], max_tokens=20, stop=[])))
+        shown = (await client.ask("GET", "/status.json")).json["status"]
+        (told,), (owner,) = shown["models"], shown["owners"]
+        assert (told["trained_per_s"], told["sampled_per_s"]) == (0.3, 2.0), "over ten seconds"
+        assert (owner["checkpoints"], owner["samplers"]) == (1, 1) and shown["incidents"] == [] and shown["counts"]["rank_deaths"] == 0
+        names = {process["name"]: process["memory_bytes"] for process in shown["processes"]}
+        assert {"service", "rank 0", "rank 1", "engine 0"} <= names.keys() and min(names.values()) > 10 << 20
 
     serve(body)

@@ -82,6 +82,14 @@ def test_samples_are_what_the_client_reads() -> None:
     assert recorded["topk_prompt_logprobs"] == [None, [[4, -0.25], [3, -1.25]], [[7, -0.5]]]
 
 
+def test_tokens_drawn_in_the_place_of_the_prompts_are_told_from_the_second_position_on() -> None:
+    alt = TopTokens(i32([-1, -1], [4, 3], [7, 7]), f32([0.0, 0.0], [-0.25, -1.25], [-0.5, -0.5]))
+    payload = encode(Sampled((SampledSequence(i32(), f32(), "length"),), prompt_alt=alt))
+    told = decode("SampleResponse", payload.data, max_fields=99)["prompt_alt_tokens"]
+    assert told["tokens"] == {"dense": np.array([[4, 3], [7, 7]], "<i8").tobytes(), "dtype": 2, "shape": [2, 2]}
+    assert told["logprobs"] == {"dense": np.array([[-0.25, -1.25], [-0.5, -0.5]], "<f4").tobytes(), "dtype": 1, "shape": [2, 2]}
+
+
 def test_a_sample_is_no_more_than_was_asked_for() -> None:
     message = decode("SampleResponse", encode(Sampled((SampledSequence(i32(), f32(), "length"),))).data, max_fields=99)
     assert message == {"sequences": [{"stop_reason": 1, "tokens": b"", "logprobs": b""}]}

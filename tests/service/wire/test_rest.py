@@ -31,8 +31,10 @@ def test_a_model_names_its_base_and_tokenizer() -> None:
     assert rest.model_info(MODEL, tokenizer_id="folder") == {
         "type": "get_info", "model_id": RUN, "model_name": "base", "is_lora": True, "lora_rank": 8,
         "model_data": {"model_name": "base", "tokenizer_id": "folder"}}
-    assert rest.capabilities("base", context=64)["supported_models"] == [
-        {"model_name": "base", "max_context_length": 64, "trainable": True, "sampleable": True}]
+    assert rest.capabilities({"base": 64, "alias": 64}, {"teacher": 128})["supported_models"] == [
+        {"model_name": "base", "max_context_length": 64, "trainable": True, "sampleable": True},
+        {"model_name": "alias", "max_context_length": 64, "trainable": True, "sampleable": True},
+        {"model_name": "teacher", "max_context_length": 128, "trainable": False, "sampleable": True}]
 
 
 def test_a_checkpoint_has_its_path() -> None:
@@ -58,8 +60,10 @@ def test_pages_say_where_they_are() -> None:
 def test_the_rest_is_json_too() -> None:
     answers = [
         rest.weights_info("base", LORA), rest.external_weights_urls({"a.json": "http://x"}, expires=10.0),
-        rest.sampler(SamplerInfo("s", "base", None)), rest.session(SessionInfo("s", (RUN,), ("x",), {"k": "v"}, ""))]
+        rest.archive_url("http://y", expires=10.0), rest.sampler(SamplerInfo("s", "base", None)),
+        rest.session(SessionInfo("s", (RUN,), ("x",), {"k": "v"}, ""))]
     assert msgspec.json.decode(msgspec.json.encode(answers)) == [
         {"base_model": "base", "is_lora": True, "lora_rank": 8, "train_unembed": False, "train_mlp": True, "train_attn": True},
-        {"urls": {"a.json": "http://x"}, "expires": TIME}, {"sampler_id": "s", "base_model": "base", "model_path": None},
+        {"urls": {"a.json": "http://x"}, "expires": TIME}, {"url": "http://y", "expires": TIME},
+        {"sampler_id": "s", "base_model": "base", "model_path": None},
         {"training_run_ids": [RUN], "sampler_ids": ["x"], "user_metadata": {"k": "v"}, "display_name": None}]

@@ -89,7 +89,8 @@ def test_settings_out_of_range_are_refused(params: dict[str, Any], says: str) ->
     ({"num_samples": 0}, "num_samples must be a whole number >= 1, got 0"),
     ({"seq_id": 2**63}, "seq_id must be a whole number <="),
     ({"topk_prompt_logprobs": 257}, "topk_prompt_logprobs must be a whole number <= 256, got 257"),
-    ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not offered"),
+    ({"prompt_alt_tokens_k": 257}, "prompt_alt_tokens_k must be a whole number <= 256, got 257"),
+    ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k must be a whole number >= 0, got -1"),
     ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n needs prompt_logprobs"),
     ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "prompt_logprobs_last_n needs prompt_logprobs, and must be 1 to 2"),
 ])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.data.datums import LOSSES
+from offbeat.data.datums import LOSSES, LossSpec
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
 from offbeat.service.models import Model
 from offbeat.service.tables import ModelRow
@@ -46,6 +46,22 @@ POLICY = {"target_tokens": [2, 3], "logprobs": [-1.0, -2.0], "advantages": [0.5,
 def read(*data: dict[str, Any], limits: WireLimits = LIMITS, **fields: Any) -> ForwardBackward:
     message = {"model_id": "m", "seq_id": 4, "loss_fn": "cross_entropy", "data": data, **fields}
     return read_forward_backward(encode("ForwardBackwardRequest", message), limits=limits)
+
+
+# -- losses --------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_whose_formula_nobody_knows_is_refused_unless_another_stands_in_for_it() -> None:
+    loss = {"loss_fn": "stable_reinforce", "loss_fn_config_v2": {"kl_coeff": {"number": 0.1}, "mode": {"text": "x"}}}
+    with pytest.raises(BadRequestError, match=r"formula is not public; set loss_fn to one of .*serve\.stable_reinforce on the server"):
+        read(datum(1, 2, **POLICY), **loss)
+    body = encode("ForwardBackwardRequest", {"model_id": "m", "seq_id": 4, "data": [datum(1, 2, **POLICY)], **loss})
+    for stand_in in ("importance_sampling", "ppo", "cispo"):
+        (spec,) = read_forward_backward(body, limits=LIMITS, stable_reinforce=stand_in).data.batch.losses
+        assert spec == LossSpec.of(stand_in), "with its own settings, for those that came are the other formula's"
+    body = encode("ForwardBackwardRequest", {"model_id": "m", "seq_id": 4, "data": [PLAIN], **loss})
+    with pytest.raises(BadRequestError, match="ppo takes target_tokens, logprobs, advantages, got 'weights'"):
+        read_forward_backward(body, limits=LIMITS, stable_reinforce="ppo")
 
 
 # -- what the client sends -----------------------------------------------------------------------------------------------------------------

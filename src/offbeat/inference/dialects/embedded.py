@@ -80,18 +80,21 @@ class EmbeddedDialect:
         body: dict[str, Any] = {"tokens": request.tokens, "top_k": request.top_k}
         if request.targets is not None:
             body["targets"] = request.targets
+        if (draws := request.draws) is not None:
+            body |= {"draws": draws.num, "temperature": draws.temperature, "seed": draws.seed}
         if adapter:
             body["adapter"] = adapter
         answer = await wire.call("POST", "/v1/score", body)
 
         def read() -> PromptScore:
             version = split_adapter_name(adapter)[1] if adapter else answer["version"]
-            top = ((), *(tuple((token, logprob) for token, logprob in row) for row in answer["top_logprobs"])) if request.top_k else ()
+            top = _rows(answer["top_logprobs"]) if request.top_k else ()
+            drawn = _rows(answer["draws"]) if draws is not None else ()
             target_logprobs = () if request.targets is None else (
                 (math.nan,) * len(request.targets[0]), *map(tuple, answer["target_logprobs"]))
-            return PromptScore((math.nan, *answer["logprobs"]), version, top, target_logprobs).check(request)
+            return PromptScore((math.nan, *answer["logprobs"]), version, top, target_logprobs, drawn).check(request)
 
-        return await asyncio.to_thread(read) if request.top_k or request.targets is not None else read()
+        return await asyncio.to_thread(read) if request.top_k or request.targets is not None or draws is not None else read()
 
     async def stage(self, wire: Wire, manifest: Manifest) -> None:
         body = {
@@ -142,6 +145,11 @@ def top_tokens(logprobs: Mapping[int, float], num: int) -> TopTokens:
     """The `num` likeliest tokens, without those that cannot be drawn at all."""
     possible = [(token, logprob) for token, logprob in logprobs.items() if logprob > IMPOSSIBLE]
     return tuple(sorted(possible, key=lambda pair: -pair[1])[:num])
+
+
+def _rows(rows: Sequence[Sequence[tuple[int, float]]]) -> tuple[TopTokens, ...]:
+    """Tokens with their log-probabilities at each position, of which the first has none."""
+    return ((), *(tuple((token, logprob) for token, logprob in row) for row in rows))
 
 
 def _by_id(row: Mapping[str, float]) -> dict[int, float]:

@@ -57,6 +57,8 @@ class SGLangDialect:
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
         if request.targets is not None:
             raise RefusedError("SGLang cannot score other targets at each position; leave targets out, or use the embedded engine")
+        if request.draws is not None:
+            raise RefusedError("SGLang cannot draw alternatives to the tokens of a prompt; leave them out, or use the embedded engine")
         fields = {"top_logprobs_num": request.top_k} if request.top_k else {}
         meta = await self._score(wire, request.tokens, adapter=adapter, **fields)
         logprobs = (math.nan, *(logprob for logprob, *_ in meta["input_token_logprobs"][1:]))

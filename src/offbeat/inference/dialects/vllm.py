@@ -30,7 +30,7 @@ class VllmDialect(EmbeddedDialect):
     def __init__(self, *, model: str, whole_weights: bool, lora: bool, scores_prompts: bool = True) -> None:
         """
         Args:
-            model: the folder or hub id that must be served.
+            model: the folder or hub id that must be served, any where it is empty.
             whole_weights, lora: what will be published.
             scores_prompts: whether it survives a prompt's log-probabilities: not with adapters on CPUs.
         """
@@ -41,7 +41,8 @@ class VllmDialect(EmbeddedDialect):
 
     async def check(self, wire: Wire) -> None:
         await wire.call("GET", "/health")
-        await self._check_model(wire)
+        if self._model:
+            await self._check_model(wire)
         if self._whole_weights and await self._serving(wire) is None:
             raise EngineError(
                 f"{wire.name} cannot take new weights: it runs without --middleware vllm_inside.Inside and --worker-extension-cls "
@@ -72,6 +73,8 @@ class VllmDialect(EmbeddedDialect):
         if not self._scores_prompts:
             raise RefusedError(
                 "vLLM on CPUs that takes adapters cannot tell log-probabilities of prompts, they end it; use the embedded engine")
+        if request.draws is not None:
+            raise RefusedError("vLLM cannot draw alternatives to the tokens of a prompt; leave them out, or use the embedded engine")
         answer = await wire.call("POST", "/v1/completions", {
             "prompt": request.tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": request.top_k,
             } | ({"model": adapter} if adapter else {}))

@@ -119,6 +119,7 @@ class ScoreJob:
         tokens: [L], at least two.
         top_k: likeliest tokens to tell at each position.
         targets: [L] any number of tokens at each position, to be told about, too; None for none.
+        draws: tokens to draw at each position, at `temperature` and by `seed`, and to tell about.
         adapter: as a request's.
         urgent: goes ahead of those that wait; for proofs, which have deadlines.
     """
@@ -127,6 +128,9 @@ class ScoreJob:
     tokens: list[int]
     top_k: int = 0
     targets: list[list[int]] | None = None
+    draws: int = 0
+    temperature: float = 1.0
+    seed: int = 0
     adapter: str = ""
     urgent: bool = False
 
@@ -140,12 +144,14 @@ class Scored:
         logprobs: [L - 1], of each token but the first.
         top: [L - 1], the likeliest tokens instead of each; None if not asked for.
         target_logprobs: [L - 1], of the targets instead of each; None if not asked for.
+        draws: [L - 1], tokens drawn instead of each; None if not asked for.
     """
 
     version: Version
     logprobs: list[float]
     top: list[TopTokens] | None
     target_logprobs: list[list[float]] | None
+    draws: list[TopTokens] | None = None
 
 
 @dataclass(frozen=True, eq=False)

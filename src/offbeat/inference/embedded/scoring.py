@@ -4,6 +4,7 @@ The engine decides when a batch runs; which requests are in it is decided here: 
 Numbers do not depend on what else is in the batch.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.inference.embedded.adapters import Adapters
 from offbeat.inference.embedded.forward import Forward
 from offbeat.inference.embedded.request import MAX_TOP, Event, Scored, ScoreJob
+from offbeat.inference.embedded.sampler import row_keys, uniforms
 from offbeat.types import Version
+
+_DRAWS = 0x5DEECE66D
+"""Sets the seed of draws apart from that of samples, which would else see the same numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +33,9 @@ class Wanted:
         next_ids: [N * L] int64, the token that does follow; any where none does.
         top_rows: [R] int64, ascending: rows whose `num_top` likeliest tokens are wanted.
         target_rows, target_ids: [M] int64 each, the rows ascending: further tokens that are wanted.
+        draw_rows: [D] int64, ascending: rows from which tokens are drawn.
+        temperatures: [D] float32, at which.
+        uniforms: [D, K] float64 in [0, 1), a number for each draw.
     """
 
     length: int
@@ -36,6 +44,9 @@ class Wanted:
     top_rows: np.ndarray
     target_rows: np.ndarray
     target_ids: np.ndarray
+    draw_rows: np.ndarray
+    temperatures: np.ndarray
+    uniforms: np.ndarray
 
     @classmethod
     def of(cls, jobs: Sequence[ScoreJob], tokens: np.ndarray) -> "Wanted":
@@ -45,24 +56,37 @@ class Wanted:
         targets = [
             (n * length + i, token) for n, job in enumerate(jobs) for i, ids in enumerate((job.targets or [])[1:]) for token in ids]
         rows, ids = np.array(targets, np.int64).reshape(-1, 2).T
+        drawn = [(n, job, np.arange(len(job.tokens) - 1)) for n, job in enumerate(jobs) if job.draws]
+        uniforms_DK = np.zeros((sum(len(places) for _, _, places in drawn), max(job.draws for job in jobs)))
+        start = 0
+        for _, job, places in drawn:
+            uniforms_DK[start : start + len(places), : job.draws] = _draw_numbers(job, places)
+            start += len(places)
         return cls(
             length, np.roll(tokens, -1, axis=1).ravel(), max(job.top_k for job in jobs),
-            np.concatenate([np.zeros(0, np.int64), *top_rows]), rows, ids)
+            np.concatenate([np.zeros(0, np.int64), *top_rows]), rows, ids,
+            np.concatenate([np.zeros(0, np.int64), *(n * length + places for n, _, places in drawn)]),
+            np.concatenate([np.zeros(0, np.float32), *(np.full(len(places), job.temperature, np.float32) for _, job, places in drawn)]),
+            uniforms_DK)
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Log-probabilities that were read: `own` [N * L], `top` [R, num_top] of the tokens `top_ids`, `targets` [M]."""
+    """Log-probabilities that were read: `own` [N * L], `top` [R, num_top] of the tokens `top_ids`, `targets` [M], `draws` [D, K] of the
+    tokens `draw_ids`.
+    """
 
     own: np.ndarray
     top_ids: np.ndarray
     top: np.ndarray
     targets: np.ndarray
+    draw_ids: np.ndarray
+    draws: np.ndarray
 
     @classmethod
     def read(cls, blocks: Iterable[Tensor], wanted: Wanted) -> "Found":
         """Read logits, which come as some [rows, V] after the other; no more than one block of them is held."""
-        own, top_ids, top, targets, start = [], [], [], [], 0
+        own, top_ids, top, targets, draw_ids, draws, start = [], [], [], [], [], [], 0
         for logits in blocks:
             table = logits.float().log_softmax(dim=-1)
             device, stop = table.device, start + len(table)
@@ -75,8 +99,14 @@ class Found:
             if len(wanted.target_rows):
                 here = slice(*np.searchsorted(wanted.target_rows, (start, stop)))
                 targets.append(table[_on(device, wanted.target_rows[here] - start), _on(device, wanted.target_ids[here])])
+            if len(wanted.draw_rows):
+                here = slice(*np.searchsorted(wanted.draw_rows, (start, stop)))
+                rows = table[_on(device, wanted.draw_rows[here] - start)]
+                draw_ids.append(_draw(rows, _on(device, wanted.temperatures[here]), _on(device, wanted.uniforms[here])))
+                draws.append(rows.gather(1, draw_ids[-1]))
             start = stop
-        return cls(*(torch.cat(parts).cpu().numpy() if parts else np.zeros(0) for parts in (own, top_ids, top, targets)))
+        found = (own, top_ids, top, targets, draw_ids, draws)
+        return cls(*(torch.cat(parts).cpu().numpy() if parts else np.zeros(0) for parts in found))
 
 
 class Scorer:
@@ -124,6 +154,9 @@ class Scorer:
             raise RefusedError(f"scoring takes 2 to {self._max_context} tokens, got {len(tokens)}")
         if not 0 <= job.top_k <= MAX_TOP:
             raise RefusedError(f"top_k of a score must be 0 to {MAX_TOP}, got {job.top_k}")
+        if not (0 <= job.draws <= MAX_TOP and 0 <= job.temperature < math.inf):
+            raise RefusedError(
+                f"draws of a score must be 0 to {MAX_TOP} at a finite temperature of at least 0, got {job.draws} at {job.temperature}")
         if targets is not None and len(targets) != len(tokens):
             raise RefusedError(f"targets hold one list for each of the {len(tokens)} tokens, got {len(targets)} lists")
         for ids in (tokens, *(targets or ())):
@@ -178,6 +211,27 @@ class Scorer:
         return [Event(job.id, _result(job, n, version, wanted, found)) for n, job in enumerate(jobs)]
 
 
+def _draw_numbers(job: ScoreJob, places: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each draw [len(places), job.draws], by the job's seed and the place alone, and unlike those of samples."""
+    keys = row_keys(job.seed ^ _DRAWS, job.draws)
+    return uniforms(np.broadcast_to(keys, (len(places), job.draws)), places[:, None])
+
+
+def _draw(logprobs: Tensor, temperatures: Tensor, numbers: Tensor) -> Tensor:
+    """K tokens from each of D rows, [D, K] int64, by inverting the row's cumulative distribution; the likeliest at temperature 0.
+
+    Args:
+        logprobs: [D, V] float32 at temperature 1.
+        temperatures: [D] float32.
+        numbers: [D, K] float64 in [0, 1).
+    """
+    greedy = temperatures == 0
+    scaled = logprobs / torch.where(greedy, 1.0, temperatures)[:, None]
+    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True).clamp_(max=logprobs.shape[1] - 1)
+    return torch.where(greedy[:, None], logprobs.argmax(dim=-1, keepdim=True), tokens)
+
+
 def _on(device: torch.device, array: np.ndarray) -> Tensor:
     return torch.from_numpy(array).to(device)
 
@@ -197,4 +251,9 @@ def _result(job: ScoreJob, n: int, version: Version, wanted: Wanted, found: Foun
     if job.targets is not None:
         logprobs = iter(found.targets[slice(*np.searchsorted(wanted.target_rows, (first, last)))].tolist())
         target_logprobs = [[next(logprobs) for _ in ids] for ids in job.targets[1:]]
-    return Scored(version, own.tolist(), top, target_logprobs)
+    draws = None
+    if job.draws:
+        rows = slice(*np.searchsorted(wanted.draw_rows, (first, last)))
+        pairs = zip(found.draw_ids[rows, : job.draws].tolist(), found.draws[rows, : job.draws].tolist(), strict=True)
+        draws = [tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
+    return Scored(version, own.tolist(), top, target_logprobs, draws)

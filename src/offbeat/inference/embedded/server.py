@@ -310,8 +310,8 @@ class EngineServer:
     async def _score(self, http: HttpRequest) -> Response:
         body = read_body(ScoreBody, await http.body())
         job = ScoreJob(
-            id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, top_k=body.top_k, targets=body.targets, adapter=body.adapter,
-            urgent=body.urgent)
+            id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, top_k=body.top_k, targets=body.targets, draws=body.draws,
+            temperature=body.temperature, seed=body.seed, adapter=body.adapter, urgent=body.urgent)
         async with self._submitted(http, job) as inbox:
             scored = await _next(inbox, Scored)
         answer: dict[str, Any] = {"version": scored.version, "logprobs": scored.logprobs}
@@ -319,6 +319,8 @@ class EngineServer:
             answer["top_logprobs"] = scored.top
         if scored.target_logprobs is not None:
             answer["target_logprobs"] = scored.target_logprobs
+        if scored.draws is not None:
+            answer["draws"] = scored.draws
         return _json(msgspec.json.encode(answer))
 
     async def _load_adapter(self, http: HttpRequest) -> Response:

@@ -120,6 +120,9 @@ class ScoreBody(msgspec.Struct):
     adapter: str = ""
     top_k: int = 0
     targets: list[list[int]] | None = None
+    draws: int = 0
+    temperature: float = 1.0
+    seed: int = 0
     urgent: bool = False
 
 

@@ -7,6 +7,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from offbeat.service.app.app import make_app
+from offbeat.service.app.archive import Archives
 from offbeat.service.app.auth import LOCAL_NAMES, Names
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
@@ -17,6 +18,7 @@ from offbeat.service.app.routes_sampling import SamplingRoutes
 from offbeat.service.app.routes_session import SessionRoutes
 from offbeat.service.app.routes_training import TrainingRoutes
 from offbeat.service.app.status import StatusPage
+from offbeat.service.incidents import Incidents
 from offbeat.service.keys import Keys
 from offbeat.service.sampling import Sampling
 from offbeat.service.service import Service
@@ -33,23 +35,28 @@ class Front:
 
 def open_front(
     service: Service, sampling: Sampling, served: Served, *, keys: Keys, max_body_bytes: int, public_status: bool,
-    names: Names = LOCAL_NAMES, max_requests_of_one: int = 2048,
+    names: Names = LOCAL_NAMES, max_requests_of_one: int = 2048, incidents: Incidents | None = None,
 ) -> Front:
-    """Put it together; see `make_app`."""
-    registry, links = CollectorRegistry(), Links(service.external_folder)
-    journal = Journal(registry)
+    """Put it together; see `make_app`. `incidents` are those of ranks and engines."""
+    registry, links, archives = CollectorRegistry(), Links(service.external_folder), Archives(service)
+    journal, incidents = Journal(registry), incidents or Incidents()
 
     def status() -> Status:
         core = service.status()
         failures = sorted((*core.failures, *sampling.failures), key=lambda failure: -failure.time)
-        return replace(core, sampling=sampling.standing(), failures=tuple(failures))
+        speeds = sampling.speeds.per_s()
+        models = tuple(replace(model, sampled_per_s=speeds.get(model.model_id, 0.0)) for model in core.models)
+        return replace(
+            core, models=models, sampling=sampling.standing(), failures=tuple(failures), incidents=incidents.last, counts=incidents.counts,
+            processes=page.processes)
 
     page = StatusPage(status, journal, public=public_status, names=names)
     registry.register(StatusCollector(status))
     endpoints = [
         *SamplingRoutes(service, sampling, served).endpoints,  # asked for most often, and routes are tried in order
-        *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, links).endpoints]
-    public = [*page.routes, links.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
+        *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, links).endpoints,
+        archives.endpoint]
+    public = [*page.routes, links.route, archives.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
     app = make_app(
         endpoints, public, keys=keys, bodies=Bodies(max_body_bytes), journal=journal, names=names, max_requests_of_one=max_requests_of_one)
     return Front(app, page)

@@ -9,6 +9,11 @@ from starlette.responses import Response
 
 from offbeat.service.types import Status
 
+_COUNTS = {
+    "rank_deaths": "Train ranks whose process ended", "trainer_restarts": "Restarts of all train ranks",
+    "quarantines": "Engines taken out of service", "engine_restarts": "Restarts of engines that were tried",
+    "failed_loads": "Adapters that an engine could not load"}
+
 
 class StatusCollector(Collector):
     """Turns a status into samples."""
@@ -39,6 +44,12 @@ class StatusCollector(Collector):
         yield _labelled("offbeat_owner_sessions", "Sessions of an owner", "owner", {o.owner: o.sessions for o in status.owners})
         yield _labelled(
             "offbeat_owner_disk_bytes", "Its checkpoints and answers", "owner", {o.owner: o.disk_bytes for o in status.owners})
+        yield _labelled("offbeat_owner_checkpoints", "How many", "owner", {o.owner: o.checkpoints for o in status.owners})
+        yield _labelled("offbeat_owner_samplers", "Its samplers", "owner", {o.owner: o.samplers for o in status.owners})
+        for name, text in _COUNTS.items():
+            yield CounterMetricFamily(f"offbeat_{name}", text, getattr(status.counts, name))
+        yield _labelled(
+            "offbeat_process_memory_bytes", "Resident memory", "process", {p.name: p.memory_bytes for p in status.processes})
         yield _labelled("offbeat_engine_up", "1 while it serves", "engine", {e.name: e.state == "serving" for e in status.engines})
         yield _labelled("offbeat_engine_adapters", "Adapters held", "engine", {e.name: len(e.adapters) for e in status.engines})
         yield _labelled(

@@ -1,7 +1,7 @@
 """What handlers are given and what they give back: what is served, a checked request, and answers as JSON or as a payload."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,12 +24,18 @@ class Served:
     Attributes:
         tokenizer_id: what clients load the tokenizer by.
         alpha: of every adapter.
+        stable_reinforce: the loss that stands in for the one of that name; empty refuses it.
+        aliases: other names of the base model.
+        sampled: bounds of the models that are only sampled, by name.
     """
 
     base_model: str
     tokenizer_id: str
     alpha: float
     limits: WireLimits
+    stable_reinforce: str = ""
+    aliases: tuple[str, ...] = ()
+    sampled: Mapping[str, WireLimits] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

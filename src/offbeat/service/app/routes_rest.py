@@ -12,6 +12,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from offbeat.service.app.reply import Call, Endpoint, answer, refusal
+from offbeat.service.app.sdk import knows_external
 from offbeat.service.errors import BadRequestError, RequestError
 from offbeat.service.service import Service
 from offbeat.service.types import Caller, CheckpointInfo, ModelInfo
@@ -67,12 +68,13 @@ class RestRoutes:
         return rest.training_run(info, last_checkpoint=newest.get("training"), last_sampler_checkpoint=newest.get("sampler"))
 
     async def _checkpoints_of_run(self, call: Call) -> Response:
-        infos, total = self._service.list_checkpoints(call.caller, run_id=call.param("run"))
+        infos, total = self._service.list_checkpoints(call.caller, run_id=call.param("run"), exports=knows_external(call.http.headers))
         return await _listed(call, infos, limit=total, offset=0, total=total)
 
     async def _checkpoints(self, call: Call) -> Response:
         limit, offset = _page(call, default=100)
-        infos, total = self._service.list_checkpoints(call.caller, limit=limit, offset=offset)
+        infos, total = self._service.list_checkpoints(
+            call.caller, limit=limit, offset=offset, exports=knows_external(call.http.headers))
         return await _listed(call, infos, limit=limit, offset=offset, total=total)
 
     async def _delete(self, call: Call) -> Response:

@@ -8,7 +8,7 @@ from offbeat.errors import StorageError
 from offbeat.service.app.reply import Call, Endpoint, Served, answer, payload
 from offbeat.service.sampling import Sampling
 from offbeat.service.service import Service
-from offbeat.service.types import Pending
+from offbeat.service.types import Pending, SampleRequest
 from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CreateSamplingSessionBody, RetrieveFutureBody
 from offbeat.service.wire.json_body import read_json
@@ -48,7 +48,12 @@ class SamplingRoutes:
         return answer(rest.sampler(self._sampling.samplers.info(call.caller, call.param("sampler"))))
 
     async def _sample(self, call: Call) -> Response:
-        request = await call.read(lambda body: read_json(SampleBody, body).request(self._served.limits))
+        def read(data: bytes) -> SampleRequest:
+            body = read_json(SampleBody, data)
+            model = self._sampling.samplers.find(call.caller, body.sampling_session_id).base_model
+            return body.request(self._served.sampled.get(model, self._served.limits))
+
+        request = await call.read(read)
         return answer(rest.sample_accepted(self._sampling.sample(call.caller, request), num_samples=request.num_samples))
 
     async def _retrieve(self, call: Call) -> Response:

@@ -43,7 +43,10 @@ class SessionRoutes:
         return answer(_DYNAMIC_CONFIG)
 
     async def _capabilities(self, _: Call) -> Response:
-        return answer(rest.capabilities(self._served.base_model, context=self._served.limits.context))
+        served = self._served
+        return answer(rest.capabilities(
+            dict.fromkeys((served.base_model, *served.aliases), served.limits.context),
+            {name: limits.context for name, limits in served.sampled.items()}))
 
     async def _telemetry(self, _: Call) -> Response:
         # It may hold stack traces of the user's own program, which are no business of the server's.

@@ -4,12 +4,13 @@ A request that is refused must not be waited for by those with higher numbers, s
 """
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 
 from offbeat.service.app.reply import Call, Endpoint, Handler, Served, accepted, answer
-from offbeat.service.errors import BadRequestError, RequestError
+from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import model_id
 from offbeat.service.service import Service
 from offbeat.service.types import Caller
@@ -67,6 +68,7 @@ class TrainingRoutes:
         }
         return [
             Endpoint("POST", "/api/v1/create_model", self._create_model), Endpoint("POST", "/api/v1/get_info", self._get_info),
+            Endpoint("POST", "/api/v1/forward", self._forward),
             *(Endpoint("POST", f"/api/v1/{name}", handler) for name, handler in ordered.items()),
             Endpoint("POST", "/api/v1/forward_backward", self._forward_backward, max_body_bytes=None)]
 
@@ -82,9 +84,14 @@ class TrainingRoutes:
         if not call.http.headers.get("content-type", "").startswith("application/x-protobuf"):
             raise BadRequestError("forward_backward takes application/x-protobuf; update the tinker SDK to 0.26 or later")
         return await self._submit(
-            call, lambda body: read_forward_backward(body, limits=self._served.limits),
+            call, partial(read_forward_backward, limits=self._served.limits, stable_reinforce=self._served.stable_reinforce),
             lambda caller, request: self._service.forward_backward(
                 caller, model_id=request.model_id, seq_id=request.seq_id, data=request.data, forward_only=request.forward_only))
+
+    async def _forward(self, _: Call) -> Response:
+        raise UnknownError(
+            "this server has no /api/v1/forward, which only SDKs before 0.25 call: passes that only score are forward_backward's; update "
+            "the tinker SDK to 0.26 or later")
 
     async def _submit(self, call: Call, read: Callable[[bytes], R], act: Act[R]) -> Response:
         model, seq = None, None

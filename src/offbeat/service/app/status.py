@@ -11,13 +11,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from offbeat.aio import beside
 from offbeat.service.app.auth import LOCAL_NAMES, Names, demand_local
 from offbeat.service.app.journal import Journal
+from offbeat.service.app.processes import processes
 from offbeat.service.app.reply import answer, refusal
 from offbeat.service.errors import RequestError
-from offbeat.service.types import Status
+from offbeat.service.types import ProcessStatus, Status
 
 _EVERY_S = 2.0
+_MEMORY_EVERY_S = 10.0
 _POINTS = 150
 _PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
 
@@ -32,7 +35,11 @@ class Rates:
 
 
 class StatusPage:
-    """Shows the service to its own machine, or to everybody if `public`."""
+    """Shows the service to its own machine, or to everybody if `public`.
+
+    Attributes:
+        processes: their memory as it was some seconds ago.
+    """
 
     def __init__(self, status: Callable[[], Status], journal: Journal, *, public: bool, names: Names = LOCAL_NAMES) -> None:
         """`names` are those that the page is shown under."""
@@ -40,6 +47,7 @@ class StatusPage:
         self._journal = journal
         self._public = public
         self._names = names
+        self.processes: tuple[ProcessStatus, ...] = ()
         self._started = time.time()
         self._history: deque[Rates] = deque(maxlen=_POINTS)
 
@@ -51,7 +59,16 @@ class StatusPage:
             Route("/status.json", self.shielded(self._json))]
 
     async def watch(self) -> None:
-        """Until cancelled, keep the history of rates."""
+        """Until cancelled, keep the history of rates, and look at memory."""
+        async with beside(self._watch_memory()):
+            await self._watch_rates()
+
+    async def _watch_memory(self) -> None:
+        while True:
+            self.processes = await asyncio.to_thread(processes)
+            await asyncio.sleep(_MEMORY_EVERY_S)
+
+    async def _watch_rates(self) -> None:
         before, then = self._status(), time.monotonic()
         while True:
             await asyncio.sleep(_EVERY_S)

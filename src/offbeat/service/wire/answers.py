@@ -24,7 +24,7 @@ from offbeat.service.types import (
     WeightsLoaded,
 )
 from offbeat.service.wire import proto
-from offbeat.service.wire.schema import FLOAT32, LENGTH, STOP
+from offbeat.service.wire.schema import FLOAT32, INT64, LENGTH, STOP
 
 _NO_LOGPROB = -99999.0
 """In the cells of top tokens that are empty."""
@@ -98,6 +98,10 @@ def _samples(outcome: Sampled) -> Mapping[str, Any]:
         message["topk_prompt_logprobs"] = _top(outcome.topk_prompt)
     if outcome.target_prompt_logprobs is not None:  # clients have no row for the first position, where nothing can be scored
         message["target_prompt_logprobs"] = _tensor(outcome.target_prompt_logprobs.dense()[1:])
+    if (alt := outcome.prompt_alt) is not None:
+        message["prompt_alt_tokens"] = {
+            "tokens": {"dense": alt.ids[1:].astype("<i8").tobytes(), "dtype": INT64, "shape": alt.ids[1:].shape},
+            "logprobs": _tensor(alt.logprobs[1:])}
     return message
 
 

@@ -21,10 +21,11 @@ def sample_accepted(request_id: str, *, num_samples: int) -> Answer:
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{index}" for index in range(num_samples)]}
 
 
-def capabilities(base_model: str, *, context: int) -> Answer:
-    """What the server offers: one model."""
-    model = {"model_name": base_model, "max_context_length": context, "trainable": True, "sampleable": True}
-    return {"supported_models": [model]}
+def capabilities(trained: Mapping[str, int], sampled: Mapping[str, int]) -> Answer:
+    """What the server offers: names and contexts of models that are trained and sampled, and of those that are only sampled."""
+    return {"supported_models": [
+        {"model_name": name, "max_context_length": context, "trainable": trainable, "sampleable": True}
+        for models, trainable in ((trained, True), (sampled, False)) for name, context in models.items()]}
 
 
 def model_info(model: ModelInfo, *, tokenizer_id: str) -> Answer:
@@ -74,6 +75,11 @@ def weights_info(base_model: str, lora: LoraSpec) -> Answer:
 def external_weights_urls(urls: Mapping[str, str], *, expires: float) -> Answer:
     """Where the files of an export are, by their names; seconds since the epoch."""
     return {"urls": dict(urls), "expires": time_text(expires)}
+
+
+def archive_url(url: str, *, expires: float) -> Answer:
+    """Where the archive of an adapter is; seconds since the epoch."""
+    return {"url": url, "expires": time_text(expires)}
 
 
 def sampler(info: SamplerInfo) -> Answer:

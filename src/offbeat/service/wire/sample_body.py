@@ -106,15 +106,13 @@ class SampleBody(Body):
         if last_n is not None and (not self.prompt_logprobs or last_n >= len(prompt)):
             raise BadRequestError(
                 f"prompt_logprobs_last_n needs prompt_logprobs, and must be 1 to {len(prompt) - 1} for this prompt, got {last_n}")
-        if self.prompt_alt_tokens_k:
-            raise BadRequestError(
-                "prompt_alt_tokens_k is not offered; leave it 0, and ask for the likeliest tokens with topk_prompt_logprobs")
         return SampleRequest(
             sampling_session_id=self.sampling_session_id, seq_id=self.seq_id, prompt=prompt, num_samples=self.num_samples,
             max_tokens=params.max_tokens, seed=params.seed, stop=params.stops, temperature=params.temperature,
             top_k=max(params.top_k, 0), top_p=params.top_p, prompt_logprobs=bool(self.prompt_logprobs),
             topk_prompt_logprobs=self.topk_prompt_logprobs, topk_sample_logprobs=self.topk_sample_logprobs,
-            target_prompt_logprobs=self._targets(len(prompt), limits), prompt_logprobs_last_n=last_n)
+            target_prompt_logprobs=self._targets(len(prompt), limits), prompt_alt_tokens_k=self.prompt_alt_tokens_k,
+            prompt_logprobs_last_n=last_n)
 
     def _prompt(self, limits: WireLimits) -> tuple[int, ...]:
         for index, chunk in enumerate(self.prompt.chunks):

@@ -22,6 +22,8 @@ _INPUTS = {"weights": "weights", "rollout_logprobs": "logprobs", "advantages": "
 """Fields of a `DatumBatch`, and what the protocol calls them."""
 _CONSTANTS = {"clip_low": "clip_low_threshold", "clip_high": "clip_high_threshold", "beta": "beta"}
 _TOKEN = np.dtype("<i4")
+_UNPUBLISHED = "stable_reinforce"
+"""A loss of the hosted service whose formula is not public."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +36,13 @@ class ForwardBackward:
     data: TrainingData
 
 
-def read_forward_backward(body: bytes, *, limits: WireLimits) -> ForwardBackward:
+def read_forward_backward(body: bytes, *, limits: WireLimits, stable_reinforce: str = "") -> ForwardBackward:
     """A request for a pass.
 
     Without `weights`, cross_entropy gives every target that is listed the weight 1.
+
+    Args:
+        stable_reinforce: the loss that stands in for the one of that name, with its own default settings; empty refuses it.
 
     Raises:
         BadRequestError: something is wrong with it.
@@ -49,14 +54,14 @@ def read_forward_backward(body: bytes, *, limits: WireLimits) -> ForwardBackward
         model_id, seq_id = message.get("model_id", ""), message.get("seq_id", 0)
         if not model_id or seq_id < 1:
             raise BadRequestError(f"model_id must be given and seq_id at least 1, got {model_id[:80]!r} and {seq_id}")
-        return ForwardBackward(model_id, seq_id, message.get("forward_only", False), _training_data(message, limits))
+        return ForwardBackward(model_id, seq_id, message.get("forward_only", False), _training_data(message, limits, stable_reinforce))
     except RequestError as exc:
         exc.model_id, exc.seq_id = message.get("model_id", ""), message.get("seq_id", 0)
         raise
 
 
-def _training_data(message: Message, limits: WireLimits) -> TrainingData:
-    loss = _loss(message)
+def _training_data(message: Message, limits: WireLimits, stand_in: str) -> TrainingData:
+    loss = _loss(message, stand_in)
     data = message.get("data", [])
     if not data:
         raise BadRequestError("data must hold at least one datum")
@@ -68,8 +73,14 @@ def _training_data(message: Message, limits: WireLimits) -> TrainingData:
     return reader.finish()
 
 
-def _loss(message: Message) -> LossSpec:
+def _loss(message: Message, stand_in: str) -> LossSpec:
     name = message.get("loss_fn", "")
+    if name == _UNPUBLISHED:
+        if not stand_in:
+            raise BadRequestError(
+                f"this server has no loss {_UNPUBLISHED!r}, whose formula is not public; set loss_fn to one of {', '.join(LOSSES)}, or "
+                f"have another loss stand in for it by serve.{_UNPUBLISHED} on the server")
+        return LossSpec.of(stand_in)  # the settings that came along are those of the other formula
     if name not in LOSSES:
         raise BadRequestError(f"this server has no loss {name[:80]!r}; set loss_fn to one of {', '.join(LOSSES)}")
     given = {key: value.get("number", value.get("text")) for key, value in message.get("loss_fn_config_v2", {}).items()}

@@ -1,0 +1,122 @@
+"""An adapter as one tar file, made while it is sent: what SDKs before 0.36 download, by a link that needs no key."""
+
+import asyncio
+import io
+import json
+import secrets
+import tarfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from offbeat.errors import StorageError
+from offbeat.service.app.reply import Call, Endpoint, answer, refusal
+from offbeat.service.errors import RequestError
+from offbeat.service.service import Service
+from offbeat.service.types import Caller
+from offbeat.service.wire import rest
+
+_LINK_S = 3600.0
+_MAX_LINKS = 10_000
+_COMPLETE = "checkpoint_complete"
+"""An empty file by which clients see that nothing is missing."""
+_ABOUT = "adapter_config.json"
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Link:
+    """Who may fetch which adapter, and until when; files of another adapter of the same name are others."""
+
+    caller: Caller
+    path: str
+    files: Mapping[str, Path]
+    expires: float
+
+
+class Archives:
+    """Links to archives, which nobody can guess. One is good for an hour, and as long as whoever asked for it may have the adapter."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._links: dict[str, _Link] = {}  # the oldest first
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where a link is asked for."""
+        return Endpoint("GET", "/api/v1/training_runs/{run}/checkpoints/{segment}/{name}/archive", self._make)
+
+    @property
+    def route(self) -> Route:
+        """Where the archive is fetched."""
+        return Route("/api/v1/archives/{token}.tar", self._fetch)
+
+    async def _make(self, call: Call) -> Response:
+        path = f"tinker://{call.param('run')}/{call.param('segment')}/{call.param('name')}"
+        files, _ = await asyncio.to_thread(self._service.adapter_files, call.caller, path)
+        token, expires = self._add(call.caller, path, files)
+        return answer(rest.archive_url(f"{call.http.base_url}api/v1/archives/{token}.tar", expires=expires))
+
+    def _add(self, caller: Caller, path: str, files: Mapping[str, Path]) -> tuple[str, float]:
+        now = time.time()
+        while self._links and (len(self._links) >= _MAX_LINKS or next(iter(self._links.values())).expires <= now):
+            del self._links[next(iter(self._links))]
+        token = secrets.token_urlsafe(24)
+        self._links[token] = _Link(caller, path, files, now + _LINK_S)
+        return token, now + _LINK_S
+
+    async def _fetch(self, http: Request) -> Response:
+        link = self._links.get(http.path_params["token"])
+        try:
+            if link is not None and link.expires > time.time():
+                files, base_model = await asyncio.to_thread(self._service.adapter_files, link.caller, link.path)
+                if files == link.files:
+                    return stream(files, base_model=base_model)
+        except (RequestError, StorageError, OSError):
+            pass  # it was deleted, replaced, made private or damaged
+        return refusal("there is no such archive, or its link has ended; ask for it again", status=404)
+
+
+def stream(files: Mapping[str, Path], *, base_model: str) -> StreamingResponse:
+    """The files of an adapter, with its base named as clients name it, as an answer.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    stack = ExitStack()
+    try:
+        parts: dict[str, io.BufferedIOBase] = {name: stack.enter_context(path.open("rb")) for name, path in files.items()}
+    except OSError:
+        stack.close()
+        raise
+    if (about := parts.get(_ABOUT)) is not None:  # where the trainers have the base is no business of theirs
+        named = json.loads(about.read()) | {"base_model_name_or_path": base_model}
+        parts[_ABOUT] = io.BytesIO(json.dumps(named, indent=2).encode())
+    parts[_COMPLETE] = io.BytesIO()
+    sizes = {name: part.seek(0, io.SEEK_END) for name, part in parts.items()}
+    for part in parts.values():
+        part.seek(0)
+    total = sum(tarfile.BLOCKSIZE + _padded(size) for size in sizes.values()) + 2 * tarfile.BLOCKSIZE
+
+    async def pieces() -> AsyncIterator[bytes]:
+        with stack:
+            for name, part in parts.items():
+                info = tarfile.TarInfo(name)
+                info.size = sizes[name]
+                yield info.tobuf(tarfile.USTAR_FORMAT)
+                while piece := await asyncio.to_thread(part.read, _PIECE_BYTES):
+                    yield piece
+                yield bytes(_padded(sizes[name]) - sizes[name])
+            yield bytes(2 * tarfile.BLOCKSIZE)
+
+    return StreamingResponse(pieces(), media_type="application/x-tar", headers={"content-length": str(total)})
+
+
+def _padded(size: int) -> int:
+    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

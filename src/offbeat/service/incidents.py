@@ -1,0 +1,56 @@
+"""What went wrong with ranks and engines, for the status page and metrics: heard from the record of events, counted, the last ones kept."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from offbeat.service.types import Incident, IncidentCounts
+
+_KEPT = 50
+
+
+class Incidents:
+    """Hears of every event; `hear` is given to `offbeat.telemetry.events.EventLog`."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._kept: deque[Incident] = deque(maxlen=_KEPT)
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def last(self) -> tuple[Incident, ...]:
+        """The newest first."""
+        return tuple(self._kept)
+
+    @property
+    def counts(self) -> IncidentCounts:
+        """Since the start."""
+        return IncidentCounts(**self._counts)
+
+    def hear(self, kind: str, fields: dict[str, Any]) -> None:
+        """One event; most are none of ours."""
+        match kind:
+            case "trainers_failed":
+                dead = ", ".join(fields["dead"])
+                self._note("trainers", f"{dead} died" if dead else "they failed or hung", rank_deaths=len(fields["dead"]))
+            case "trainers_restarted":
+                self._note("trainers", f"started again in {fields['seconds']:.1f} s", trainer_restarts=1)
+            case "quarantine":
+                self._note(fields["engine"], f"left service: {fields['reason']}", quarantines=1)
+            case "heal_attempt" if fields["by"] == "restart":
+                self._note(
+                    fields["engine"], f"did not restart: {fields['reason']}" if fields["reason"] else
+                    f"was restarted in {fields['seconds']:.1f} s", engine_restarts=1)
+            case "healed":
+                self._note(fields["engine"], f"serves again after {fields['seconds']:.1f} s")
+            case "load_failed":
+                self._note(fields["engine"], f"could not load {fields['adapter']}: {fields['reason']}", failed_loads=1)
+            case "fanout":
+                for engine, told in fields["engines"].items():
+                    if told["reason"]:
+                        self._note(engine, f"could not load {fields['adapter']}: {told['reason']}", failed_loads=1)
+
+    def _note(self, who: str, text: str, **counts: int) -> None:
+        self._kept.appendleft(Incident(self._clock(), who, text))
+        self._counts.update(counts)

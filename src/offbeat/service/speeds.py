@@ -1,0 +1,36 @@
+"""Tokens per second of each model over the last seconds. Kept by those who count tokens, read for the status page; bounded by time."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+
+_WINDOW_S = 10
+
+
+class Speeds:
+    """Counts by key, a second at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seconds: deque[tuple[int, Counter[str]]] = deque()
+
+    def note(self, key: str, tokens: int) -> None:
+        """So many more, now."""
+        now = self._forget()
+        if not self._seconds or self._seconds[-1][0] != now:
+            self._seconds.append((now, Counter()))
+        self._seconds[-1][1][key] += tokens
+
+    def per_s(self) -> Mapping[str, float]:
+        """Of each key that had any in the last ten seconds."""
+        self._forget()
+        total: Counter[str] = Counter()
+        for _, counts in self._seconds:
+            total.update(counts)
+        return {key: round(tokens / _WINDOW_S, 1) for key, tokens in total.items()}
+
+    def _forget(self) -> int:
+        now = int(self._clock())
+        while self._seconds and self._seconds[0][0] <= now - _WINDOW_S:
+            self._seconds.popleft()
+        return now
