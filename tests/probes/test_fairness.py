@@ -1,4 +1,4 @@
-"""Whatever one owner sends, others go on beside it: seen by what is done of his before theirs is."""
+"""Whatever one owner sends, others go on beside it: seen by what is done of that owner's work before theirs is."""
 
 import asyncio
 from collections.abc import Awaitable, Iterator

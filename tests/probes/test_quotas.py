@@ -1,4 +1,4 @@
-"""What one owner can make the server hold: known before it is there, bounded, and on his account."""
+"""What one owner can make the server hold: known before it is there, bounded, and on that owner's account."""
 
 from collections.abc import Iterator
 from pathlib import Path

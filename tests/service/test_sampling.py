@@ -133,7 +133,7 @@ def test_owners_take_turns_by_tokens_and_samples_in_flight_are_bounded(tmp_path:
         await until(lambda: engines.running == 8)
         late = [sampling.sample(BOB, replace(BOBS, seq_id=i, num_samples=2)) for i in range(5)]
         await until(lambda: engines.running == 12)
-        assert [session[-1] for *_, session in engines.asked] == ["0"] * 4 + ["1"] * 2, "who comes late gets his share at once"
+        assert [session[-1] for *_, session in engines.asked] == ["0"] * 4 + ["1"] * 2, "who comes late gets a share at once"
         waiting = await setting.futures.retrieve(late[2], "bob", timeout_s=0)
         assert isinstance(waiting, Pending) and waiting.queue_state == "paused_capacity" and "wait" in waiting.reason
         engines.gate.set()

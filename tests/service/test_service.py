@@ -204,7 +204,7 @@ def test_the_status_tells_what_everybody_takes_up(cluster: SmallCluster, tmp_pat
             assert {(m.owner, m.step, m.resident, m.rank) for m in status.models} == {("alice", 1, True, 4), ("bob", 0, False, 4)}
             alice, bob = status.owners
             assert (alice.owner, alice.models, alice.queued_tokens, alice.queued_bytes, alice.sessions) == ("alice", 1, 0, 0, 1)
-            assert alice.disk_bytes > 10_000 > bob.disk_bytes, "bob has no more than the answer to his creation"
+            assert alice.disk_bytes > 10_000 > bob.disk_bytes, "bob has no more than the answer to a creation"
             assert [engine.name for engine in status.engines] == ["engine 0"]
 
     cluster.run(body)

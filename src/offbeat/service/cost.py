@@ -128,7 +128,8 @@ def cost_of_samples(request: SampleRequest, *, room: int, max_in_flight: int) ->
     prompt, num = len(request.prompt), request.num_samples
     targets = request.target_prompt_logprobs
     target_cells = 0 if targets is None else math.prod(targets.shape)
-    prompt_cells, sample_cells = prompt * request.topk_prompt_logprobs, room * request.topk_sample_logprobs
+    prompt_cells = prompt * (request.topk_prompt_logprobs + request.prompt_alt_tokens_k)
+    sample_cells = room * request.topk_sample_logprobs
     sample_bytes = _SAMPLED_BYTES * room + _TOP_BYTES * sample_cells
     most = max(min(MOST_TOGETHER, max_in_flight // 4), 1)
     together = min(num, most, max(most * SLOT_BYTES // max(sample_bytes, 1), 1))

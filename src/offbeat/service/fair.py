@@ -39,7 +39,7 @@ class FairQueue(Generic[T]):
         """Take the item that is next.
 
         Args:
-            may: whether an owner's first item can be served now; where it cannot, others' come before it, and he makes up for that later.
+            may: whether an owner's first item can be served now; where it cannot, others' come before it, and it makes up for that later.
 
         Raises:
             LookupError: nothing waits that may be served.

@@ -146,7 +146,7 @@ class Models:
         """Make a model exist, in memory as yet; `store` it, or `dismiss` it.
 
         Raises:
-            RequestError: its owner has as many as he may.
+            RequestError: its owner may have no more.
             ModelError: such an adapter cannot be trained here.
         """
         self._backend.check_lora(row.lora)

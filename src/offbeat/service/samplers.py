@@ -91,7 +91,7 @@ class Samplers:
         Raises:
             UnknownError: there is no such session or checkpoint.
             BadRequestError: the checkpoint cannot be sampled, the base model is not this server's, or the number is another sampler's.
-            RequestError: the owner has as many as he may.
+            RequestError: the owner may have no more.
         """
         self._sessions.check(caller, session_id)
         models = self._engines.base_models
@@ -119,7 +119,7 @@ class Samplers:
 
         Raises:
             BadRequestError: the number is another sampler's.
-            RequestError: its owner may not have that much on disk, or has as many samplers as he may.
+            RequestError: its owner may not have that much on disk, or no more samplers.
         """
         row = SamplerRow(
             sampler_id(session_id, seq), session_id, owner, base_model, run_id=run_id, version=version, folder=folder,

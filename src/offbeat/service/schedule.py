@@ -148,7 +148,7 @@ class Schedule(Generic[T]):
             model = models[owner].popleft()
             job = self._queues[model][0]
             if job.left > left and not is_first:
-                continue  # with all that he has: he will be first then
+                continue  # with all that it has: it will be first then
             chosen.add(model)
             if len(chosen) > self._max_models:
                 return

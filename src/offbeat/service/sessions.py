@@ -55,7 +55,7 @@ class Sessions:
         """Begin a session; its id.
 
         Raises:
-            RequestError: the owner has as many as he may, and something belongs to each, or it is still heard of.
+            RequestError: the owner may have no more, and something belongs to each of them, or it is still heard of.
         """
         if self._usage.is_full(caller.owner, sessions=1):
             await self._forget([
