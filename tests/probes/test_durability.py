@@ -159,22 +159,27 @@ def test_the_failure_of_a_killed_rank_says_what_is_lost(start_server: StartServe
     run(server, body)
 
 
-def test_a_copy_beside_a_delete_is_whole_or_refused(probe: Probe) -> None:
+def test_a_copy_beside_a_delete_is_whole_or_refused(probe: Probe, server: Server) -> None:
     async def body(client: Client) -> None:
         session, trainee = await session_of(client), await Trainee.make(client)
-        for number in range(6):
-            path = await trainee.save(f"source-{number}")
-            beside = asyncio.create_task(trainee.save(f"beside-{number}"))
-            await asyncio.sleep(0.01 * number)
-            where = f"/api/v1/training_runs/{trainee.model}/checkpoints/weights/source-{number}"
-            copied, deleted = await asyncio.gather(
-                client.post("copy_weights", {"source_path": path, "session_id": session, "model_seq_id": number}),
-                client.ask("DELETE", where))
-            await beside
-            assert deleted.status in (200, 204) and copied.status in (200, 404)
-            if copied.status == 200:
-                loaded = await trainee.do("load_weights", path=copied.json["tinker_path"], optimizer=True)
-                assert loaded.get("path") == copied.json["tinker_path"], loaded
+        path, other = await trainee.save("source"), await trainee.save("other")  # the model needs the files of the last one
+
+        async def copy(source: str, number: int) -> Answer:
+            return await client.post("copy_weights", {"source_path": source, "session_id": session, "model_seq_id": number})
+
+        asking = []
+        with closing(sqlite3.connect(server.data / "service.db", isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")  # a disk that is slow for a moment: what comes waits, one behind the other
+            for ask in (copy(other, 1), copy(other, 2), copy(path, 0),
+                        client.ask("DELETE", f"/api/v1/training_runs/{trainee.model}/checkpoints/weights/source")):
+                asking.append(asyncio.create_task(ask))
+                await asyncio.sleep(0.3)
+            database.rollback()
+        *others, copied, deleted = await asyncio.gather(*asking)
+        assert [answer.status for answer in others] == [200, 200] and deleted.status in (200, 204) and copied.status in (200, 404)
+        if copied.status == 200:
+            loaded = await trainee.do("load_weights", path=copied.json["tinker_path"], optimizer=True)
+            assert loaded.get("path") == copied.json["tinker_path"], loaded
 
     probe(body)
 

@@ -253,6 +253,10 @@ def test_a_request_whose_answer_cannot_be_kept_ends_as_failed_and_the_log_says_w
         with monkeypatch.context() as patch:
             patch.setattr("offbeat.service.results.os.pwrite", full)
             await fail(1, ModelCreated("x"), "No space left on device")
+            future = server.open(3)
+            waiting = asyncio.create_task(server.answer(3))
+            await server.futures.finish(future, Failed("the model went back", "server"))
+            assert await waiting == "server: the model went back"
         await server.finish(2)
         assert await server.answer(2) == "answer"
 

@@ -185,7 +185,8 @@ class Futures:
             self._usage.add(future.owner, disk_bytes=len(answer.data) + ANSWER_ROW_BYTES)
         except Exception as exc:
             _log.error("request %s: its answer could not be kept: %s", future.request_id, exc, exc_info=not isinstance(exc, StorageError))
-            answer = self._encode(Failed(
+            # Those who wait hear of a failure all the same: it may be the one that tells what their model has lost.
+            answer = self._encode(outcome if isinstance(outcome, Failed) else Failed(
                 f"request {future.request_id} has ended, but its answer could not be kept; the server's log says why", "server"))
         del self._open[future.request_id]
         assert answer is not None, "a stored answer was encoded"
