@@ -82,6 +82,8 @@ def test_a_pass_over_many_targets_at_few_positions_holds_nobody_up(probe: Probe)
         dense = {"dense": np.full((8, 1024), 5, "<i8").tobytes(), "dtype": 2, "shape": [8, 1024]}
         wide = [datum([5] * 9) | {"loss_fn_inputs": {"target_tokens": dense}}] * 32  # 256 tokens, and 16 turns of cells
         flood = later(mallory, await learn(mallory, theirs, 1, wide, forward_only=True))
+        queued = (await client.ask("GET", "/status.json")).json["status"]["training"]["tokens"]
+        assert queued == 32 * 8 * 1024 // 4, "a quarter of the cells, and not 256 tokens"
         assert "metrics" in await soon(finished(alice, await learn(alice, ours, 1, [datum([5, 6, 7])], forward_only=True)))
         assert not flood.done()
         assert "metrics" in await flood

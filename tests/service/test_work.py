@@ -40,7 +40,7 @@ def test_a_request_that_is_cut_into_turns_gives_the_same_outcome_as_in_one() -> 
     np.testing.assert_array_equal(whole.losses, cut.losses)
     for one, other in zip(whole.logprobs, cut.logprobs, strict=True):
         np.testing.assert_array_equal(one, other)  # pyright: ignore[reportArgumentType]
-    np.testing.assert_array_equal(np.concatenate(whole.logprobs), fake_pass(data.batch).logprobs)  # pyright: ignore[reportArgumentType]
+    np.testing.assert_array_equal(np.concatenate(whole.logprobs), fake_pass(data.batch).logprobs)  # pyright: ignore
     assert whole.metrics == cut.metrics == {"loss:sum": 35.0}
 
 

@@ -202,17 +202,20 @@ class Sampling:
             task.add_done_callback(self._tasks.discard)
 
     def _next(self) -> Part | None:
+        """The next part, if one may begin: within its owner's share, even beyond the limit, and beyond it only where nobody else waits."""
+        waiting, total, most = self._queue.owners, self._in_flight.total(), self._max_in_flight
+        share = most // max(len({*self._in_flight, *waiting}), 1)
+
+        def may(owner: str, part: Part) -> bool:
+            held = self._in_flight[owner]
+            if not held or held + part.slots <= share:
+                return total + part.slots <= _MOST_BEYOND * most
+            return len(waiting) == 1 and total + part.slots <= most
+
         try:
-            return self._queue.pop(self._may)
+            return self._queue.pop(may)
         except LookupError:
             return None
-
-    def _may(self, owner: str, part: Part) -> bool:
-        """Whether a part may begin: within its owner's share, even beyond the limit, and beyond the share only where nobody else waits."""
-        total, own = self._in_flight.total(), self._in_flight[owner] + part.slots
-        if own <= self._max_in_flight // len({*self._in_flight, *self._queue.owners}) or own == part.slots:
-            return total + part.slots <= _MOST_BEYOND * self._max_in_flight
-        return len(self._queue.owners) == 1 and total + part.slots <= self._max_in_flight
 
     async def _carry_out(self, part: Part) -> None:
         job, owner = part.job, part.job.row.owner
