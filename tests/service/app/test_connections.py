@@ -51,7 +51,7 @@ def run(body: Callable[[Server], Awaitable[None]], bounds: Bounds = QUICK, *, ex
             except ClientDisconnect:
                 return PlainTextResponse("")
         if http.url.path == "/later":
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.2)
         return PlainTextResponse("x" * LARGE if http.url.path == "/large" else "hello")
 
     async def main() -> None:
@@ -144,7 +144,7 @@ def test_a_slow_answer_is_no_slow_head() -> None:
         assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200 ")
         writer.close()
 
-    run(body)
+    run(body, replace(QUICK, head_s=1.0))
 
 
 def test_a_body_that_nobody_reads_is_not_waited_for() -> None:

@@ -1,6 +1,7 @@
 """What requests came to."""
 
 import logging
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -8,7 +9,11 @@ from prometheus_client import CollectorRegistry
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.reply import Call, Endpoint, answer
 
-NOTED = {"request_id": "r1", "owner": "alice", "seconds": 0.0123}
+NOTED: dict[str, Any] = {"request_id": "r1", "owner": "alice", "seconds": 0.0123}
+
+
+def of(owner: str) -> dict[str, Any]:
+    return {**NOTED, "owner": owner}
 
 
 async def nothing(_: Call):
@@ -21,7 +26,7 @@ X = Endpoint("POST", "/api/v1/x", nothing)
 def test_errors_are_kept_newest_first_and_bounded_for_each_owner() -> None:
     journal = Journal(CollectorRegistry())
     for number in range(60):
-        journal.note(X, "/api/v1/x", status=422, detail=f"wrong {number}", **NOTED | {"owner": f"owner {number % 6}"})
+        journal.note(X, "/api/v1/x", status=422, detail=f"wrong {number}", **of(f"owner {number % 6}"))
     assert len(journal.troubles) == 50 and journal.troubles[0].sentence == "wrong 59"
     assert (journal.troubles[0].what, journal.troubles[0].owner) == ("POST /api/v1/x", "owner 5")
     for number in range(100):
@@ -33,9 +38,9 @@ def test_errors_are_kept_newest_first_and_bounded_for_each_owner() -> None:
 def test_wrong_keys_are_counted_and_push_no_owners_errors_away(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     journal = Journal(CollectorRegistry())
-    journal.note(X, "/api/v1/x", status=422, detail="what bob should see", **NOTED | {"owner": "bob"})
+    journal.note(X, "/api/v1/x", status=422, detail="what bob should see", **of("bob"))
     for number in range(200):
-        journal.note(X, "/api/v1/x", status=401, detail=f"no such key {number}", **NOTED | {"owner": ""})
+        journal.note(X, "/api/v1/x", status=401, detail=f"no such key {number}", **of(""))
     assert [trouble.sentence for trouble in journal.troubles] == ["what bob should see"]
     strangers = journal.strangers
     assert strangers.requests == 200 and strangers.last[0].sentence == "no such key 199" and len(strangers.last) == 5
