@@ -149,7 +149,7 @@ class Saving:
     def _loadable(self, model: Model, path: CheckpointPath) -> CheckpointRow:
         row = self._checkpoints.readable(Caller(model.row.owner), path)
         if row.kind != "training":
-            raise RequestError(f"{path} holds no state to train on from; load a path with /weights/, as save_weights gives it")
+            raise RequestError(f"{path} holds no state to train on from; load one that save_weights gave")
         if row.base_model != self._backend.base_model:
             raise RequestError(f"{path} was trained on {row.base_model}, where this server has {self._backend.base_model}")
         theirs, ours = ((lora.rank, lora.train_attn, lora.train_mlp) for lora in (row.lora, model.row.lora))
