@@ -13,7 +13,7 @@ from offbeat.errors import StuckError
 LOOK_S = 0.25
 """Between two looks at a child that is called."""
 
-_MARGIN_S = 0.5
+_MARGIN_S = 0.25
 """On top of the patience: what ranks find out about each other at a point says more."""
 
 _LOG_TAIL_LINES = 12
@@ -24,7 +24,10 @@ _BUSY_SHARE = 0.01
 
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped the process, so that only SIGKILL reaches it."""
-    return _status(pid) == psutil.STATUS_STOPPED
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 def system_view(pid: int) -> str:
@@ -46,20 +49,13 @@ def log_tail(log: Path | None) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
 
 
-def _status(pid: int) -> str:
-    try:
-        return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_DEAD
-
-
 class Onlooker:
     """Counts for how long a called child has been stopped, or has been silent without computing. Pure but for `look`."""
 
-    def __init__(self, name: str, doing: str, *, patience_s: float) -> None:
-        """`doing` is the call, as in "in train_step"."""
+    def __init__(self, name: str, method: str, *, patience_s: float) -> None:
+        """`method` is what is called."""
         self._name = name
-        self._doing = doing
+        self._work = repr(method)
         self._limit_s = patience_s + _MARGIN_S
         self._stopped_s = self._silent_s = 0.0
         self._cpu_s = 0.0
@@ -68,31 +64,33 @@ class Onlooker:
     def look(self, pid: int, *, beat: tuple[float, str] | None) -> StuckError | None:
         """Look at the process now; `beat` is when it was heard last, by time.monotonic(), and what it said it did, if ever."""
         now_s = time.monotonic()
-        stopped = _status(pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         try:
-            times = psutil.Process(pid).cpu_times()
+            with (process := psutil.Process(pid)).oneshot():
+                status, times = process.status(), process.cpu_times()
         except psutil.NoSuchProcess:  # its end is told elsewhere
             return None
-        heard = beat is None or beat[0] >= self._looked_s
+        stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        heard = beat is None or beat[0] >= self._looked_s or status == psutil.STATUS_DISK_SLEEP
         error = self.judge(
             stopped=stopped, heard=heard, cpu_s=times.user + times.system, seconds=now_s - self._looked_s, work=beat[1] if beat else "")
         self._looked_s = now_s
         return error
 
-    def judge(self, *, stopped: bool, heard: bool, cpu_s: float, seconds: float, work: str) -> StuckError | None:
-        """Take in a look, `seconds` after the one before; a clock runs on while this process is stopped itself, so no look counts for more
-        than two.
+    def judge(self, *, stopped: bool, heard: bool, cpu_s: float, seconds: float, work: str = "") -> StuckError | None:
+        """Take in a look, `seconds` after the one before, and what was `heard` meanwhile, if anything.
+
+        A clock runs on while this process is stopped itself, so no look counts for more than two.
         """
+        self._work = work if heard and work else self._work
         seconds = min(seconds, 2 * LOOK_S)
         busy = cpu_s - self._cpu_s >= _BUSY_SHARE * seconds
         self._cpu_s = cpu_s
         self._stopped_s = self._stopped_s + seconds if stopped else 0.0
         self._silent_s = 0.0 if heard or busy or stopped else self._silent_s + seconds
-        where = f"{self._doing}, where it was last heard in {work}" if work else self._doing
         if self._stopped_s >= self._limit_s:
-            return StuckError(f"{self._name} is stopped by a signal (SIGSTOP or a debugger), for {self._stopped_s:.1f} s {where}")
+            return StuckError(f"{self._name} is stopped by a signal (SIGSTOP or a debugger), for {self._stopped_s:.1f} s in {self._work}")
         if self._silent_s >= self._limit_s:
             return StuckError(
-                f"{self._name} hangs, for {self._silent_s:.1f} s {where}: it computes nothing, and native code holds its interpreter, so that"
-                " it can show no stack")
+                f"{self._name} hangs in {self._work}: for {self._silent_s:.1f} s it has computed nothing, and native code holds its"
+                " interpreter, so that it can show no stack")
         return None

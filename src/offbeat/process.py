@@ -212,7 +212,7 @@ class Child:
         if not self.alive:
             raise await self._death(f"before {method}")
         future = self._send(_CALL, method.encode() + b"\0" + payload)
-        onlooker = Onlooker(self.name, f"in {method}", patience_s=patience_s) if patience_s is not None else None
+        onlooker = Onlooker(self.name, method, patience_s=patience_s) if patience_s is not None else None
         return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", onlooker=onlooker)
 
     async def call_each(self, method: str, payloads: Sequence[bytes], *, timeout_s: float) -> AsyncIterator[bytes]:
@@ -278,6 +278,8 @@ class Child:
                 result = await future
         except _GoneError:
             raise await self._death(doing) from None
+        except errors.StuckError:  # says what there is to say
+            raise
         except errors.DeadlineError as exc:
             exc.add_note(await self.stack())
             raise

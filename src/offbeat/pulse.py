@@ -26,7 +26,7 @@ from offbeat import phase
 LOOK_S = 0.25
 """Between two looks."""
 
-MARGIN_S = 0.5
+MARGIN_S = 0.25
 """On top of the patience with a thread that stands still. What others find out at a point of their own meanwhile says more than it does."""
 
 _OWN_SHARE, _HELPERS_SHARE = 0.01, 0.05
@@ -66,7 +66,7 @@ class Work:
 
     def signs(self) -> "Signs":
         """What can be seen of it now."""
-        return Signs.read(self._steps, self.thread, self._native, self._strangers)
+        return Signs.read(self._steps, self._native, self._strangers)
 
 
 _works: list[Work] = []
@@ -159,8 +159,11 @@ class Signs:
     on_disk: bool = False
 
     @classmethod
-    def read(cls, steps: int, thread: int, native: int, strangers: set[int | None]) -> "Signs":
-        """Of a thread, without what the threads `strangers` do. Where the system does not say so much, whatever computes is a sign."""
+    def read(cls, steps: int, native: int, strangers: set[int | None]) -> "Signs":
+        """Of the thread with this number of the system, without what the threads `strangers` do.
+
+        Where the system does not say so much, whatever this process computes is a sign.
+        """
         try:
             helpers = [int(task.name) for task in _TASKS.iterdir()]
         except OSError:

@@ -44,7 +44,7 @@ _MEET_S = 0.1
 _LOOK_AFTER_S = 0.25
 """Between two looks after a collective."""
 
-_MARGIN_S = 0.5
+_MARGIN_S = 0.25
 """On top of the patience with a process that is stopped: a wait at a point, which says more, may end meanwhile."""
 
 _SETTLE_S = 0.2
