@@ -50,46 +50,54 @@ def log_tail(log: Path | None) -> str:
 
 
 class Onlooker:
-    """Counts for how long a called child has been stopped, or has been silent without computing. Pure but for `look`."""
+    """Counts for how long a child has been stopped, or has been silent in a call without computing. Pure but for `look`."""
 
-    def __init__(self, name: str, method: str, *, patience_s: float) -> None:
-        """`method` is what is called."""
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._work = repr(method)
-        self._limit_s = patience_s + _MARGIN_S
+        self._work = ""
         self._stopped_s = self._silent_s = 0.0
         self._cpu_s = 0.0
         self._looked_s = time.monotonic()
 
-    def look(self, pid: int, *, beat: tuple[float, str] | None) -> StuckError | None:
+    def begin(self, method: str) -> None:
+        """A call begins, which the child does not yet speak of."""
+        self._work = repr(method)
+        self._silent_s = 0.0
+
+    def look(self, pid: int, *, beat: tuple[float, str] | None) -> None:
         """Look at the process now; `beat` is when it was heard last, by time.monotonic(), and what it said it did, if ever."""
         now_s = time.monotonic()
         try:
             with (process := psutil.Process(pid)).oneshot():
                 status, times = process.status(), process.cpu_times()
         except psutil.NoSuchProcess:  # its end is told elsewhere
-            return None
+            return
         stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        heard = beat is None or beat[0] >= self._looked_s or status == psutil.STATUS_DISK_SLEEP
-        error = self.judge(
-            stopped=stopped, heard=heard, cpu_s=times.user + times.system, seconds=now_s - self._looked_s, work=beat[1] if beat else "")
+        heard = beat is not None and beat[0] >= self._looked_s
+        silent = not (beat is None or heard or status == psutil.STATUS_DISK_SLEEP)
+        self.see(
+            stopped=stopped, silent=silent, cpu_s=times.user + times.system, seconds=now_s - self._looked_s,
+            work=beat[1] if beat and heard else "")
         self._looked_s = now_s
-        return error
 
-    def judge(self, *, stopped: bool, heard: bool, cpu_s: float, seconds: float, work: str = "") -> StuckError | None:
-        """Take in a look, `seconds` after the one before, and what was `heard` meanwhile, if anything.
+    def see(self, *, stopped: bool, silent: bool, cpu_s: float, seconds: float, work: str = "") -> None:
+        """Take in a look, `seconds` after the one before, and the `work` that was heard of meanwhile.
 
         A clock runs on while this process is stopped itself, so no look counts for more than two.
         """
-        self._work = work if heard and work else self._work
+        self._work = work or self._work
         seconds = min(seconds, 2 * LOOK_S)
         busy = cpu_s - self._cpu_s >= _BUSY_SHARE * seconds
         self._cpu_s = cpu_s
         self._stopped_s = self._stopped_s + seconds if stopped else 0.0
-        self._silent_s = 0.0 if heard or busy or stopped else self._silent_s + seconds
-        if self._stopped_s >= self._limit_s:
+        self._silent_s = self._silent_s + seconds if silent and not busy and not stopped else 0.0
+
+    def verdict(self, *, patience_s: float) -> StuckError | None:
+        """Why the present call is not waited for any longer."""
+        limit_s = patience_s + _MARGIN_S
+        if self._stopped_s >= limit_s:
             return StuckError(f"{self._name} is stopped by a signal (SIGSTOP or a debugger), for {self._stopped_s:.1f} s in {self._work}")
-        if self._silent_s >= self._limit_s:
+        if self._silent_s >= limit_s:
             return StuckError(
                 f"{self._name} hangs in {self._work}: for {self._silent_s:.1f} s it has computed nothing, and native code holds its"
                 " interpreter, so that it can show no stack")

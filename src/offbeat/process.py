@@ -157,6 +157,8 @@ class Child:
         self._ready: asyncio.Future[bytes | Failure] = asyncio.get_running_loop().create_future()
         self._pending[0] = self._ready
         self._beat: tuple[float, str] | None = None
+        self._onlooker = Onlooker(spec.name)
+        self._looking: asyncio.Task[None] | None = None
         self._reading = asyncio.create_task(self._read(), name=f"read {spec.name}")
 
     @classmethod
@@ -201,7 +203,8 @@ class Child:
         """Run `handler.handle(method, payload)` in the child.
 
         Args:
-            patience_s: for how long the process may be stopped, or hang where it cannot say so itself; None for as long as `timeout_s`.
+            patience_s: for how long the process may be stopped, in this call or before, or hang where it cannot say so itself; None for as
+                long as `timeout_s`.
 
         Raises:
             WorkerError: the handler raised something that is not ours; names the child and the method.
@@ -212,8 +215,10 @@ class Child:
         if not self.alive:
             raise await self._death(f"before {method}")
         future = self._send(_CALL, method.encode() + b"\0" + payload)
-        onlooker = Onlooker(self.name, method, patience_s=patience_s) if patience_s is not None else None
-        return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", onlooker=onlooker)
+        if patience_s is not None:
+            self._onlooker.begin(method)
+            self._looking = self._looking or asyncio.create_task(self._look_on(), name=f"look at {self.name}")
+        return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", patience_s=patience_s)
 
     async def call_each(self, method: str, payloads: Sequence[bytes], *, timeout_s: float) -> AsyncIterator[bytes]:
         """The answers to calls that are all sent at once, in their order.
@@ -265,15 +270,17 @@ class Child:
             self._process.kill()
         await self._process.wait()
         self._writer.close()
+        if self._looking is not None:
+            self._looking.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _answer(
-        self, future: "asyncio.Future[bytes | Failure]", doing: str, *, timeout_s: float, what: str, onlooker: Onlooker | None = None,
+        self, future: "asyncio.Future[bytes | Failure]", doing: str, *, timeout_s: float, what: str, patience_s: float | None = None,
     ) -> bytes:
         try:
             async with deadline(what, timeout_s):
-                while onlooker and not (await asyncio.wait([future], timeout=LOOK_S))[0]:
-                    if stuck := onlooker.look(self.pid, beat=self._beat):
+                while patience_s is not None and not (await asyncio.wait([future], timeout=LOOK_S))[0]:
+                    if stuck := self._onlooker.verdict(patience_s=patience_s):
                         raise stuck
                 result = await future
         except _GoneError:
@@ -316,6 +323,11 @@ class Child:
                 if not future.done():
                     future.set_exception(_GoneError())
                     future.exception()  # may have no waiter any more
+
+    async def _look_on(self) -> None:
+        while self.alive:
+            self._onlooker.look(self.pid, beat=self._beat)
+            await asyncio.sleep(LOOK_S)
 
     async def _death(self, doing: str) -> errors.DeathError:
         code = await self._process.wait()

@@ -19,7 +19,7 @@ from support.services import Order
 from waiting import until
 
 LAUNCHERS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
-SUPPORT = str(Path(__file__).parents[1] / "support")
+SUPPORT = os.pathsep.join(filter(None, (str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH"))))
 
 
 def make(kind: str) -> Launcher:

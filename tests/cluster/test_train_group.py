@@ -89,7 +89,7 @@ def test_a_rank_that_fails_is_named_and_its_peers_hear_of_it_at_once(
 
 @pytest.mark.parametrize(("rank", "fault", "text"), [
     (1, "point=backward,kind=hang", r"^rank 1 hangs in 'train_step' \(backward\): for \d\.\d s it .* in strike: time\.sleep"),
-    (0, "point=forward,kind=stop", r"^rank 0 is stopped by a signal \(SIGSTOP or a debugger\), for \d\.\d s in "),
+    (0, "point=forward,kind=stop", r"^rank 0 is stopped by a signal \(SIGSTOP or a debugger\), for \d\.\d s"),
     (0, "point=write_weights,kind=hang", r"^rank 0 hangs in 'publish' \(write_weights\): for \d\.\d s it "),
 ])
 def test_a_rank_that_hangs_or_is_stopped_inside_a_region_is_named_and_no_victim(

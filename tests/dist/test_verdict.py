@@ -6,7 +6,7 @@ import pytest
 
 from offbeat.data.wire import decode_json, encode_json
 from offbeat.dist.peers import ProcessState
-from offbeat.dist.verdict import Evidence, Status, Verdict, judge, judge_broken, judge_standstill, stopped_inside
+from offbeat.dist.verdict import Evidence, Status, Verdict, judge, judge_broken, judge_standstill, judge_stopped
 from offbeat.errors import PeerError, StuckError, SyncMismatch, SyncTimeout
 
 
@@ -144,5 +144,5 @@ def test_while_somebody_may_get_on_there_is_no_standstill(third):
 def test_who_is_stopped_is_no_standstill_but_named_with_its_time():
     stopped = ProcessState(2, "stopped", "is stopped by a signal")
     assert judge_standstill(_evidence(*[_waiting(rank) for rank in range(3)], states={2: stopped})) is None
-    assert stopped_inside({2: (stopped.text, 5.25)}, region="train_step") == Verdict(
-        "stuck", "rank 2 is stopped by a signal, for 5.2 s in region 'train_step', where the others wait for it")
+    assert judge_stopped({2: (stopped.text, 5.25)}, where="train_step") == Verdict(
+        "stuck", "rank 2 is stopped by a signal, for 5.2 s, while others wait for it in 'train_step'")

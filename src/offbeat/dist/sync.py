@@ -130,7 +130,7 @@ class Sync:
         common = {"board": self._board, "peers": self._peers, "keys": keys}
         clients = [connect(store, timeout_s=self._config.init_timeout_s, server=server) for _ in range(3)]
         self._judge = Judge(
-            clients[0], answer_timeout_s=self._config.answer_timeout_s, collective_patience_s=self._config.sync_timeout_s, **common)
+            clients[0], answer_timeout_s=self._config.answer_timeout_s, patience_s=self._config.sync_timeout_s, **common)
         self._arrivals = Arrivals(clients[1], post=self._judge.post, **common)
         self._watcher = Watcher(clients[2], post=self._judge.post, **common)
         store.set(keys.card(self.rank), encode_json(card).decode())

@@ -55,7 +55,7 @@ class Verdict:
     """Why a point was not passed; `text` is all that a person reads of it.
 
     Attributes:
-        kind: "failed" and "stuck" are final; the latter is of a rank that is stopped or hangs while others are inside a collective.
+        kind: "failed" and "stuck" are final; the latter is of a rank that is stopped or hangs, while others wait or for longer than it may.
     """
 
     kind: Literal["missed", "mismatch", "failed", "stuck"]
@@ -151,10 +151,10 @@ def judge_standstill(evidence: Evidence) -> Verdict | None:
     return Verdict("stuck", text + _stacks(inside, answers))
 
 
-def stopped_inside(stopped: Mapping[int, tuple[str, float]], *, region: str) -> Verdict:
-    """The verdict on ranks that are stopped while others are inside a region: by rank what the system says, and for how many seconds."""
+def judge_stopped(stopped: Mapping[int, tuple[str, float]], *, where: str) -> Verdict:
+    """The verdict on ranks that are stopped while others wait in a region or at a point: what the system says of each, and its seconds."""
     who = ", ".join(f"rank {rank} {text}, for {seconds:.1f} s" for rank, (text, seconds) in sorted(stopped.items()))
-    return Verdict("stuck", f"{who} in region {region!r}, where the others wait for it")
+    return Verdict("stuck", f"{who}, while others wait for it in {where!r}")
 
 
 def _mismatch(evidence: Evidence) -> Verdict:
