@@ -25,6 +25,7 @@ def called(method: str) -> Onlooker:
 def test_a_child_that_is_stopped_for_too_long_is_named_with_what_it_did_last() -> None:
     onlooker = called("train_step")
     onlooker.see(stopped=False, silent=False, cpu_s=1.0, seconds=LOOK_S, work="'train_step' (backward)")
+    onlooker.see(stopped=False, silent=False, cpu_s=1.0, seconds=LOOK_S, work="'load_model'")  # of before, and late
     assert looks(onlooker, 2.0, stopped=True) is None
     assert str(looks(onlooker, LOOK_S, stopped=True)) == (
         "rank 1 is stopped by a signal (SIGSTOP or a debugger), for 2.2 s in 'train_step' (backward)")

@@ -149,5 +149,6 @@ def test_drills_hear_of_every_place_and_work_ends_with_its_block(monkeypatch: py
     progress("outside of any work")
     with work("save") as _, waiting():
         progress("write_checkpoint")
-        assert current().text == "'save' (write_checkpoint)" and current().waits
+        now = current()
+        assert now is not None and now.text == "'save' (write_checkpoint)" and now.waits
     assert seen == ["outside of any work", "write_checkpoint"] and current() is None

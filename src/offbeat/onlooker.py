@@ -54,14 +54,14 @@ class Onlooker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._work = ""
+        self._call = self._work = ""
         self._stopped_s = self._silent_s = 0.0
         self._cpu_s = 0.0
         self._looked_s = time.monotonic()
 
     def begin(self, method: str) -> None:
         """A call begins, which the child does not yet speak of."""
-        self._work = repr(method)
+        self._call = self._work = repr(method)
         self._silent_s = 0.0
 
     def look(self, pid: int, *, beat: tuple[float, str] | None) -> None:
@@ -85,7 +85,7 @@ class Onlooker:
 
         A clock runs on while this process is stopped itself, so no look counts for more than two.
         """
-        self._work = work or self._work
+        self._work = work if work.startswith(self._call) else self._work  # a word may still be of the call before
         seconds = min(seconds, 2 * LOOK_S)
         busy = cpu_s - self._cpu_s >= _BUSY_SHARE * seconds
         self._cpu_s = cpu_s
