@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -154,6 +155,25 @@ def test_a_side_thread_gives_results_and_errors_and_runs_everything_in_one_threa
         side.close()
 
     asyncio.run(main())
+
+
+def test_each_function_of_a_side_thread_runs_within_what_is_around_it() -> None:
+    names: list[str] = []
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        names.append(f"{name} begins")
+        yield
+        names.append(f"{name} ends")
+
+    async def main() -> None:
+        side = SideThread("side", around=around)
+        await side.run("first", lambda: names.append("first"))
+        await side.run("second", lambda: names.append("second"))
+        side.close()
+
+    asyncio.run(main())
+    assert names == ["first begins", "first", "first ends", "second begins", "second", "second ends"]
 
 
 def test_a_stuck_side_thread_does_not_keep_the_process_from_ending() -> None:

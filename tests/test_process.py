@@ -13,11 +13,11 @@ import psutil
 import pytest
 import uvloop
 
-from offbeat.errors import ConfigError, DeadlineError, WorkerError
+from offbeat.errors import ConfigError, DeadlineError, StuckError, WorkerError
 from offbeat.process import Child, ChildSpec
 
 SUPPORT = str(Path(__file__).parent / "support")
-ENV = {"PYTHONPATH": SUPPORT, "MARK": "here"}
+ENV = {"PYTHONPATH": os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH")))), "MARK": "here"}
 
 
 def spec(log: Path | None = None, target: str = "handlers:Echo") -> ChildSpec:
@@ -163,3 +163,39 @@ def test_children_end_when_the_parent_is_killed(busy: str) -> None:
     while psutil.pid_exists(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not psutil.pid_exists(pid)
+
+
+def test_a_child_that_hangs_says_so_itself_and_is_asked_again_when_it_goes_on() -> None:
+    async def body() -> None:
+        child = await Child.start(spec(target="handlers:Watched"), timeout_s=20)
+        with pytest.raises(StuckError, match="^rank 1 hangs in 'hang'$"):
+            await child.call("hang", b"1", timeout_s=20)
+        assert await child.call("echo", b"next", timeout_s=20) == b"next"  # what the first call gave was dropped
+        await child.kill()
+
+    asyncio.run(body())
+
+
+def test_a_child_that_is_stopped_in_a_call_is_named_when_the_patience_ends_and_in_another_not_at_all() -> None:
+    async def body() -> None:
+        child = await Child.start(spec(target="handlers:Watched"), timeout_s=20)
+        started = time.monotonic()
+        with pytest.raises(StuckError, match=(
+                r"^worker 3 is stopped by a signal \(SIGSTOP or a debugger\), for \d\.\d s in 'stop' \(the second half\)$")):
+            await child.call("stop", timeout_s=60, patience_s=1.0)
+        assert 1.0 < time.monotonic() - started < 10
+        os.kill(child.pid, signal.SIGCONT)
+        assert await child.call("echo", b"next", timeout_s=20, patience_s=1.0) == b"next"
+        await child.kill()
+
+    asyncio.run(body())
+
+
+def test_a_child_whose_interpreter_is_held_is_named_when_the_patience_ends() -> None:
+    async def body() -> None:
+        child = await Child.start(spec(target="handlers:Watched"), timeout_s=20)
+        with pytest.raises(StuckError, match=r"^worker 3 hangs in 'hold': for \d\.\d s it has computed nothing, and native code holds"):
+            await child.call("hold", b"20", timeout_s=60, patience_s=0.5)
+        await child.kill()
+
+    asyncio.run(body())

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -60,7 +60,9 @@ class SideThread:
     It lives until `close`: Linux ends children that ask for it with the *thread* that started them.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, around: Callable[[str], AbstractContextManager[None]] = lambda _name: nullcontext()) -> None:
+        """`around(name)` is entered in the thread for each function."""
+        self._around = around
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._working = False
         threading.Thread(target=self._work, name=name, daemon=True).start()
@@ -88,7 +90,8 @@ class SideThread:
 
         def job() -> None:
             try:
-                outcome = future.set_result, function()
+                with self._around(name):
+                    outcome = future.set_result, function()
             except Exception as exc:
                 outcome = future.set_exception, exc
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more

@@ -85,6 +85,10 @@ class PeerError(SyncError, WorkerError):
     """Another rank raised or died; the message names it."""
 
 
+class StuckError(PeerError, DeadlineError):
+    """A rank is stopped, or hangs, while others need it or for longer than it may; the message names it and says where."""
+
+
 class EngineError(RunError):
     """An engine refused or failed a request."""
 

@@ -23,29 +23,40 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
-
-import psutil
+from typing import Protocol, runtime_checkable
 
 from offbeat import errors
 from offbeat.aio import deadline
+from offbeat.onlooker import LOOK_S, Onlooker, is_stopped, log_tail, system_view
 
 _HEADER = struct.Struct("!QQB")  # payload bytes, call id, kind
-_READY, _CALL, _RESULT, _FAILURE, _STACK, _STOP = range(6)
+_READY, _CALL, _RESULT, _FAILURE, _STACK, _STOP, _BEAT = range(7)
 _STACK_TIMEOUT_S = 1.0
-_LOG_TAIL_LINES = 12
 _PR_SET_PDEATHSIG = 1
 
 
 class Handler(Protocol):
-    """What a child serves."""
+    """What a child serves. One that has an attribute `lifeline` gets a `Lifeline` there before its first call."""
 
     def handle(self, method: str, payload: bytes) -> bytes:
         """Answer one call; an exception is sent to the caller."""
+        ...
+
+
+class Lifeline(Protocol):
+    """How a handler reaches its parent from any thread while it answers a call."""
+
+    def beat(self, work: str) -> None:
+        """It is alive, and does this; the last such word is told where the process is stopped."""
+        ...
+
+    def give_up(self, error: Exception) -> None:
+        """Answer the present call, if there is one, with an error; what the call itself gives later is dropped."""
         ...
 
 
@@ -110,30 +121,17 @@ class Failure:
         return cls(parts[0], parts[1], tuple(parts[2:]))
 
 
+@runtime_checkable
+class _Reaching(Protocol):
+    """A handler that wants to reach its parent."""
+
+    lifeline: Lifeline | None
+
+
 def resolve_handler(target: str) -> Handler:
     """Construct the class named "module:Class"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)()
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process, so that only SIGKILL reaches it."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.NoSuchProcess:
-        return False
-
-
-def system_view(pid: int) -> str:
-    """What the operating system knows of a process, in a few words."""
-    try:
-        with (process := psutil.Process(pid)).oneshot():
-            status, times, memory = process.status(), process.cpu_times(), process.memory_info()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return "it is dead"
-    if status == psutil.STATUS_STOPPED:
-        return "it is stopped by a signal (SIGSTOP)"
-    return f"it is {status}, after {times.user + times.system:.1f} s of CPU time, with {memory.rss / 1e6:.0f} MB of memory"
 
 
 def machine_bytes() -> int:
@@ -175,6 +173,9 @@ class Child:
         self._pending: dict[int, asyncio.Future[bytes | Failure]] = {}
         self._ready: asyncio.Future[bytes | Failure] = asyncio.get_running_loop().create_future()
         self._pending[0] = self._ready
+        self._beat: tuple[float, str] | None = None
+        self._onlooker = Onlooker(spec.name)
+        self._looking: asyncio.Task[None] | None = None
         self._reading = asyncio.create_task(self._read(), name=f"read {spec.name}")
 
     @classmethod
@@ -215,18 +216,26 @@ class Child:
     def alive(self) -> bool:
         return not self._reading.done()
 
-    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float) -> bytes:
+    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         """Run `handler.handle(method, payload)` in the child.
+
+        Args:
+            patience_s: for how long the process may be stopped, in this call or before, or hang where it cannot say so itself; None for as
+                long as `timeout_s`.
 
         Raises:
             WorkerError: the handler raised something that is not ours; names the child and the method.
+            StuckError: it was stopped, or hung, for longer than `patience_s`.
             DeathError: the process died; names it, the method and the signal or the exit code.
             DeadlineError: no answer in time; shows the child's stacks. The call goes on in the child.
         """
         if not self.alive:
             raise await self._death(f"before {method}")
         future = self._send(_CALL, method.encode() + b"\0" + payload)
-        return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}")
+        if patience_s is not None:
+            self._onlooker.begin(method)
+            self._looking = self._looking or asyncio.create_task(self._look_on(), name=f"look at {self.name}")
+        return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", patience_s=patience_s)
 
     async def call_each(self, method: str, payloads: Sequence[bytes], *, timeout_s: float) -> AsyncIterator[bytes]:
         """The answers to calls that are all sent at once, in their order.
@@ -278,14 +287,23 @@ class Child:
             self._process.kill()
         await self._process.wait()
         self._writer.close()
+        if self._looking is not None:
+            self._looking.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
-    async def _answer(self, future: "asyncio.Future[bytes | Failure]", doing: str, *, timeout_s: float, what: str) -> bytes:
+    async def _answer(
+        self, future: "asyncio.Future[bytes | Failure]", doing: str, *, timeout_s: float, what: str, patience_s: float | None = None,
+    ) -> bytes:
         try:
             async with deadline(what, timeout_s):
+                while patience_s is not None and not (await asyncio.wait([future], timeout=LOOK_S))[0]:
+                    if stuck := self._onlooker.verdict(patience_s=patience_s):
+                        raise stuck
                 result = await future
         except _GoneError:
             raise await self._death(doing) from None
+        except errors.StuckError:  # says what there is to say
+            raise
         except errors.DeadlineError as exc:
             exc.add_note(await self.stack())
             raise
@@ -310,6 +328,9 @@ class Child:
             while True:
                 size, call_id, kind = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
                 payload = await self._reader.readexactly(size)
+                if kind == _BEAT:
+                    self._beat = time.monotonic(), payload.decode()
+                    continue
                 future = self._pending.pop(call_id)
                 if not future.done():  # else its caller has given up
                     future.set_result(Failure.unpack(payload) if kind == _FAILURE else payload)
@@ -319,6 +340,11 @@ class Child:
                 if not future.done():
                     future.set_exception(_GoneError())
                     future.exception()  # may have no waiter any more
+
+    async def _look_on(self) -> None:
+        while self.alive:
+            self._onlooker.look(self.pid, beat=self._beat)
+            await asyncio.sleep(LOOK_S)
 
     async def _death(self, doing: str) -> errors.DeathError:
         code = await self._process.wait()
@@ -333,13 +359,6 @@ class _GoneError(Exception):
     """The process ended before it answered."""
 
 
-def log_tail(log: Path | None) -> str:
-    """The last lines of a log, or an empty string."""
-    if log is None or not log.exists():
-        return ""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
-
-
 class _Server:
     """The child's end."""
 
@@ -348,6 +367,8 @@ class _Server:
         self._connection = connection
         self._calls: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._writing = threading.Lock()
+        self._answering = threading.Lock()
+        self._call_id = 0
 
     def run(self, target: str) -> None:
         threading.Thread(target=self._read, name="lifeline", daemon=True).start()
@@ -356,14 +377,32 @@ class _Server:
         except Exception as exc:
             self._reply(0, self._failure(exc))
             raise
+        if isinstance(handler, _Reaching):
+            handler.lifeline = self
         self._frame(_READY, 0, b"")
         while (call := self._calls.get()) is not None:
             call_id, payload = call
+            self._call_id = call_id
             method, _, argument = payload.partition(b"\0")
             try:
                 result = handler.handle(method.decode(), argument)
             except Exception as exc:
                 result = self._failure(exc)
+            self._end_call(result)
+
+    def beat(self, work: str) -> None:
+        """See `Lifeline.beat`."""
+        self._frame(_BEAT, 0, work.encode())
+
+    def give_up(self, error: Exception) -> None:
+        """See `Lifeline.give_up`."""
+        self._end_call(self._failure(error))
+
+    def _end_call(self, result: bytes | Failure) -> None:
+        """Answer the present call, unless that has been done."""
+        with self._answering:
+            call_id, self._call_id = self._call_id, 0
+        if call_id:
             self._reply(call_id, result)
 
     def _failure(self, exc: Exception) -> Failure:

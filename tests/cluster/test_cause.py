@@ -5,15 +5,18 @@ import itertools
 import pytest
 
 from offbeat.cluster.cause import Cause, cause_of, consequences, root_cause
-from offbeat.errors import DeadlineError, DeathError, ModelError, PeerError, RunError, SyncMismatch, SyncTimeout, WorkerError
+from offbeat.errors import DeadlineError, DeathError, ModelError, PeerError, RunError, StuckError, SyncMismatch, SyncTimeout, WorkerError
 
 BY_CAUSE = {
     Cause.RAISED: [WorkerError("rank 1 failed in save: ValueError: x"), ModelError("no weights"), RunError("x")],
     Cause.DIED: [DeathError("rank 1 (process 7) was killed by SIGKILL in save")],
-    Cause.MISSED: [SyncTimeout("rank 1 did not come"), SyncMismatch("rank 1 came to 'a', rank 0 to 'b'")],
+    Cause.MISSED: [
+        SyncTimeout("rank 1 did not come"), SyncMismatch("rank 1 came to 'a', rank 0 to 'b'"), StuckError("rank 1 is stopped")],
     Cause.LOST_PEER: [
         PeerError("rank 1 died"),
         WorkerError("rank 0 failed in join: DistNetworkError: Connection was likely closed"),
+        WorkerError("rank 0 failed in train_step: RuntimeError: Operation timed out!"),
+        WorkerError("rank 0 failed in train_step: RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out"),
         WorkerError("rank 0 failed in save: RuntimeError: [/pytorch/third_party/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
     ],
     Cause.LATE: [DeadlineError("save on rank 0 passed its deadline")],

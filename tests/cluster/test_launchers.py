@@ -14,12 +14,12 @@ import pytest
 from offbeat.cluster.group import Launcher, Nothing, Worker, WorkerSpec, ask_all
 from offbeat.cluster.local import LocalLauncher
 from offbeat.cluster.ray import RayLauncher
-from offbeat.errors import ConfigError, DeadlineError, DeathError, SyncTimeout, WorkerError
+from offbeat.errors import ConfigError, DeadlineError, DeathError, PeerError, StuckError, SyncTimeout, WorkerError
 from support.services import Order
 from waiting import until
 
 LAUNCHERS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
-SUPPORT = str(Path(__file__).parents[1] / "support")
+SUPPORT = os.pathsep.join(filter(None, (str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH"))))
 
 
 def make(kind: str) -> Launcher:
@@ -94,10 +94,12 @@ def test_a_launcher_keeps_the_contract(kind: str, tmp_path: Path) -> None:
     check(kind, tmp_path, body)
 
 
-async def act(workers: list[Worker], *orders: Order, timeout_s: float = 20) -> tuple[Exception, list[str]]:
+async def act(
+    workers: list[Worker], *orders: Order, timeout_s: float = 20, patience_s: float | None = None,
+) -> tuple[Exception, list[str]]:
     """What all workers' failing came to, and its notes of one line."""
     with pytest.raises(Exception) as caught:
-        await ask_all(workers, "act", orders, Nothing, timeout_s=timeout_s)
+        await ask_all(workers, "act", orders, Nothing, timeout_s=timeout_s, patience_s=patience_s)
     return caught.value, [note for note in getattr(caught.value, "__notes__", []) if "\n" not in note]
 
 
@@ -118,14 +120,27 @@ def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_
         assert isinstance(error, SyncTimeout) and str(error).startswith("rank 1 did not come to 'save'")
         assert notes == ["rank 1: had not answered act"]
 
+        # Whose collective breaks is a victim of who is elsewhere.
+        error, notes = await act(workers[:2], Order("break", 0.1), Order("nothing", 3.0))
+        assert isinstance(error, PeerError)
+        assert str(error) == (
+            "rank 1 did not get on in act, so that a collective of the others broke"
+            " (rank 0 failed in act: RuntimeError: [gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 40000ms)")
+        assert any("time.sleep(order.after_s)" in note for note in error.__notes__)
+
         # A missed deadline of the caller's shows what every worker was doing.
         orders = Order("sleep"), Order("stop", 1.5), Order("hold the interpreter"), Order("nothing")
-        error, _ = await act(workers, *orders, timeout_s=3.5)
+        error, _ = await act(workers, *orders, timeout_s=4.5)
         assert isinstance(error, DeadlineError)
         told = "\n".join(error.__notes__)
         assert re.search(r"stack of rank 0:\n(.*\n)*.*time.sleep\(60\)", told)
         assert re.search(r"rank 1 \(process \d+\) does not answer: it is stopped by a signal \(SIGSTOP\)", told)
         assert re.search(r"rank 2 \(process \d+\) does not answer: native code holds its interpreter lock; it is sleeping, after", told)
+
+        started_s = time.monotonic()
+        error, notes = await act(workers[1:2], Order("nothing"), timeout_s=60, patience_s=1.0)
+        assert isinstance(error, StuckError) and time.monotonic() - started_s < 30
+        assert re.fullmatch(r"rank 1 is stopped by a signal \(SIGSTOP or a debugger\), for \d\.\d s in 'act'", str(error))
 
         error, notes = await act(workers[3:], Order("die"))
         assert re.fullmatch(r"rank 3 \(process \d+\) was killed by SIGKILL in act", str(error)) and not notes

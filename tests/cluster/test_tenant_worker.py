@@ -45,6 +45,7 @@ def rank(model_dir: str, tmp_path: Path) -> Iterator[TenantWorker]:
     store = call(worker, "host_store", StoreAddress("127.0.0.1", 0), StoreAddress)
     config = small_config(tmp_path, model_dir, model__lora__rank="4").model_dump_json()
     call(worker, "join", JoinRequest(0, 1, store, config, model_dir), Nothing)
+    call(worker, "load_model", Nothing(), Nothing)
     yield worker
     leave()
 

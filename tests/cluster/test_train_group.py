@@ -11,7 +11,7 @@ from offbeat.cluster.local import LocalLauncher
 from offbeat.cluster.messages import Objective
 from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
-from offbeat.errors import StorageError, WorkerError
+from offbeat.errors import StorageError, StuckError, SyncTimeout, WorkerError
 from offbeat.model.hf_io import read_safetensors
 from small_run import small_config
 from train_samples import make_batch
@@ -85,3 +85,35 @@ def test_a_rank_that_fails_is_named_and_its_peers_hear_of_it_at_once(
     assert time.monotonic() - started < 40
     if point == "save_recover":
         assert caught.value.__notes__[-1].startswith("rank 0: sync point 'save_recover' cannot be passed: rank 1 failed")
+
+
+@pytest.mark.parametrize(("rank", "fault", "text"), [
+    (1, "point=backward,kind=hang", r"^rank 1 hangs in 'train_step' \(backward\): for \d\.\d s it .* in strike: time\.sleep"),
+    (0, "point=forward,kind=stop", r"rank 0 is stopped by a signal \(SIGSTOP or a debugger\)"),
+    (0, "point=write_weights,kind=hang", r"^rank 0 hangs in 'publish' \(write_weights\): for \d\.\d s it "),
+])
+def test_a_rank_that_hangs_or_is_stopped_inside_a_region_is_named_and_no_victim(
+    rank: int, fault: str, text: str, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others sit in a collective of torch's meanwhile, or have answered."""
+    seconds = 0.0
+
+    async def main() -> None:
+        nonlocal seconds
+        async with LocalLauncher(stop_timeout_s=5) as launcher:
+            group = await TrainGroup.start(
+                launcher, config, model=model_dir, build=None, log_dir=tmp_path, on_span=lambda *span: None)
+            started = time.monotonic()
+            try:
+                await group.train_step(make_batch(5, 3))
+                await group.publish(1, tmp_path / "v1", canary=(3, 4))
+            finally:
+                seconds = time.monotonic() - started
+
+    config = config_of(tmp_path, model_dir, train__num_ranks="2", dist__sync_timeout_s="3")
+    monkeypatch.setenv("OFFBEAT_FAULT", f"rank={rank},{fault}")
+    # Rank 0 hosts the store: stopped soon enough, it keeps the other at the point before the region.
+    with pytest.raises((StuckError, SyncTimeout), match=text) as caught:
+        asyncio.run(main())
+    assert f"rank {1 - rank} " not in str(caught.value).partition("\n")[0]
+    assert seconds < 30

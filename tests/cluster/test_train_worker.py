@@ -36,6 +36,7 @@ def rank(model_dir: str, tmp_path: Path) -> Iterator[TrainWorker]:
     store = call(worker, "host_store", StoreAddress("127.0.0.1", 0), StoreAddress)
     config = small_config(tmp_path, model_dir).model_dump_json()
     call(worker, "join", JoinRequest(0, 1, store, config, model_dir), Nothing)
+    call(worker, "load_model", Nothing(), Nothing)
     yield worker
     leave()
 

@@ -9,6 +9,7 @@ import pytest
 
 from offbeat.dist.faults import Fault, Saboteur, parse
 from offbeat.errors import ConfigError
+from offbeat.pulse import progress
 from waiting import wait_until
 
 
@@ -41,6 +42,17 @@ def test_the_nth_arrival_is_struck_once():
     assert [saboteur.strike("save") for _ in range(3)] == ["save", "save (injected)", "save"]
 
 
+def test_a_fault_strikes_at_places_too_once_it_is_armed(monkeypatch):
+    monkeypatch.setattr("offbeat.pulse._strikes", [])
+    _saboteur("").arm()
+    progress("backward")
+    _saboteur("rank=1,point=backward,kind=exception,nth=2").arm()
+    progress("backward")
+    progress("forward")
+    with pytest.raises(RuntimeError, match="^injected at 'backward'$"):
+        progress("backward")
+
+
 def test_an_exception_is_raised():
     with pytest.raises(RuntimeError, match="^injected at 'save'$"):
         _saboteur("rank=1,point=save,kind=exception").strike("save")
@@ -56,7 +68,7 @@ def test_a_process_is_killed():
         assert process.wait(timeout=30) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("kind", "state"), [("stop", "T"), ("slow", "S")])
+@pytest.mark.parametrize(("kind", "state"), [("stop", "T"), ("slow", "S"), ("hang", "S")])
 def test_a_process_stops_or_sleeps(kind, state):
     with _strike_elsewhere(kind) as process:
         wait_until(lambda: _state(process.pid) == state, timeout_s=30)

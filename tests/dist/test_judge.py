@@ -6,7 +6,8 @@ import time
 import pytest
 
 from meeting import meeting, together
-from offbeat.errors import PeerError, SyncMismatch, SyncTimeout
+from offbeat.errors import PeerError, StuckError, SyncMismatch, SyncTimeout
+from offbeat.pulse import Vigil, waiting, work
 from waiting import wait_until
 
 
@@ -207,3 +208,36 @@ def test_a_rank_that_has_left_cannot_come():
         syncs[1].close()
         with pytest.raises(PeerError, match="'save' cannot be passed: this rank has left"):
             syncs[1].arrive("save")
+
+
+def test_a_rank_that_hangs_is_told_to_all_also_to_those_that_wait_nowhere():
+    heard = []
+    with meeting(3) as (syncs, _):
+        syncs[2]._on_stuck = heard.append
+        syncs[1].hang("rank 1 hangs in 'train_step'")
+        errors = together(syncs[:2], lambda sync: sync.arrive("save", timeout_s=5))
+        assert {(type(error), str(error)) for error in errors} == {(StuckError, "rank 1 hangs in 'train_step'")}
+        wait_until(lambda: heard, timeout_s=5)
+        assert str(heard[0]) == "rank 1 hangs in 'train_step'"
+        with pytest.raises(StuckError, match="^rank 1 hangs in 'train_step'$"):
+            syncs[2].check()
+
+
+def test_ranks_that_wait_for_one_that_has_left_the_region_are_told_where():
+    def step(sync):
+        sync.arrive("start", timeout_s=5)
+        with sync.region("step", timeout_s=5):
+            if sync.rank == 1:
+                with work("train_step"), waiting():
+                    wait_until(lambda: sync._board.failure, timeout_s=20)
+        sync.check()
+
+    with meeting(2, sync_timeout_s=0.5) as (syncs, _):
+        vigil = Vigil(patience_s=0.5, on_hang=lambda hang: pytest.fail(str(hang)))
+        try:
+            errors = together(syncs, step)
+        finally:
+            vigil.close()
+        assert isinstance(errors[1], StuckError)
+        assert str(errors[1]).startswith("rank 1 waits in a collective of region 'step' and has not got on for ")
+        assert " s: rank 0 has left it\n  rank 1, innermost call last:\n" in str(errors[1])

@@ -1,5 +1,6 @@
 """Ranks meet through a store; the ones that do not come are named."""
 
+import queue
 import socket
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from offbeat.config.dist import DistConfig
 from offbeat.dist.mesh import MeshShape, ProcessGroups, connect_store, host_store, join, leave
-from offbeat.errors import ConfigError, DeadlineError, PortBusyError, SyncTimeout
+from offbeat.errors import ConfigError, DeadlineError, PortBusyError, StuckError, SyncTimeout
+from offbeat.pulse import progress, work
 from ranks import run_ranks
 
 
@@ -41,6 +43,27 @@ def test_a_single_rank_joins_and_leaves_twice():
         assert torch.distributed.get_backend(groups.cpu_group) == "gloo"
         leave()
     leave()
+
+
+def test_a_single_rank_that_hangs_is_told_to_whoever_waits_for_it():
+    stuck, beats = queue.SimpleQueue(), []
+    groups = join(
+        rank=0, world=1, store=host_store(5), config=DistConfig(sync_timeout_s=0.5), on_stuck=stuck.put, on_beat=beats.append)
+    try:
+        with work("save"):
+            progress("write_checkpoint")
+            text = str(_take_while_asleep(stuck))
+        assert text.startswith("rank 0 hangs in 'save' (write_checkpoint): for ")
+        assert "in _take_while_asleep: return stuck.get(timeout=20)" in text
+        assert set(beats) == {"'save' (write_checkpoint)"}
+        with pytest.raises(StuckError, match="^rank 0 hangs in 'save'"):
+            groups.sync.check()
+    finally:
+        leave()
+
+
+def _take_while_asleep(stuck):
+    return stuck.get(timeout=20)
 
 
 def test_ranks_that_do_not_join_are_named():

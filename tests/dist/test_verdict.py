@@ -6,8 +6,8 @@ import pytest
 
 from offbeat.data.wire import decode_json, encode_json
 from offbeat.dist.peers import ProcessState
-from offbeat.dist.verdict import Evidence, Status, Verdict, judge, judge_broken
-from offbeat.errors import PeerError, SyncMismatch, SyncTimeout
+from offbeat.dist.verdict import Evidence, Status, Verdict, judge, judge_broken, judge_standstill, judge_stopped
+from offbeat.errors import PeerError, StuckError, SyncMismatch, SyncTimeout
 
 
 def _status(rank, **fields):
@@ -37,7 +37,7 @@ def test_what_crosses_the_store_comes_back_as_it_was():
 
 
 @pytest.mark.parametrize(("kind", "error", "text"), [
-    ("missed", SyncTimeout, "why"), ("mismatch", SyncMismatch, "why"), ("failed", PeerError, "sync point 'save' cannot be passed: why")])
+    ("missed", SyncTimeout, "why"), ("mismatch", SyncMismatch, "why"), ("stuck", StuckError, "why"), ("failed", PeerError, "sync point 'save' cannot be passed: why")])
 def test_each_kind_is_an_error_of_its_own(kind, error, text):
     raised = Verdict(kind, "why").to_error("save")
     assert type(raised) is error
@@ -108,3 +108,41 @@ def test_a_broken_collective_without_a_suspect_has_no_verdict():
     everybody = [_busy(rank, inside=5) for rank in range(3)]
     assert judge_broken(_evidence(*everybody), reason="late") is None
     assert judge_broken(_evidence(*[_busy(rank) for rank in range(3)]), reason="late") is None
+
+
+def test_a_broken_collective_blames_who_stands_still_before_who_computes_and_nobody_who_waits():
+    victim, slow = _busy(0, inside=5, still_s=9.0, waits=True), _busy(1, inside=5)
+    hanging = _busy(2, inside=5, still_s=9.0)
+    assert "): rank 2 is slow, for 7.2 s in phase 'load'\n" in judge_broken(_evidence(victim, slow, hanging), reason="late").text
+    assert "): rank 1 is slow, for 7.2 s in phase 'load'\n" in judge_broken(_evidence(victim, slow, _status(2)), reason="late").text
+    assert judge_broken(_evidence(victim, _status(1), _status(2)), reason="late") is None
+
+
+def _waiting(rank, **fields):
+    return _busy(rank, **{"inside": 5, "still_s": 2.5, "waits": True, **fields})
+
+
+def test_a_collective_that_another_rank_never_joins_is_told_with_where_it_is_waited_for():
+    verdict = judge_standstill(_evidence(_waiting(0), _waiting(1, still_s=3.0), _busy(2)))
+    assert verdict.kind == "stuck"
+    assert verdict.text.startswith(
+        "ranks 0, 1 wait in a collective of region 'save' and have not got on for 2.5 s: rank 2 has left it\n  rank 0, innermost call last:\n")
+    everybody = judge_standstill(_evidence(*[_waiting(rank) for rank in range(3)]))
+    assert "and have not got on for 2.5 s: they are not all in the same one\n" in everybody.text
+    assert everybody.text.count("innermost call last") == 3
+
+
+@pytest.mark.parametrize("third", [
+    _waiting(2, still_s=1.0),  # it still gets on
+    _waiting(2, waits=False),  # it computes, or hangs, which it says itself
+    None,
+])
+def test_while_somebody_may_get_on_there_is_no_standstill(third):
+    assert judge_standstill(_evidence(_waiting(0), _waiting(1), *([third] if third else []))) is None
+
+
+def test_who_is_stopped_is_no_standstill_but_named_with_its_time():
+    stopped = ProcessState(2, "stopped", "is stopped by a signal")
+    assert judge_standstill(_evidence(*[_waiting(rank) for rank in range(3)], states={2: stopped})) is None
+    assert judge_stopped({2: (stopped.text, 5.25)}, where="train_step") == Verdict(
+        "stuck", "rank 2 is stopped by a signal, for 5.2 s, while others wait for it in 'train_step'")

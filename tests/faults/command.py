@@ -84,6 +84,10 @@ class Command:
         reader.join(timeout=1)
         self._read_logs()
 
+    def processes(self) -> list[psutil.Process]:
+        """All of its processes that are alive; from any thread."""
+        return [each for each in self._marked() if _is_alive(each)]
+
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
             self.stderr.add(line, self._patterns)

@@ -130,8 +130,8 @@ class Chain:
         stderr, survivor = command.stderr, command.logs[self._log(drill.survivor)]
         struck = _STRUCK.search((stderr if drill.mode == "spmd" else command.logs[self._log(drill.rank)]).text)
         said = survivor.found_s("survivor"), stderr.found_s("survivor" if drill.mode == "spmd" else "note")
-        named = [at for at in said if at]
         told = stderr.found_s("first")
+        named = [at for at in (*said, told if drill.point.inside else None) if at]  # who waits inside may have nothing to say
         last_words = self._last_words(stderr.text)
         wanted = patterns(drill)["command"]
         named_s, told_s = (round(at - float(struck[1]), 2) if struck and at else None for at in (min(named, default=None), told))
@@ -171,11 +171,16 @@ def patterns(drill: Drill) -> dict[str, re.Pattern[str]]:
     """
     rank, point = f"rank {drill.rank}", re.escape(repr(drill.point.name))
     killed = "was killed by SIGKILL"
+    if drill.point.inside:
+        named = {"stop": rf"{rank} is stopped", "hang": rf"{rank} (hangs in .*\({drill.point.name}\)|is slow)"}[drill.kind]
+        return {
+            "survivor": re.compile(named), "command": re.compile(named), "first": re.compile(rf"^offbeat: .*{named}", re.MULTILINE),
+            "note": re.compile(rf"^  rank {drill.survivor}: .*?({named})", re.MULTILINE)}
     # Its parent may collect a dead process before the survivor looks how it ended.
     survivor = command = {
         "exception": rf"{rank} failed\b.*injected at {point}",
-        "slow": rf"sync point {point} timed out.*{rank} is slow",
-        "stop": rf"sync point {point} timed out.*{rank} is stopped",
+        "slow": rf"sync point {point} timed out.*{rank} is slow|{rank} hangs in",  # the deadline of the point, or the rank's own
+        "stop": rf"sync point {point} timed out.*{rank} is stopped|{rank} is stopped by",
         "kill": _dead(rank, point, f"({killed}|is gone)"),
         "mismatch": rf"{rank} came to '{drill.point.name} \(injected\)'",
     }[drill.kind]

@@ -1,4 +1,5 @@
-"""Every named sync point of a run, where it comes and how long ranks wait there; a test compares the names with the source.
+"""Every named sync point of a run, and every place inside the regions, where it comes and how long ranks wait there; a test compares the
+names with the source.
 
 A drill resumes a run for two steps. Its fault strikes in the second of them where the point comes in every step, so that one step has
 been trained and saved before.
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 
 MODES = ("spmd", "local", "ray")
 KINDS = ("exception", "slow", "stop", "kill", "mismatch")
+INSIDE_KINDS = ("stop", "hang")
 SYNC_TIMEOUT_S, ANSWER_TIMEOUT_S, JOIN_TIMEOUT_S, WRITE_TIMEOUT_S = 2.0, 1.0, 5.0, 3.0
 HEADS = {"rollout.single_rank_load": "false", "rollout.balance_batch": "false"}
 
@@ -21,6 +23,8 @@ class Point:
         nth: the arrival at which the fault strikes; weights are also published, and users asked to stop, before the first step.
         everywhere: all modes have it; else SPMD mode alone.
         rank_0: rank 0 misbehaves there too, who hosts the store in single-controller mode and leads in SPMD mode.
+        rank: that misbehaves there.
+        inside: it is a place inside a region or a call, where ranks wait for each other in collectives, or not at all.
         heads: only where every rank draws its own data.
         timeout_s: seconds that ranks wait there.
         busy_s: seconds for which the survivor may have work of its own before it comes there and its wait begins.
@@ -31,6 +35,8 @@ class Point:
     nth: int = 2
     everywhere: bool = False
     rank_0: bool = False
+    rank: int = 1
+    inside: bool = False
     heads: bool = False
     timeout_s: float = SYNC_TIMEOUT_S
     busy_s: float = 0.0
@@ -68,6 +74,22 @@ POINTS = (
     Point("leave", 1),
 )
 
+# Inside: where the work of a step, a publish, a checkpoint and an export is done. Only rank 0 writes weights, while the others wait for it
+# at a point of SPMD mode, or have answered the controller.
+PLACES = (
+    Point("load_model", 1, everywhere=True, inside=True),
+    Point("read_checkpoint", 1, everywhere=True, inside=True),
+    Point("forward", everywhere=True, inside=True),
+    Point("backward", everywhere=True, inside=True),
+    Point("optimizer", everywhere=True, inside=True),
+    Point("copy_weights", 1, everywhere=True, inside=True),
+    Point("write_weights", 1, everywhere=True, inside=True, rank=0, timeout_s=WRITE_TIMEOUT_S),
+    Point("offer_weights", 1, everywhere=True, inside=True, settings={"weights.channel": "collective"}),
+    Point("write_checkpoint", everywhere=True, inside=True),
+)
+OTHER_PLACES = ("write_adapter",)
+"""As `write_weights`, in runs that train an adapter."""
+
 # Only ranks of tenants come to these, which `offbeat train` never starts, so they are no rows of the table; a failure there is drilled in
 # tests/cluster/test_tenant_group.py.
 TENANT_POINTS = ("load_adapter", "optim_step", "optim_step_gradients", "restore_adapter")
@@ -93,7 +115,7 @@ class Drill:
         """
         if self.kind in ("exception", "kill"):
             return 0.0
-        return self.point.busy_s + (self.point.timeout_s if self.kind in ("slow", "stop") else 0.0)
+        return self.point.busy_s + (self.point.timeout_s if self.kind in ("slow", "stop", "hang") else 0.0)
 
     @property
     def key(self) -> str:
@@ -103,5 +125,5 @@ class Drill:
 def all_drills() -> list[Drill]:
     """The table's rows."""
     return [
-        Drill(mode, rank, point, kind) for mode in MODES for point in POINTS if mode == "spmd" or point.everywhere
-        for rank in ((1, 0) if point.rank_0 else (1,)) for kind in KINDS]
+        Drill(mode, rank, point, kind) for mode in MODES for point in (*POINTS, *PLACES) if mode == "spmd" or point.everywhere
+        for rank in ((point.rank, 0) if point.rank_0 else (point.rank,)) for kind in (INSIDE_KINDS if point.inside else KINDS)]

@@ -9,11 +9,12 @@ _MAX_NAMED = 220
 _HEAD = f"""\
 # Faults
 
-What a run does when one of its ranks misbehaves, at every named sync point, in every mode. `make faults` measures it and writes this file
-from `build/faults.jsonl`; it takes about an hour on two cores, and goes on where it was interrupted.
+What a run does when one of its ranks misbehaves, at every named sync point and at every place inside the regions, in every mode.
+`make faults` measures it and writes this file from `build/faults.jsonl`; it takes about an hour and a half on two cores, and goes on where
+it was interrupted.
 
 Each row is a real `offbeat train` of a tiny model on two ranks, with one engine and a reward process; `spmd` is under `torchrun`, `local`
-and `ray` under a controller. `OFFBEAT_FAULT` lets one rank misbehave at one point:
+and `ray` under a controller. `OFFBEAT_FAULT` lets one rank misbehave at one point or place:
 
 | fault | what the rank does |
 |---|---|
@@ -22,6 +23,12 @@ and `ray` under a controller. `OFFBEAT_FAULT` lets one rank misbehave at one poi
 | stop | sends itself SIGSTOP |
 | kill | sends itself SIGKILL |
 | mismatch | comes under another name |
+| hang | sleeps for an hour, at a place inside a region or a call |
+
+Places are where a rank does its work once all have come: the forward and the backward pass and the optimizer's step, copying, writing and
+offering weights, writing and reading checkpoints, loading the model. The other rank sits in a collective of torch's then, or has nothing to
+do. It is the rank that is stopped or hangs that must be named, after `dist.sync_timeout_s`, and never the other one; `python
+tests/faults/random_stops.py` does the same at random moments.
 
 A row passes when
 

@@ -16,7 +16,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from faults.drill import Chain, Outcome
-from faults.points import KINDS, MODES, POINTS, Drill, all_drills
+from faults.points import INSIDE_KINDS, KINDS, MODES, PLACES, POINTS, Drill, all_drills
 from faults.report import render
 from faults.sections import DOCUMENT, write_rest
 from small_run import build_small_model
@@ -47,8 +47,9 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--points", nargs="+", choices=[point.name for point in POINTS], default=[point.name for point in POINTS])
+    kinds, points = sorted({*KINDS, *INSIDE_KINDS}), [point.name for point in (*POINTS, *PLACES)]
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--points", nargs="+", choices=points, default=points)
     parser.add_argument("--ranks", nargs="+", type=int, choices=[0, 1], default=[0, 1], help="which rank misbehaves")
     parser.add_argument("--again", action="store_true", help="do rows that passed before once more")
     parser.add_argument("--write-only", action="store_true", help="write the table from the results there are")

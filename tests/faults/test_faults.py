@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from faults.drill import Chain
-from faults.points import POINTS, TENANT_POINTS, Drill
+from faults.points import OTHER_PLACES, PLACES, POINTS, TENANT_POINTS, Drill
 from small_run import SmallRun
 
 SOURCE = Path(__file__).parents[2] / "src" / "offbeat"
 METHODS = {"arrive", "barrier", "sum_scalars", "max_scalars", "gather", "broadcast", "scatter", "region", "lead", "meet", "_on_all"}
-BY_NAME = {point.name: point for point in POINTS}
+BY_NAME = {point.name: point for point in (*POINTS, *PLACES)}
 
 
 def test_every_sync_point_of_the_source_is_drilled() -> None:
@@ -28,13 +28,19 @@ def test_every_sync_point_of_the_source_is_drilled() -> None:
     assert names == {point.name for point in POINTS} | set(TENANT_POINTS)
 
 
+def test_every_place_inside_of_the_source_is_drilled() -> None:
+    calls = [node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    names = [_text(call.args[0]) for call in calls if isinstance(call.func, ast.Name) and call.func.id == "progress"]
+    assert set().union(*names) == {place.name for place in PLACES} | set(OTHER_PLACES)
+
+
 def _text(node: ast.expr) -> set[str]:
     return {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
 
 
 @pytest.mark.parametrize(("mode", "drills"), [
-    ("spmd", [(1, "train_step", "kill"), (1, "evaluate", "stop")]),
-    ("local", [(1, "save_recover", "slow"), (1, "publish", "mismatch"), (0, "train_step", "kill")]),
+    ("spmd", [(1, "train_step", "kill"), (1, "backward", "hang"), (1, "evaluate", "stop")]),
+    ("local", [(1, "save_recover", "slow"), (1, "publish", "mismatch"), (0, "backward", "stop"), (0, "train_step", "kill")]),
     pytest.param("ray", [(1, "train_step", "exception")], marks=pytest.mark.ray),
 ])
 def test_a_rank_that_misbehaves_is_named_and_the_run_resumes(

@@ -2,9 +2,12 @@
 
 import ctypes
 import os
+import signal
+import threading
 import time
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, StuckError
+from offbeat.process import Lifeline
 
 
 class Echo:
@@ -30,6 +33,26 @@ class Echo:
             case "ours":
                 raise ConfigError("x must be 1, got 2")
         raise KeyError(method)
+
+
+class Watched(Echo):
+    """Reaches its parent while it answers."""
+
+    lifeline: Lifeline | None = None
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        assert self.lifeline is not None, "it was given before the first call"
+        match method:
+            case "stop":
+                self.lifeline.beat("'stop' (the second half)")
+                time.sleep(0.5)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            case "hang":
+                threading.Timer(0.2, self.lifeline.give_up, [StuckError("rank 1 hangs in 'hang'")]).start()
+                time.sleep(float(payload))
+            case "hold":
+                self.lifeline.beat("'hold'")
+        return super().handle("echo" if method in ("stop", "hang") else method, payload)
 
 
 class Broken:

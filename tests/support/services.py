@@ -30,6 +30,8 @@ class Actor(Service):
                 raise PeerError("rank 1 failed at 'save'")
             case "raise verdict":
                 raise SyncTimeout("rank 1 did not come to 'save' within 5 s\n  its stack")
+            case "break":
+                raise RuntimeError("[gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 40000ms")
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from offbeat.checkpoint.metadata import SafePlanner, SafeReader
 from offbeat.dist.mesh import ProcessGroups
 from offbeat.errors import RunError, StorageError
+from offbeat.pulse import progress
 
 
 def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, step: int, groups: ProcessGroups) -> None:
@@ -33,6 +34,7 @@ def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, step: int, gro
         shutil.rmtree(part, ignore_errors=True)
     failure = None
     with groups.sync.region("save_recover"):
+        progress("write_checkpoint")
         try:
             dcp.save(_state(model, optimizer, step), storage_writer=dcp.FileSystemWriter(part), process_group=groups.cpu_group)
         except CheckpointException as exc:  # Raised on every rank when it is on one, so no rank failed alone.
@@ -59,6 +61,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: Proces
     state = _state(model, optimizer, 0)
     failure = None
     with groups.sync.region("load_recover_read"):
+        progress("read_checkpoint")
         try:
             dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), process_group=groups.cpu_group)
         except CheckpointException as exc:

@@ -8,9 +8,11 @@ import re
 from collections.abc import Mapping
 from enum import IntEnum
 
-from offbeat.errors import DeadlineError, DeathError, PeerError, SyncError
+from offbeat.errors import DeadlineError, DeathError, PeerError, StuckError, SyncError
 
-_TORCH_LOST_PEER = re.compile(r"gloo/transport|\b(DistNetworkError|DistStoreError)\b")
+_TORCH_LOST_PEER = re.compile(
+    r"gloo/transport|\b(DistNetworkError|DistStoreError|DistBackendError)\b|\bRuntimeError: .*(\bgloo\b|\bnccl\b|Operation timed out)",
+    re.IGNORECASE)
 _MAX_LINE = 300
 
 
@@ -19,7 +21,7 @@ class Cause(IntEnum):
 
     RAISED = 0
     DIED = 1
-    MISSED = 2  # a verdict on a sync point, the same on every rank
+    MISSED = 2  # a verdict on a sync point, or on a rank that is stuck, the same on every rank
     LOST_PEER = 3
     LATE = 4  # no more than that a wait took too long
 
@@ -31,6 +33,8 @@ class Cause(IntEnum):
 
 def cause_of(error: Exception) -> Cause:
     """Tell from an error's class; what torch says of a lost peer has none of its own."""
+    if isinstance(error, StuckError):
+        return Cause.MISSED
     if isinstance(error, PeerError) or _TORCH_LOST_PEER.search(str(error)):
         return Cause.LOST_PEER
     if isinstance(error, SyncError):

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 
 from offbeat.cluster.cause import Cause, cause_of, consequences, root_cause
 from offbeat.data import wire
+from offbeat.errors import PeerError, first_line
 
 T = TypeVar("T")
 FAILED_STOP_S = 0.5
@@ -88,7 +89,7 @@ class Worker(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float) -> bytes:
+    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         """See `offbeat.process.Child.call`."""
         ...
 
@@ -118,20 +119,25 @@ class Launcher(Protocol):
         ...
 
 
-async def ask(worker: Worker, method: str, request: Any, reply: type[T], *, timeout_s: float) -> T:
+async def ask(worker: Worker, method: str, request: Any, reply: type[T], *, timeout_s: float, patience_s: float | None = None) -> T:
     """Call `method` with a frozen dataclass and decode its answer as `reply`."""
-    return wire.decode(reply, await worker.call(method, wire.encode(request), timeout_s=timeout_s))
+    return wire.decode(reply, await worker.call(method, wire.encode(request), timeout_s=timeout_s, patience_s=patience_s))
 
 
-async def ask_all(workers: Sequence[Worker], method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:
+async def ask_all(
+    workers: Sequence[Worker], method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float, patience_s: float | None = None,
+) -> list[T]:
     """`ask` each worker its request, all at once.
+
+    Args:
+        patience_s: for how long a worker may be stopped, or hang.
 
     Raises:
         OffbeatError: the root cause where some fail, as raised by its worker; the others' errors are notes of one line. Where all that
             is known is a missed deadline, notes show what every worker was doing.
     """
     tasks = {
-        worker.name: asyncio.create_task(ask(worker, method, request, reply, timeout_s=timeout_s))
+        worker.name: asyncio.create_task(ask(worker, method, request, reply, timeout_s=timeout_s, patience_s=patience_s))
         for worker, request in zip(workers, requests, strict=True)}
     failures: dict[str, Exception] = {}  # in the order in which they come
     for name, task in tasks.items():
@@ -161,6 +167,11 @@ async def _explained(failures: Mapping[str, Exception], method: str, unanswered:
     root = root_cause(failures)
     error, cause = failures[root], cause_of(failures[root])
     notes = []
+    if cause is Cause.LOST_PEER and not isinstance(error, PeerError) and unanswered:
+        # All that is known is that a collective broke, of which whoever is not in it any more is a victim.
+        names = " and ".join(worker.name for worker in unanswered)
+        error = PeerError(f"{names} did not get on in {method}, so that a collective of the others broke ({first_line(error)})")
+        notes = await asyncio.gather(*(worker.stack() for worker in unanswered))
     if cause is Cause.LATE:
         notes = [note for name, other in failures.items() if name != root for note in getattr(other, "__notes__", ())]
         notes += await asyncio.gather(*(worker.stack() for worker in unanswered))

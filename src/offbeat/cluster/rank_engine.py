@@ -16,6 +16,7 @@ from offbeat.dist.mesh import ProcessGroups
 from offbeat.dist.offer import Offer
 from offbeat.dist.platform import current_platform
 from offbeat.model.tiny import build_tiny
+from offbeat.pulse import progress
 from offbeat.trainer.engine import TrainEngine
 
 
@@ -75,6 +76,7 @@ class RankEngine:
         canary_logprobs = self._engine.canary(request.canary, dtype=request.dtype)
         if request.broadcast is None:
             return Published(self._engine.publish(Path(request.folder), dtype=request.dtype), canary_logprobs)
+        progress("offer_weights")
         fingerprint, self._offer = self._engine.offer(
             Path(request.folder), dtype=request.dtype, host=request.broadcast.host, num_receivers=request.broadcast.num_receivers,
             timeout_s=request.broadcast.timeout_s)

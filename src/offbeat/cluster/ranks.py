@@ -39,7 +39,10 @@ async def start_ranks(
         store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)
         text = config.model_dump_json()
         requests = [JoinRequest(rank, len(workers), store, text, model) for rank in range(len(workers))]
-        await ask_all(workers, "join", requests, Nothing, timeout_s=timeout_s + config.dist.init_timeout_s)
+        patience_s = config.dist.init_timeout_s
+        await ask_all(workers, "join", requests, Nothing, timeout_s=timeout_s + patience_s, patience_s=patience_s)
+        await ask_all(
+            workers, "load_model", [Nothing()] * len(workers), Nothing, timeout_s=timeout_s, patience_s=config.dist.sync_timeout_s)
     except BaseException:
         await end_ranks(started)
         raise

@@ -50,9 +50,9 @@ class _Host:
     def whereabouts(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), os.getpid()
 
-    async def call(self, method: str, payload: bytes, timeout_s: float) -> tuple[bool, bytes]:
+    async def call(self, method: str, payload: bytes, patience_s: float | None, timeout_s: float) -> tuple[bool, bytes]:
         try:
-            return True, await self._child.call(method, payload, timeout_s=timeout_s)
+            return True, await self._child.call(method, payload, timeout_s=timeout_s, patience_s=patience_s)
         except OffbeatError as exc:
             return False, Failure.of(exc).pack()
 
@@ -100,9 +100,9 @@ class RayWorker:
     def alive(self) -> bool:
         return not self._dead
 
-    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float) -> bytes:
+    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         """See `Worker.call`."""
-        return await self._ask("call", method, payload, timeout_s=timeout_s, doing=f"in {method}")
+        return await self._ask("call", method, payload, patience_s, timeout_s=timeout_s, doing=f"in {method}")
 
     async def stack(self) -> str:
         """See `Worker.stack`."""

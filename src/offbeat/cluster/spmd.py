@@ -35,6 +35,7 @@ from offbeat.config.root import Config
 from offbeat.dist.mesh import ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
 from offbeat.dist.sync import Sync
 from offbeat.errors import OffbeatError, PeerError
+from offbeat.pulse import work
 from offbeat.rollout.reward_pool import RewardPool
 from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.log import set_up_logging
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def open_rank(config: Config, place: Place, material: Material, record: RunRecord) -> AsyncIterator[Session]:
     """This rank's part of a run; see `offbeat.cluster.assemble.open_session`."""
-    thread = SideThread("rank")
+    thread = SideThread("rank", around=work)
     try:
         async with beside(_listen()):
             groups = await thread.run("join", partial(_join, config, place))

@@ -218,12 +218,13 @@ class TenantGroup:
         return await self._each(method, [request] * len(self._workers), reply)
 
     async def _each(self, method: str, requests: Sequence[Any], reply: type[T]) -> list[T]:
-        patience_s = self._config.train.step_timeout_s + self._config.dist.sync_timeout_s
+        patience_s = self._config.dist.sync_timeout_s
         async with self._turn:
             if self._failed:
                 raise WorkerError(f"{method} was not begun: the train ranks have failed before, and have to be restarted")
             try:
-                return await ask_all(self._workers, method, requests, reply, timeout_s=patience_s)
+                timeout_s = self._config.train.step_timeout_s + patience_s
+                return await ask_all(self._workers, method, requests, reply, timeout_s=timeout_s, patience_s=patience_s)
             except RunError as exc:
                 # A rank alone is in step with itself, unless it is still busy with what nobody waits for any more.
                 self._failed = len(self._workers) > 1 or isinstance(exc, DeadlineError)

@@ -95,5 +95,5 @@ class TrainGroup:
 
     async def _each(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:
         # Ranks that miss one of them at a sync point say so themselves, with more to say than the controller's own deadline has.
-        patience_s = timeout_s + self._config.dist.sync_timeout_s
-        return await ask_all(self._workers, method, requests, reply, timeout_s=patience_s)
+        patience_s = self._config.dist.sync_timeout_s
+        return await ask_all(self._workers, method, requests, reply, timeout_s=timeout_s + patience_s, patience_s=patience_s)

@@ -7,9 +7,10 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from offbeat import phase
+from offbeat import phase, pulse
 from offbeat.dist.verdict import Status, Verdict
 
 _log = logging.getLogger(__name__)
@@ -28,9 +29,10 @@ Message = Verdict | Renewed | None
 
 @dataclass(frozen=True, eq=False)
 class Announcement:
-    """Message to the judge: this rank has failed, and the peers must hear of it."""
+    """Message to the judge: this rank has failed, or hangs as a whole sentence says, and the peers must hear of it."""
 
     text: str
+    hangs: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -83,7 +85,9 @@ class Board:
         beat_s: time.monotonic() of the last beat.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, on_stuck: Callable[[Verdict], None] = lambda _verdict: None) -> None:
+        """`on_stuck` hears of a failure that this rank's thread may not hear of, for it may be in a collective that does not end."""
+        self._on_stuck = on_stuck
         self.rank = rank
         self.wait: Wait | None = None
         self.arrivals = 0
@@ -96,12 +100,14 @@ class Board:
 
     def status(self) -> Status:
         """What this rank does; without `states`, which the watcher adds."""
-        now, mark, wait = time.monotonic(), phase.current(), self.wait
+        now, mark, wait, work = time.monotonic(), phase.current(), self.wait, pulse.current()
+        thread = wait.thread if wait else work.thread if work else mark.thread
         return Status(
             rank=self.rank, phase=mark.text, phase_s=now - mark.since_s, point=wait.name if wait else "",
             keys=wait.keys if wait else (), n=wait.n if wait else 0,
             waited_s=now - wait.since_s if wait else 0.0, last=self.last, last_s=now - self.last_s, inside=self.inside,
-            stack=phase.stack(wait.thread if wait else mark.thread), beat_age_s=now - self.beat_s, states=())
+            stack=phase.stack(thread), beat_age_s=now - self.beat_s, states=(), still_s=work.still_s if work else 0.0,
+            waits=work.waits if work else wait is not None)
 
     def leave_point(self, name: str) -> None:
         """The caller goes on, with an error or without."""
@@ -109,7 +115,9 @@ class Board:
 
     def fail(self, verdict: Verdict) -> Wait | None:
         """No point will be passed again. The first failure stays. Returns the wait that was told so, whose result is still open."""
-        self.failure = self.failure or verdict
+        is_first, self.failure = self.failure is None, self.failure or verdict
+        if is_first and verdict.kind == "stuck":
+            self._on_stuck(verdict)
         if wait := self.wait:
             wait.messages.put(self.failure)
         return wait

@@ -1,8 +1,9 @@
-"""Faults on purpose, for drills: OFFBEAT_FAULT="rank=1,point=save_recover,kind=stop" makes one rank misbehave at one sync point.
+"""Faults on purpose, for drills: OFFBEAT_FAULT="rank=1,point=save_recover,kind=stop" makes one rank misbehave at one sync point, or place.
 
-Read once per rank when it joins, struck at every arrival. Kinds: `exception` raises, `slow` sleeps for an hour, `stop` and `kill` send the
-process SIGSTOP or SIGKILL, `mismatch` comes under another name. `nth=2` strikes at the second arrival at the point only; default 1.
-A line on stderr says when it strikes, in seconds since 1970.
+Read once per rank when it joins, struck at every arrival at a point and at every place of `offbeat.pulse.progress`, inside the regions.
+Kinds: `exception` raises, `slow` and `hang` sleep for an hour, the former in a phase that says so, `stop` and `kill` send the process SIGSTOP
+or SIGKILL, `mismatch` comes under another name. `nth=2` strikes at the second arrival at the point only; default 1. A line on stderr says
+when it strikes, in seconds since 1970.
 """
 
 import os
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 
 from offbeat.errors import ConfigError
 from offbeat.phase import phase
+from offbeat.pulse import on_progress
 
 VARIABLE = "OFFBEAT_FAULT"
-_KINDS = ("exception", "slow", "stop", "kill", "mismatch")
+_KINDS = ("exception", "slow", "hang", "stop", "kill", "mismatch")
 _SLOW_S = 3600.0
 
 
@@ -63,6 +65,11 @@ class Saboteur:
         self._fault = fault if fault is not None and fault.rank == rank else None
         self._seen = 0
 
+    def arm(self) -> None:
+        """Strike at places, too."""
+        if self._fault is not None:
+            on_progress(self.strike)
+
     def strike(self, name: str) -> str:
         """Misbehave if this is the arrival to do so; returns the name to arrive under."""
         fault = self._fault
@@ -79,6 +86,8 @@ class Saboteur:
             case "slow":
                 with phase("injected delay"):
                     time.sleep(_SLOW_S)
+            case "hang":
+                time.sleep(_SLOW_S)
             case "stop":
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # sent to the process, it would stop this thread a moment later
             case "kill":

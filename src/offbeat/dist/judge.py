@@ -4,7 +4,8 @@
              processes on its machine; produces verdicts: a point's result, or a failure in every rank's mail; waits for any of these;
              woken by the caller, by Arrivals, or by the system
 
-Between cases it looks after the collective that its rank is in: one that a stopped process takes part in would not end.
+Between cases it looks after what its rank waits for: a collective does not end by itself where a rank is stopped, or does not join it, and
+some points have long deadlines.
 
 Of all judges one gives the verdict: the first to poison a point's count, or to write the failure. When it is stopped before it has
 written, the next one does; of several results the first stands.
@@ -19,13 +20,14 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from offbeat import pulse
 from offbeat.data.wire import decode_json, encode_json
 from offbeat.dist import points
 from offbeat.dist.board import Announcement, Board, Renewed, Wait, breakage
 from offbeat.dist.links import Peers
 from offbeat.dist.peers import Deaths, ProcessState, observe
 from offbeat.dist.points import GO, Keys
-from offbeat.dist.verdict import Evidence, Status, Verdict, judge, judge_broken
+from offbeat.dist.verdict import Evidence, Status, Verdict, judge, judge_broken, judge_standstill, judge_stopped
 from offbeat.dist.watcher import Mail
 
 _LOOK_S = 0.01
@@ -40,8 +42,11 @@ _LINGER_S = 1.0
 _MEET_S = 0.1
 """Between two looks whether all ranks have started; from then on their processes are watched."""
 
-_LOOK_AFTER_S = 0.5
-"""Between two looks after a collective."""
+_LOOK_AFTER_S = 0.25
+"""Between two looks after what this rank waits for."""
+
+_MARGIN_S = 0.25
+"""On top of the patience with a process that is stopped: a wait at a point, which says more, may end meanwhile."""
 
 _SETTLE_S = 0.2
 """Between a collective's breaking and the question why: peers need it to die, or to notice theirs."""
@@ -75,18 +80,22 @@ class Judge:
     """Takes cases until `Leave`."""
 
     def __init__(
-        self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, answer_timeout_s: float, collective_patience_s: float,
+        self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, answer_timeout_s: float, patience_s: float,
     ) -> None:
-        """`collective_patience_s` is how long a collective may wait for a process of this machine that is stopped."""
+        """`patience_s` is how long this rank waits for a process of its machine that is stopped, and in a collective for ranks that do not
+        get on.
+        """
         self._client = client
         self._board = board
         self._peers = peers
         self._keys = keys
         self._answer_timeout_s = answer_timeout_s
-        self._collective_patience_s = collective_patience_s
+        self._patience_s = patience_s
         self._cases: deque[Case] = deque()
         self._deaths = Deaths()
-        self._stopped: dict[int, str] = {}
+        self._stopped: dict[int, tuple[str, float]] = {}
+        self._looked_s = time.monotonic()
+        self._inquiries = 0
         self._questions = 0
         self.thread = threading.Thread(target=self._run, name="sync judge", daemon=True)
 
@@ -103,7 +112,7 @@ class Judge:
                 watching = watching or self._watch()
                 for rank in died:
                     self._on_death(rank)
-                self._look_after_collective()
+                self._look_after_wait()
                 while self._cases and not leaving:
                     case = self._cases.popleft()
                     leaving = isinstance(case, Leave)
@@ -141,6 +150,8 @@ class Judge:
                 self._leave(in_order=case.in_order)
 
     def _failed(self, case: Announcement) -> Verdict:
+        if case.hangs:
+            return Verdict("stuck", case.text)
         return Verdict("failed", f"rank {self._board.rank} failed: {case.text}")
 
     def _on_death(self, rank: int) -> None:
@@ -153,17 +164,35 @@ class Judge:
         if wait := self._board.wait:
             self._on_missed(wait)
 
-    def _look_after_collective(self) -> None:
-        """Fail for a process of this machine that is stopped for two looks: whoever continues all of a run does not do so at one moment."""
-        board, stopped_before = self._board, self._stopped
-        waited_s = time.monotonic() - board.inside_s
-        self._stopped = {}
-        if not board.inside or board.failure or waited_s < self._collective_patience_s:
+    def _look_after_wait(self) -> None:
+        """Fail for a process of this machine that is stopped for too long, and for ranks of which nobody gets on any more."""
+        now_s = time.monotonic()
+        seconds, self._looked_s = min(now_s - self._looked_s, 2 * _LOOK_AFTER_S), now_s  # this process may have been stopped itself
+        board, patience_s, wait = self._board, self._patience_s, self._board.wait
+        stopped = {state.rank: state.text for state in self._peers.states() if state.kind == "stopped"}
+        self._stopped = {rank: (text, self._stopped.get(rank, (text, 0.0))[1] + seconds) for rank, text in stopped.items()}
+        if board.failure or not (wait or board.inside):
+            self._inquiries = 0
             return
-        self._stopped = {state.rank: state.text for state in self._peers.states() if state.kind == "stopped"}
-        if still := sorted(self._stopped.keys() & stopped_before.keys()):
-            who = ", ".join(f"rank {rank} {self._stopped[rank]}" for rank in still)
-            self._announce(Verdict("failed", f"a collective after sync point {board.last!r} has not ended for {waited_s:.0f} s: {who}"))
+        if any(stopped_s >= patience_s + _MARGIN_S for _, stopped_s in self._stopped.values()):
+            self._announce(judge_stopped(self._stopped, where=wait.name if wait else board.last))
+            return
+        work = pulse.current()
+        if work is None or stopped or wait or work.still_s < (self._inquiries + 1) * patience_s + _MARGIN_S or not work.waits:
+            return
+        self._inquiries += 1
+        self._inquire(board.last, board.inside)
+
+    def _inquire(self, name: str, n: int) -> None:
+        """Ask all ranks, as the first of them whose patience with a collective has ended, whether anybody still gets on.
+
+        Not where they are on several machines: little is computed while bytes come over a slow network.
+        """
+        if len(self._peers.neighbours()) + 1 < self._peers.world or self._client.add(self._keys.inquiry(n, self._inquiries), 1) > 1:
+            return
+        evidence = self._collect(Broken(name, n, ""), timeout_s=self._patience_s, arrived=self._peers.world)
+        if verdict := judge_standstill(evidence):
+            self._announce(verdict)
 
     def _leave(self, *, in_order: bool) -> None:
         if self._peers.store_gone:
@@ -235,11 +264,20 @@ class Judge:
         time.sleep(_SETTLE_S)
         if self._board.failure:
             return self._board.failure
-        verdict = judge_broken(self._collect(case, timeout_s=0.0, arrived=self._peers.world), reason=case.reason)
+        if self._peers.host_is_stopped():  # nobody else can be asked
+            stopped = {state.rank: (state.text, 0.0) for state in self._peers.states() if state.kind == "stopped"}
+            return self._announce(judge_stopped(stopped, where=case.name))
+        verdict = judge_broken(self._collect(case, timeout_s=self._patience_s, arrived=self._peers.world), reason=case.reason)
         return self._announce(verdict) if verdict else None
 
     def _announce(self, verdict: Verdict) -> Verdict:
-        """Tell every rank that no point will be passed again; returns the first such verdict, which stands."""
+        """Tell every rank that no point will be passed again; returns the first such verdict, which stands.
+
+        The ranks of a machine on which the store's host is stopped each see that for themselves.
+        """
+        if self._peers.host_is_stopped():
+            self._board.fail(verdict)
+            return self._board.failure or verdict
         first = decode_json(Verdict, self._client.compare_set(self._keys.failed, "", encode_json(verdict).decode()))
         if first == verdict:
             mail = encode_json(Mail("failed", verdict=first)).decode()

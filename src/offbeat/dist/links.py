@@ -19,6 +19,7 @@ from offbeat.dist.peers import Card, ProcessState, observe
 from offbeat.dist.points import Keys
 from offbeat.dist.verdict import Verdict
 from offbeat.errors import DeadlineError, OffbeatError
+from offbeat.pulse import waiting
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +53,13 @@ def reach(host: str, port: int, *, timeout_s: float, server: Card | None = None)
 
     threading.Thread(target=construct, name="store client", daemon=True).start()
     give_up_s = time.monotonic() + timeout_s
-    while time.monotonic() < give_up_s and not _is(server, "dead"):
-        with contextlib.suppress(queue.Empty):
-            client = clients.get(timeout=_LOOK_S)
-            if isinstance(client, dist.TCPStore):
-                return client
-            break
+    with waiting():
+        while time.monotonic() < give_up_s and not _is(server, "dead"):
+            with contextlib.suppress(queue.Empty):
+                client = clients.get(timeout=_LOOK_S)
+                if isinstance(client, dist.TCPStore):
+                    return client
+                break
     error = _unreachable(f"{host}:{port}", timeout_s=timeout_s, server=server)
     _log.error("%s", error)
     raise error

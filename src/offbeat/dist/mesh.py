@@ -5,6 +5,7 @@ the device mesh, for tensors of the model, and `cpu_group`, gloo, for scalars an
 """
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,7 +18,8 @@ from offbeat.dist.links import reach
 from offbeat.dist.peers import Card
 from offbeat.dist.platform import current_platform
 from offbeat.dist.sync import Sync
-from offbeat.errors import ConfigError, PortBusyError, SyncError
+from offbeat.errors import ConfigError, PortBusyError, StuckError, SyncError
+from offbeat.pulse import Vigil
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,14 @@ def connect_store(host: str, port: int, *, timeout_s: float, server: Card | None
 
 
 _syncs: list[Sync] = []
+_vigils: list[Vigil] = []
 """Of this process; torch's groups, which `leave` takes down with them, are per process too."""
 
 
 def join(
     *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, local_rank: int = 0, prefix: str = "",
-    shape: MeshShape | None = None, server: Card | None = None,
+    shape: MeshShape | None = None, server: Card | None = None, on_stuck: Callable[[StuckError], None] = lambda _error: None,
+    on_beat: Callable[[str], None] = lambda _text: None,
 ) -> ProcessGroups:
     """Meet the other ranks at the sync point "join"; returns when all are there.
 
@@ -114,6 +118,8 @@ def join(
         prefix: of every key in the store; one per meeting where a store serves several, as torchrun's does when it restarts ranks.
         shape: default all ranks data-parallel.
         server: the rank that serves the store, where its process is known: it may die, or be stopped, before it has joined.
+        on_stuck: called in another thread when this rank or a peer is stuck, in which case this thread may never hear of it.
+        on_beat: called in another thread, four times a second while this rank does some `offbeat.pulse.work`, with what it is.
 
     Raises:
         ConfigError: the shape is not one of `world` ranks.
@@ -124,8 +130,11 @@ def join(
     shape.check(world)
     current_platform.set_device(local_rank)
     sync = Sync.start(
-        rank=rank, world=world, store=store, config=config, hosts_store=isinstance(store, HostedStore), prefix=prefix, server=server)
+        rank=rank, world=world, store=store, config=config, hosts_store=isinstance(store, HostedStore), prefix=prefix, server=server,
+        on_stuck=on_stuck)
     _syncs.append(sync)
+    _vigils.append(Vigil(
+        patience_s=config.sync_timeout_s, on_hang=lambda hang: sync.hang(hang.text(f"rank {rank}")), on_beat=on_beat))
     try:
         with sync.region("join", timeout_s=config.init_timeout_s):
             init_timeout = timedelta(seconds=config.init_timeout_s)
@@ -160,6 +169,8 @@ def give_up(error: BaseException) -> None:
 
 def leave() -> None:
     """Take this process out of all groups. Ranks need not leave together."""
+    while _vigils:
+        _vigils.pop().close()
     while _syncs:
         _syncs.pop().close()
     if dist.is_initialized():

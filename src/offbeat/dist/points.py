@@ -67,6 +67,10 @@ class Keys:
         """Set when the n-th point is decided: `GO`, or its verdict."""
         return f"{self.prefix}sync/result/{n}"
 
+    def inquiry(self, n: int, number: int) -> str:
+        """Counts who asks for the `number`-th time after the collective of the n-th point."""
+        return f"{self.prefix}sync/inquiry/{n}/{number}"
+
     def mail(self, rank: int) -> str:
         """Queue that the watcher of a rank reads."""
         return f"{self.prefix}sync/mail/{rank}"

@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -30,6 +30,7 @@ from typing import Self, TypeVar
 
 import torch.distributed as dist
 
+from offbeat import pulse
 from offbeat.config.dist import DistConfig
 from offbeat.data.wire import decode, encode, encode_json
 from offbeat.dist import exchange
@@ -43,7 +44,7 @@ from offbeat.dist.platform import current_platform
 from offbeat.dist.points import MAX_WORLD, Keys
 from offbeat.dist.verdict import Verdict
 from offbeat.dist.watcher import Watcher
-from offbeat.errors import ConfigError, OffbeatError, PeerError, SyncError
+from offbeat.errors import ConfigError, OffbeatError, PeerError, StuckError, SyncError
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Sync:
 
         SyncTimeout: a rank did not come within `timeout_s` (default `dist.sync_timeout_s`) seconds.
         SyncMismatch: ranks came under different names.
-        PeerError: a rank failed or died; so does every point after it.
+        PeerError: a rank failed or died; so does every point after it. A StuckError: one is stopped or hangs while others are inside.
         ConfigError: `timeout_s` is not a positive number of seconds.
 
     Attributes:
@@ -92,19 +93,21 @@ class Sync:
 
     cpu_group: dist.ProcessGroup
 
-    def __init__(self, *, rank: int, world: int, config: DistConfig) -> None:
+    def __init__(self, *, rank: int, world: int, config: DistConfig, on_stuck: Callable[[StuckError], None]) -> None:
         self.rank = rank
         self.world = world
         self._config = config
         self._saboteur = Saboteur(rank)
-        self._board = Board(rank)
+        self._saboteur.arm()
+        self._on_stuck = on_stuck
+        self._board = Board(rank, on_stuck=self._hear_of_stuck)
         self._closed = False
         self._reported: Verdict | None = None
 
     @classmethod
     def start(
         cls, *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, hosts_store: bool, prefix: str = "",
-        server: Card | None = None,
+        server: Card | None = None, on_stuck: Callable[[StuckError], None] = lambda _error: None,
     ) -> Self:
         """Connect to the store and be there for others; not collective.
 
@@ -112,11 +115,11 @@ class Sync:
             store: any client; it is not used after this.
             hosts_store: this process serves the store.
             prefix: keeps this meeting apart from others in the same store.
-            server: see `offbeat.dist.mesh.join`.
+            server, on_stuck: see `offbeat.dist.mesh.join`.
         """
         if not 1 <= world <= MAX_WORLD:
             raise ConfigError(f"the number of ranks must be in 1..{MAX_WORLD}, got {world}")
-        sync = cls(rank=rank, world=world, config=config)
+        sync = cls(rank=rank, world=world, config=config, on_stuck=on_stuck)
         if world > 1:  # One rank waits for nobody, and needs no threads for it.
             sync._start(store, hosts_store=hosts_store, keys=Keys(prefix), server=server)
         return sync
@@ -127,7 +130,7 @@ class Sync:
         common = {"board": self._board, "peers": self._peers, "keys": keys}
         clients = [connect(store, timeout_s=self._config.init_timeout_s, server=server) for _ in range(3)]
         self._judge = Judge(
-            clients[0], answer_timeout_s=self._config.answer_timeout_s, collective_patience_s=self._config.sync_timeout_s, **common)
+            clients[0], answer_timeout_s=self._config.answer_timeout_s, patience_s=self._config.sync_timeout_s, **common)
         self._arrivals = Arrivals(clients[1], post=self._judge.post, **common)
         self._watcher = Watcher(clients[2], post=self._judge.post, **common)
         store.set(keys.card(self.rank), encode_json(card).decode())
@@ -155,8 +158,9 @@ class Sync:
             raise PeerError(f"sync point {name!r} cannot be passed: this rank has left")
         wait = board.wait = Wait(board.arrivals, name, timeout_s, source, threading.get_ident(), tuple(keys))
         try:
-            # In this order: a failure that comes after this look finds the wait on the board.
-            message = board.failure or self._await(wait)
+            with pulse.waiting():
+                # In this order: a failure that comes after this look finds the wait on the board.
+                message = board.failure or self._await(wait)
         except BaseException as exc:  # As a KeyboardInterrupt. The peers must not go on without this rank, which has been counted.
             text = f"sync point {name!r} was not passed: rank {self.rank} was interrupted while it waited ({type(exc).__name__})"
             wait.abandoned = Verdict("missed", text)
@@ -288,13 +292,14 @@ class Sync:
         """Wait for a collective in slices, so that a peer's failure is heard."""
         assert work is not None, "an asynchronous collective returns its work"
         give_up_s = time.monotonic() + min(self._config.collective_timeout_s, limit_s)
-        while True:
-            try:
-                work.wait(timedelta(seconds=_SLICE_S))
-                return
-            except RuntimeError:
-                if work.is_completed() or self._board.failure or time.monotonic() > give_up_s:
-                    raise
+        with pulse.waiting():
+            while True:
+                try:
+                    work.wait(timedelta(seconds=_SLICE_S))
+                    return
+                except RuntimeError:
+                    if work.is_completed() or self._board.failure or time.monotonic() > give_up_s:
+                        raise
 
     def beat(self) -> None:
         """This rank is alive and waits under a deadline of its own; not collective, cheap, from any thread."""
@@ -303,6 +308,8 @@ class Sync:
     def check(self) -> None:
         """Raise PeerError if a peer has died or failed; not collective, cheap, from any thread. For a rank that waits for other things."""
         if failure := self._board.failure:
+            if failure.kind == "stuck":
+                raise failure.to_error(self._board.last)
             raise PeerError(f"the run cannot go on: {failure.text}; this rank had come as far as sync point {self._board.last!r}")
 
     def end_stopped(self) -> None:
@@ -325,6 +332,22 @@ class Sync:
         case = Announcement(reason)
         self._judge.post(case)
         case.done.wait(_ANNOUNCE_S)
+
+    def hang(self, text: str) -> None:
+        """Tell all peers that this rank hangs, in a sentence that names it; not collective, from any thread but the one that hangs."""
+        if self._closed:
+            return
+        if self.world > 1:
+            case = Announcement(text, hangs=True)
+            self._judge.post(case)
+            case.done.wait(_ANNOUNCE_S)
+        self._board.fail(Verdict("stuck", text))  # whatever became of that; the first failure stays
+
+    def _hear_of_stuck(self, verdict: Verdict) -> None:
+        error = StuckError(verdict.text)
+        _log.error("rank %d: %s", self.rank, error)
+        self._reported = verdict
+        self._on_stuck(error)
 
     def close(self) -> None:
         """Leave in good order; not collective. Peers that wait for this rank afterwards raise PeerError."""

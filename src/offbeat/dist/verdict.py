@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offbeat.dist.peers import ProcessState
-from offbeat.errors import PeerError, SyncError, SyncMismatch, SyncTimeout
+from offbeat.errors import PeerError, StuckError, SyncError, SyncMismatch, SyncTimeout
 
 _MAX_STACKS = 8
 """Stacks in one verdict; of the ranks beyond, only what they do."""
@@ -29,6 +29,8 @@ class Status:
         stack: of the thread that waits, else of the one that entered the phase; innermost call last.
         beat_age_s: seconds since the rank last said that it waits under a deadline of its own.
         states: what the system says of the ranks on its machine.
+        still_s: for how long its work has shown no sign of life, see `offbeat.pulse`; 0 where it does nothing.
+        waits: its work waits for other ranks.
     """
 
     rank: int
@@ -44,19 +46,27 @@ class Status:
     stack: tuple[str, ...]
     beat_age_s: float
     states: tuple[ProcessState, ...]
+    still_s: float = 0.0
+    waits: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a point was not passed; `text` is all that a person reads of it."""
+    """Why a point was not passed; `text` is all that a person reads of it.
 
-    kind: Literal["missed", "mismatch", "failed"]
+    Attributes:
+        kind: "failed" and "stuck" are final; the latter is of a rank that is stopped or hangs, while others wait or for longer than it may.
+    """
+
+    kind: Literal["missed", "mismatch", "failed", "stuck"]
     text: str
 
     def to_error(self, point: str) -> SyncError:
         """The error that every rank raises at `point`."""
         if self.kind == "failed":
             return PeerError(f"sync point {point!r} cannot be passed: {self.text}")
+        if self.kind == "stuck":
+            return StuckError(self.text)
         return SyncTimeout(self.text) if self.kind == "missed" else SyncMismatch(self.text)
 
 
@@ -101,17 +111,50 @@ def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
 
     It is final: the group of a broken collective cannot be used again.
 
-    Silent ranks are named; without any, those that still sit inside while the collective of others has ended.
+    Silent ranks are named; without any, those that still sit inside while the collective of others has ended, and do not wait there: who
+    waits is a victim whose own collective has not broken yet. Those that stand still come before those that compute.
     """
     if dead := [f"rank {rank} {state.text}" for rank, state in sorted(evidence.states.items()) if state.kind == "dead"]:
         return Verdict("failed", ", ".join(dead))
     silent = [rank for rank in range(evidence.world) if _is_silent(rank, evidence)]
-    suspects = silent or [rank for rank in range(evidence.world) if evidence.answers[rank].inside == evidence.n]
+    inside = [rank for rank in range(evidence.world) if rank not in silent and evidence.answers[rank].inside == evidence.n]
+    elsewhere = [rank for rank in inside if not evidence.answers[rank].waits]
+    standing = [rank for rank in elsewhere if evidence.answers[rank].still_s >= evidence.timeout_s > 0]
+    suspects = silent or standing or elsewhere
     if not suspects or len(suspects) == evidence.world:
         return None
     parts = ", ".join(f"rank {rank} {_condition(rank, evidence)}" for rank in suspects)
     head = f"a collective after sync point {evidence.name!r} broke ({reason})"
     return Verdict("failed", f"{head}: {parts}" + _stacks(suspects, evidence.answers))
+
+
+def judge_standstill(evidence: Evidence) -> Verdict | None:
+    """The verdict on a collective that this rank has waited in for longer than `timeout_s`; None where somebody may still get on.
+
+    Ranks that are stopped or hang are found otherwise. What is left are collectives that not all ranks join: either some have left the
+    region, or all wait in it, each for another.
+    """
+    answers = evidence.answers
+    if set(answers) != set(range(evidence.world)) or any(state.kind != "alive" for state in evidence.states.values()):
+        return None
+    inside = [rank for rank in range(evidence.world) if answers[rank].inside == evidence.n]
+    if any(not answers[rank].waits or answers[rank].still_s < evidence.timeout_s for rank in inside):
+        return None
+    gone = [rank for rank in range(evidence.world) if rank not in inside]
+    head = f"{_ranks(inside)} {'waits' if len(inside) == 1 else 'wait'} in a collective of region {evidence.name!r} and"
+    least_s = min((answers[rank].still_s for rank in inside), default=0.0)
+    if gone:
+        left = "has left it" if len(gone) == 1 else "have left it"
+        text = f"{head} {'has' if len(inside) == 1 else 'have'} not got on for {least_s:.1f} s: {_ranks(gone)} {left}"
+    else:
+        text = f"{head} have not got on for {least_s:.1f} s: they are not all in the same one"
+    return Verdict("stuck", text + _stacks(inside, answers))
+
+
+def judge_stopped(stopped: Mapping[int, tuple[str, float]], *, where: str) -> Verdict:
+    """The verdict on ranks that are stopped while others wait in a region or at a point: what the system says of each, and its seconds."""
+    who = ", ".join(f"rank {rank} {text}, for {seconds:.1f} s" for rank, (text, seconds) in sorted(stopped.items()))
+    return Verdict("stuck", f"{who}, while others wait for it in {where!r}")
 
 
 def _mismatch(evidence: Evidence) -> Verdict:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from offbeat.data.model_folder import WEIGHT_FILES, read_model_config
 from offbeat.errors import ModelError, StorageError
+from offbeat.pulse import progress
 
 _SINGLE_FILE, _INDEX_FILE = WEIGHT_FILES
 _COMPANIONS = (
@@ -118,6 +119,7 @@ def _split(state: dict[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
 
 
 def _save(state: dict[str, Tensor], names: list[str], file: Path) -> None:
+    progress("write_weights")
     save_file({name: state[name].cpu().contiguous() for name in names}, file, metadata={"format": "pt"})
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from offbeat.errors import ModelError, StorageError
 from offbeat.model.fingerprint import fingerprint
+from offbeat.pulse import progress
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -72,6 +73,7 @@ def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, dropout: f
     if folder.exists():
         raise StorageError(f"the adapter folder {folder} exists; a version is written once, so choose another name")
     part = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    progress("write_adapter")
     try:
         part.mkdir(parents=True)
         tensors = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in adapter.named_tensors().items()}

@@ -32,6 +32,7 @@ from offbeat.model.logprobs import packs_rows, token_logprobs
 from offbeat.model.lora import LAYER_KINDS, AdapterBank
 from offbeat.model.lora_routes import Route
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
+from offbeat.pulse import progress
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.trainer.adapter_types import AdapterPass, DatumPass, WrittenAdapter
 from offbeat.trainer.datum_pass import DatumResults, layout
@@ -331,6 +332,7 @@ class AdapterEngine:
             row = row_of(apart, indices, share_prefix=share_prefix, families=slots)
             if len(row):
                 sequences = np.searchsorted(batch.offsets, row.batch_index, side="right") - 1
+                progress("forward")
                 yield row, self._bank.route(row, slots), sequences
 
 

@@ -25,6 +25,7 @@ from offbeat.data.packing import PackedRow
 from offbeat.dist.mesh import ProcessGroups
 from offbeat.dist.offer import Offer
 from offbeat.model.logprobs import dummy_row, token_logprobs
+from offbeat.pulse import progress
 from offbeat.telemetry.tracker import StatsTracker, reduce
 from offbeat.trainer.optim import build_optimizer, learning_rate, set_learning_rate
 from offbeat.trainer.policy import autocast, canary_logprobs, load_policy, row_of, score_row
@@ -80,6 +81,7 @@ class TrainEngine:
             frozen_dtype: number format of weights that are not trained; those that are trained are float32.
             seed: of a fresh adapter.
         """
+        progress("load_model")
         folder = check_model_folder(str(model_folder))
         if lora.rank:
             model = load_policy(str(model_folder), config=config, dtype=frozen_dtype)
@@ -212,6 +214,7 @@ class TrainEngine:
         return [[self._score(row) for row in rows] for rows in plan]
 
     def _score(self, row: PackedRow) -> Tensor:
+        progress("forward")
         with self._strategy.scoring(), autocast(self._config):
             return token_logprobs(self._strategy.forward, row, temperature=self._objective.temperature(self._temperature))
 
@@ -222,7 +225,9 @@ class TrainEngine:
         for i, (row, row_prox) in enumerate(zip(rows, prox, strict=True)):
             # The last micro-batch reduces gradients over ranks; earlier ones only accumulate.
             with self._strategy.accumulate(last=i == len(rows) - 1, drops=drops):
+                progress("forward")
                 loss = self._loss(batch, row, row_prox, tracker)
+                progress("backward")
                 # DDP and FSDP average over ranks; the loss weights want a sum.
                 (loss * (scale * self.groups.world)).backward()
         parameters = list(self._strategy.model.parameters())
@@ -232,6 +237,7 @@ class TrainEngine:
         if update.is_sound:
             if self._optimizer_config.clip_norm:
                 clip_grads_with_norm_(parameters, self._optimizer_config.clip_norm, norm)
+            progress("optimizer")
             self._optimizer.step()
         # Here rather than before the next step: a checkpoint of an optimizer with pending gradients has no state to resume from.
         self._optimizer.zero_grad(set_to_none=True)

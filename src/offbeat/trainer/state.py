@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.model.checkpoint_names import published_names
+from offbeat.pulse import progress
 from offbeat.trainer.strategies import whole
 
 Dtype = Literal["float32", "bfloat16"]
@@ -30,6 +31,7 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
     """
     state = {}
     for name, tensor in _owned(model):
+        progress("copy_weights")
         full = whole(tensor.detach())
         if keep:
             target = _DTYPES[dtype] if full.is_floating_point() else full.dtype
