@@ -86,6 +86,16 @@ def test_what_was_scored_when_its_process_died_is_scored_once_more(tmp_path: Pat
     check("dies_once", body)
 
 
+def test_what_a_workflow_cannot_have_scored_is_told_it_and_costs_no_process() -> None:
+    async def body(pool: RewardPool) -> None:
+        for completions, row in ([("y", None), ROW], [["y"], None]):
+            with pytest.raises(CodeError, match="score takes a list of texts and the episode's row, got None"):
+                await pool.score(completions, row)  # type: ignore[arg-type]
+        assert await pool.score(["y"], ROW) == [1.0]
+
+    check("equal", body)
+
+
 def test_a_cancelled_call_leaves_a_working_pool() -> None:
     async def body(pool: RewardPool) -> None:
         call = asyncio.create_task(pool.score(["x"], ROW))

@@ -70,3 +70,16 @@ def gives_an_array(completion, row):
 
 async def answers_later(completion, row):
     return 1.0
+
+
+def says_what_no_file_takes(completion, row):
+    print("x" * 10**6)
+    raise ValueError("\ud800" + "y" * 10**6)
+
+
+def exits(completion, row):
+    raise SystemExit(3)
+
+
+def calls_itself(completion, row):
+    return calls_itself(completion, row)

@@ -8,6 +8,7 @@ from typing import Any
 from offbeat.data import wire
 from offbeat.data.reward import FailedReward, check_reward
 from offbeat.data.row import Row
+from offbeat.errors import describe, printable
 from offbeat.rollout.functions import resolve
 
 
@@ -46,11 +47,11 @@ class RewardWorker:
         assert self._reward is not None, "score before load"
         try:
             reward = check_reward(self._reward(completion, row))
-        except Exception as exc:
-            return self._failed(f"raised {type(exc).__name__}: {exc}", completion)
+        except BaseException as exc:  # sys.exit(), too: a process costs a second
+            return self._failed(f"raised {describe(exc)}", completion)
         if isinstance(reward, FailedReward):
             return self._failed(f"returned what cannot be trained on: {reward.reason}", completion)
         return Scored(reward)
 
     def _failed(self, how: str, completion: str) -> Scored:
-        return Scored(math.nan, f"the reward {self._name} {how} (completion {completion[:60]!r})")
+        return Scored(math.nan, printable(f"the reward {self._name} {how} (completion {completion[:60]!r})", most=1000))
