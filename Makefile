@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-ray vllm test-vllm test-tinker probes test-real cookbook smollm2 check bench faults soak clean
+.PHONY: help quickstart test test-ray vllm test-vllm test-tinker probes test-real cookbook smollm2 check bench faults user-code soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -92,6 +92,9 @@ bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON lin
 
 faults: $(STAMP)  ## let ranks misbehave at every sync point and write docs/faults.md; takes an hour, and goes on where it stopped
 	$(BIN)/python tests/faults/table.py
+
+user-code: $(STAMP)  ## train on every kind of wrong reward, workflow and filter, and write that section of docs/faults.md
+	$(BIN)/python tests/faults/user_code.py
 
 soak: $(STAMP)  ## let tenants train, publish and sample for ten minutes while engines and adapters are hurt, and write docs/soak.md
 	$(BIN)/python tests/soak/run.py

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults.drill import Chain, Outcome
 from faults.points import KINDS, MODES, POINTS, Drill, all_drills
 from faults.report import render
+from faults.sections import other_sections
 from small_run import build_small_model
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="offbeat-faults-") as folder:
             run_all(drills, Path(folder))
     results = read_results()
-    DOCUMENT.write_text(render(results))
+    DOCUMENT.write_text("\n".join([render(results), other_sections(DOCUMENT.read_text(), MODES)]).rstrip() + "\n")
     failed = [outcome for outcome in results if outcome.problems]
     print(f"{len(results)} of {len(all_drills())} rows, {len(failed)} do not pass; {DOCUMENT.relative_to(ROOT)}")
     return 1 if failed or len(results) < len(all_drills()) else 0

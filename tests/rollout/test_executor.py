@@ -106,7 +106,7 @@ def make(*, batch: int = 3, running: int = 6, eta: int = 1, last: int | None = N
          rows: tuple[Row, ...] = ROWS, **changes: object) -> Play:
     config = RolloutConfig(
         consumer_batch_size=batch, max_concurrent_rollouts=running, max_head_offpolicyness=eta, on_stale=on_stale,
-        **{"group_size": 2, "batch_timeout_s": 5.0, "max_failures_in_a_row": 4} | changes)
+        **{"group_size": 2, "batch_timeout_s": 5.0, "max_failures_in_a_row": 4, "max_retries": 2} | changes)
     gate = Gate(batch_size=batch, max_running=running, eta=eta, last_version=last, on_stale=on_stale)
     return Play(engine or Engine(), gate, config, PromptStream(ListDataset(rows), seed=0, shuffle=False))
 
@@ -523,7 +523,27 @@ def test_a_late_group_is_rejected_with_its_deadline() -> None:
             await asyncio.sleep(0.1)
         (settled,) = play.rejected
         assert (settled.prompt_id, settled.kind) == ("0:0", "timed out")
-        assert "waiting for group 0:0 passed its deadline of 0.05 s" in settled.rejected
+        assert settled.rejected == "DeadlineError: waiting for group 0:0 passed its deadline of 0.05 s"
+
+    run(body)
+
+
+def test_the_wait_for_rewards_of_others_is_no_fault_of_a_group() -> None:
+    one_at_a_time = asyncio.Semaphore(1)
+
+    async def score(completions: Sequence[str], row: Row) -> list[float]:
+        async with one_at_a_time:
+            await asyncio.sleep(0.05)
+            return [1.0] * len(completions)
+
+    async def body() -> None:
+        play = make(episode_timeout_s=0.08, last=2)
+        play.score = score
+        async with play.executor() as executor:
+            for version in range(2):
+                await executor.prepare_batch()
+                await play.publish(executor, version + 1)
+        assert play.rejected == []
 
     run(body)
 

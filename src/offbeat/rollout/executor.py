@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from offbeat.aio import deadline
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
@@ -27,6 +26,7 @@ from offbeat.data.trajectory import Group
 from offbeat.errors import CodeError, DeadlineError, RewardError, RolloutError, RunError, TooLongError, describe, shorten
 from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
+from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.door import ANY, Door, members
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.outcomes import Failure, Kind, Outcomes, failure_of, failure_to_ask
@@ -255,8 +255,10 @@ class RolloutExecutor:
         except Exception as exc:  # a prompt that a tokenizer or a chat template cannot take
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
         try:
-            async with deadline(f"group {prompt_id}", self._config.episode_timeout_s):
-                returned = await self._call_workflow(episode)
+            async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s) as clock:
+                score = episode.score
+                returned = await self._call_workflow(
+                    replace(episode, score=lambda completions, row: clock.stand_still(score(completions, row))))
             return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
