@@ -9,8 +9,9 @@ _MAX_NAMED = 220
 _HEAD = f"""\
 # Faults
 
-What a run does when one of its ranks misbehaves, at every named sync point, in every mode. `make faults` measures it and writes this file
-from `build/faults.jsonl`; it takes about an hour on two cores, and goes on where it was interrupted.
+What a run does when one of its ranks misbehaves, at every named sync point, in every mode. `make faults` measures it and writes this part
+from `build/faults.jsonl`; it takes about an hour on two cores, and goes on where it was interrupted. What other things do that go wrong is
+[below](#wrong-user-code).
 
 Each row is a real `offbeat train` of a tiny model on two ranks, with one engine and a reward process; `spmd` is under `torchrun`, `local`
 and `ray` under a controller. `OFFBEAT_FAULT` lets one rank misbehave at one point:

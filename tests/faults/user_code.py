@@ -103,7 +103,7 @@ def _of(part: str, prefix: str, setting: str, rows: list[tuple[str, str, Promise
     return [Case(part, what, promise, said, {setting: f"{CODE}:{prefix}_{name}"}) for name, what, promise, said in rows]
 
 
-REWARD, FILTER = "A reward, on one completion in ten", "A filter, in one group in eight"
+REWARD, FILTER = "A reward, on one completion in ten, or in twenty where that costs its process", "A filter, in one group in eight"
 SAMPLE, GROUP = "A workflow, in one sample of a group in eight", "A workflow, in one group in eight"
 ALWAYS, REST = "Code that is always wrong", "Evaluations"
 
@@ -171,6 +171,8 @@ def all_cases() -> list[Case]:
         ("raises_in_a_task_group", "has an engine refuse a request in a task group", "again", "RefusedError"),
         ("cancels_itself", "cancels its own work", "again", "let a cancellation of its own escape"),
         ("hangs", "waits for ever", "again", "passed its deadline of 2 s"),
+        ("blocks", "sleeps without awaiting", "again", "in block_here; await there, or use asyncio.to_thread"),
+        ("blocks_once_more", "does so twice, and catches what ends it", "again", "must return 4 trajectories"),
         ("gives_none", "returns None", "again", "must return 4 trajectories, one for each sample, got None"),
         ("gives_text", "returns a text", "again", "got 'answer' (str)"),
         ("gives_an_empty_list", "returns an empty list", "again", "got 0"),

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -380,6 +381,30 @@ def test_a_wrong_trajectory_is_left_out_alone_and_no_prompt_is_lost(spoil: Calla
         assert play.rejected == []
         kind = why.partition(":")[0].replace(" ", "_")
         assert stats[f"rollout/unusable_{kind}_share"] == stats["rollout/unusable_share"] > 0
+
+    run(body)
+
+
+def test_a_workflow_that_blocks_is_ended_there_and_its_prompt_drawn_again() -> None:
+    tries = Counter[str]()
+
+    def block() -> None:
+        time.sleep(20)
+
+    async def workflow(episode: Episode) -> list[Trajectory]:
+        tries[episode.row.answer] += 1
+        if episode.row.answer == "1" and tries["1"] == 1:
+            block()
+        return await single_turn(episode)
+
+    async def body() -> None:
+        play = make(episode_timeout_s=0.3)
+        play.workflow = workflow
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+        (settled,) = play.rejected
+        assert (settled.prompt_id, settled.kind, settled.drawn_again) == ("0:1", "code failed", True)
+        assert "it held up the whole process for" in settled.rejected and "in block; await there" in settled.rejected
 
     run(body)
 

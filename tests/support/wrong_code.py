@@ -1,7 +1,7 @@
 """User code that goes wrong, for the table of `tests/faults/user_code.py`: rewards, workflows and filters.
 
-A reward goes wrong on one completion in ten, which it knows by the text alone, so that a second try of the same completion fails alike. A
-workflow goes wrong on one of its samples, or on its group, in one group of eight.
+A reward goes wrong on one completion in ten, or in twenty where that costs its process; it goes by the text alone, so that a second try of
+the same completion fails alike. A workflow goes wrong on one of its samples, or on its group, in one group of eight.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ VOCAB_SIZE = 54
 TURNS = 20
 
 
-def unlucky(text, share=10):
+def unlucky(text, share):
     return zlib.crc32(text.encode()) % share == 0
 
 
@@ -89,9 +89,14 @@ REWARDS = {
 }
 
 
+COSTLY = ("ends_its_process", "kills_its_process", "stops_its_process", "crashes", "hangs")
+
+
 def _reward(name):
+    share = 20 if name in COSTLY else 10
+
     def reward(completion, row):
-        return REWARDS[name]() if unlucky(completion) else fair(completion)
+        return REWARDS[name]() if unlucky(completion, share) else fair(completion)
 
     return reward
 
@@ -234,6 +239,14 @@ def block_here():
     time.sleep(60)
 
 
+async def block_and_catch(_episode):
+    for _ in range(2):
+        try:
+            block_here()
+        except Exception:
+            continue
+
+
 async def raise_(error, _episode):
     raise error
 
@@ -247,6 +260,7 @@ GROUPS = {
     "cancels_itself": cancel_oneself,
     "hangs": hang,
     "blocks": block,
+    "blocks_once_more": block_and_catch,
     "gives_none": partial(give, None),
     "gives_text": partial(give, "answer"),
     "gives_an_empty_list": partial(give, []),

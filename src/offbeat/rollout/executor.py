@@ -16,6 +16,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -29,6 +30,7 @@ from offbeat.phase import phase
 from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.door import ANY, Door, members
 from offbeat.rollout.episode import Episode, Workflow
+from offbeat.rollout.holdup import HoldupGuard
 from offbeat.rollout.outcomes import Failure, Kind, Outcomes, failure_of, failure_to_ask
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart
@@ -89,6 +91,9 @@ class RolloutExecutor:
         self._on_rejected = on_rejected
         self._on_unusable = on_unusable
         self._outcomes = Outcomes(warn)
+        self._holdups = HoldupGuard(
+            timeout_s=config.episode_timeout_s, callers=(type(self)._call_workflow.__code__, type(self)._judge.__code__), tell=warn)
+        self._exits = ExitStack()
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ready: dict[str, Group] = {}
@@ -100,6 +105,7 @@ class RolloutExecutor:
         self.sampling = sampling
 
     async def __aenter__(self) -> Self:
+        self._exits.enter_context(self._holdups.on())
         self._admit()
         return self
 
@@ -110,6 +116,7 @@ class RolloutExecutor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._exits.close()
 
     @property
     def in_flight(self) -> tuple[str, ...]:
@@ -176,8 +183,9 @@ class RolloutExecutor:
                         return group
                 raise AssertionError("a count has no end")
 
-        async with asyncio.TaskGroup() as tasks:
-            playing = [tasks.create_task(play(index, row)) for index, row in enumerate(rows)]
+        with self._holdups.on():
+            async with asyncio.TaskGroup() as tasks:
+                playing = [tasks.create_task(play(index, row)) for index, row in enumerate(rows)]
         return [task.result() for task in playing]
 
     def _admit(self) -> None:
