@@ -1,4 +1,6 @@
-"""`make user-code`: every kind of wrong reward, workflow and filter in a real run, and the table in docs/faults.md.
+"""`make user-code`: every kind of wrong reward, workflow and filter in a real run, and the section in docs/faults.md.
+
+Results go to build/user_code.jsonl, a line per kind; one that passed there is not done again, so the whole can be done in parts.
 
 Train ranks, an engine and the publisher are started once; each kind then has reward processes and an executor of its own, and trains a few
 steps on them. What a kind promises is checked: it is left out alone, no prompt is lost for good, the steps are done and finite, or the run
@@ -11,11 +13,13 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -40,6 +44,7 @@ from support import wrong_code
 
 ROOT = Path(__file__).parents[2]
 CODE = Path(wrong_code.__file__)
+RESULTS = ROOT / "build" / "user_code.jsonl"
 DOCUMENT = ROOT / "docs" / "faults.md"
 HEADING = "Wrong user code"
 STEPS = 5
@@ -334,7 +339,9 @@ def _settings(case: Case | None) -> dict[str, str]:
     return {name.replace(".", "__"): value for name, value in settings.items()}
 
 
-async def play_all(root: Path, cases: list[Case]) -> list[tuple[Case, Outcome]]:
+async def play_all(
+    root: Path, cases: list[Case], on_played: Callable[[Case, Outcome], None] = lambda _case, _outcome: None,
+) -> list[tuple[Case, Outcome]]:
     """Start what all cases share, and play them."""
     config = small_config(root, build_small_model(root / "model", seed=1), **_settings(None))
     played = []
@@ -345,7 +352,21 @@ async def play_all(root: Path, cases: list[Case]) -> list[tuple[Case, Outcome]]:
             for case in cases:
                 played.append((case, outcome := await ring.play(case)))
                 print(f"{case.part}: {case.what}: {'; '.join(outcome.problems) or 'ok'}", flush=True)
+                on_played(case, outcome)
     return played
+
+
+def record_result(case: Case, outcome: Outcome) -> None:
+    """Append to the results."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("ab") as file:
+        file.write(msgspec.json.encode((case.part, case.what, outcome)) + b"\n")
+
+
+def read_results() -> dict[tuple[str, str], Outcome]:
+    """The newest outcome of each case, by part and description."""
+    lines = RESULTS.read_bytes().splitlines() if RESULTS.exists() else []
+    return {(part, what): outcome for part, what, outcome in (msgspec.json.decode(line, type=tuple[str, str, Outcome]) for line in lines)}
 
 
 _HEAD = f"""\
@@ -362,7 +383,7 @@ token is older than the bound; or, where code is wrong every time, when the run 
 def render(played: list[tuple[Case, Outcome]]) -> str:
     """The section's text."""
     failed = [(case, outcome) for case, outcome in played if outcome.problems]
-    lines = [_HEAD, "", f"{len(played) - len(failed)} of {len(played)} rows pass."]
+    lines = [_HEAD, "", f"{len(played) - len(failed)} of {len(all_cases())} rows pass."]
     for part in dict.fromkeys(case.part for case, _ in played):
         lines += ["", f"### {part}", "", "| it | left out | drawn again | lost for good | what is said, first |", "|---|---|---|---|---|"]
         lines += [_row(case, outcome) for case, outcome in played if case.part == part]
@@ -383,16 +404,22 @@ def _row(case: Case, outcome: Outcome) -> str:
 
 
 def main() -> int:
-    """Play the cases, and write the section."""
+    """Play the cases that have not passed yet, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="cases whose description has one of these; writes nothing")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases whose description has one of these")
+    parser.add_argument("--again", action="store_true", help="play cases that passed before once more")
     args = parser.parse_args()
-    cases = [case for case in all_cases() if not args.only or any(text in f"{case.part}: {case.what}" for text in args.only)]
-    with tempfile.TemporaryDirectory(prefix="offbeat-user-code-") as folder:
-        played = asyncio.run(play_all(Path(folder), cases))
-    if not args.only:
-        write_section(DOCUMENT, HEADING, render(played))
-    return 1 if any(outcome.problems for _, outcome in played) else 0
+    done = {} if args.again else {key for key, outcome in read_results().items() if not outcome.problems}
+    cases = [
+        case for case in all_cases()
+        if (case.part, case.what) not in done and any(text in f"{case.part}: {case.what}" for text in args.only)]
+    if cases:
+        with tempfile.TemporaryDirectory(prefix="offbeat-user-code-") as folder:
+            asyncio.run(play_all(Path(folder), cases, record_result))
+    results = read_results()
+    played = [(case, results[case.part, case.what]) for case in all_cases() if (case.part, case.what) in results]
+    write_section(DOCUMENT, HEADING, render(played))
+    return 1 if len(played) < len(all_cases()) or any(outcome.problems for _, outcome in played) else 0
 
 
 if __name__ == "__main__":

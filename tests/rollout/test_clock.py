@@ -46,6 +46,18 @@ def test_what_it_has_counted_before_it_stood_still_is_counted_on() -> None:
     assert 0.45 < asyncio.run(main()) < 5
 
 
+def test_a_loop_that_was_held_up_ends_nothing() -> None:
+    def hold_up() -> None:
+        time.sleep(0.4)
+
+    async def main() -> int:
+        async with EpisodeClock("group 0:7", 0.3):
+            hold_up()
+            return await later(1, 0.01)
+
+    assert asyncio.run(main()) == 1
+
+
 def test_errors_and_timeouts_of_the_body_are_its_own() -> None:
     async def main(error: Exception) -> None:
         async def fails() -> None:

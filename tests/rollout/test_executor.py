@@ -296,6 +296,15 @@ def test_a_workflow_that_gives_no_trajectories_fails_its_group(answer: object, w
     run(body)
 
 
+class Unspeakable(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def speechless(_: Episode) -> None:
+    raise Unspeakable
+
+
 async def generator(_: Episode):
     yield 1
 
@@ -303,6 +312,7 @@ async def generator(_: Episode):
 @pytest.mark.parametrize(("workflow", "why"), [
     (lambda _: [], "must be an async function, but calling it gave .. .list.$"), (generator, "must be an async function"),
     (lambda _: sys.exit(3), "the first with CodeError: SystemExit: 3$"), (lambda: None, "takes 0 positional arguments"),
+    (speechless, "the first with Unspeakable: it cannot say what is wrong"),
 ])
 def test_what_is_no_workflow_at_all_ends_the_run_in_a_sentence(workflow: Callable, why: str) -> None:
     async def body() -> None:
@@ -313,11 +323,6 @@ def test_what_is_no_workflow_at_all_ends_the_run_in_a_sentence(workflow: Callabl
                 await executor.prepare_batch()
 
     run(body)
-
-
-class Unspeakable(Exception):  # noqa: N818
-    def __str__(self) -> str:
-        raise KeyError("no text")
 
 
 @pytest.mark.parametrize(("error", "why"), [
@@ -402,9 +407,8 @@ def test_a_workflow_that_blocks_is_ended_there_and_its_prompt_drawn_again() -> N
         play.workflow = workflow
         async with play.executor() as executor:
             await executor.prepare_batch()
-        settled = next(each for each in play.rejected if each.prompt_id == "0:1")
-        assert (settled.kind, settled.drawn_again) == ("code failed", True)
-        assert all(each.drawn_again for each in play.rejected)  # what waited beside it for too long, too
+        (settled,) = play.rejected  # and nothing that ran beside it
+        assert (settled.prompt_id, settled.kind, settled.drawn_again) == ("0:1", "code failed", True)
         assert "it held up the whole process for" in settled.rejected and "in block; await there" in settled.rejected
 
     run(body)

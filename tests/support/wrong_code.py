@@ -6,8 +6,8 @@ the same completion fails alike. A workflow goes wrong on one of its samples, or
 
 import asyncio
 import ctypes
+import itertools
 import os
-import random
 import signal
 import time
 import zlib
@@ -18,7 +18,7 @@ import numpy as np
 
 from offbeat.rollout.workflows.single_turn import single_turn
 
-CHANCE = random.Random(12)
+CALLS = itertools.count()
 VOCAB_SIZE = 54
 TURNS = 20
 
@@ -178,8 +178,8 @@ SAMPLES = {
 def _spoil(name):
     async def workflow(episode):
         group = await single_turn(episode)
-        if CHANCE.random() < 0.125:
-            at = CHANCE.randrange(len(group))
+        if next(CALLS) % 8 == 3:
+            at = next(CALLS) % len(group)
             group[at] = SAMPLES[name](group[at])
         return group
 
@@ -274,7 +274,7 @@ GROUPS = {
 
 def _fail(name):
     async def workflow(episode):
-        return await (GROUPS[name](episode) if CHANCE.random() < 0.125 else single_turn(episode))
+        return await (GROUPS[name](episode) if next(CALLS) % 8 == 3 else single_turn(episode))
 
     return workflow
 
@@ -312,7 +312,7 @@ FILTERS = {
 
 
 def _filter(name):
-    return lambda group: FILTERS[name](group) if CHANCE.random() < 0.125 else True
+    return lambda group: FILTERS[name](group) if next(CALLS) % 8 == 3 else True
 
 
 globals().update({f"filter_{name}": _filter(name) for name in FILTERS})

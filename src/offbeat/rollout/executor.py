@@ -24,7 +24,17 @@ from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
-from offbeat.errors import CodeError, DeadlineError, RewardError, RolloutError, RunError, TooLongError, describe, shorten
+from offbeat.errors import (
+    CodeError,
+    DeadlineError,
+    OffbeatError,
+    RewardError,
+    RolloutError,
+    RunError,
+    TooLongError,
+    describe,
+    shorten,
+)
 from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
 from offbeat.rollout.clock import EpisodeClock
@@ -315,7 +325,8 @@ class RolloutExecutor:
         first = self._failures[0]
         # What is neither ours nor an engine's was raised by user code: the reward, or the workflow itself.
         kind = RolloutError if isinstance(first, RunError) else CodeError
-        raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {type(first).__name__}: {first}") from first
+        said = f"{type(first).__name__}: {first}" if isinstance(first, OffbeatError) else describe(first)
+        raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {said}") from first
 
 
 def _screen(group: Group, failure: Failure | None) -> tuple[Group, Failure | None]:
