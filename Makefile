@@ -90,9 +90,10 @@ bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON lin
 	$(BIN)/python benchmarks/publish.py
 	$(BIN)/python benchmarks/service.py
 
-faults: $(STAMP)  ## damage files, change settings, let ranks misbehave at every sync point, and write docs/faults.md; takes over an hour
+faults: $(STAMP)  ## damage files, change settings, run wrong user code, let ranks misbehave at every sync point, and write docs/faults.md; takes over an hour
 	$(BIN)/python tests/faults/damage.py
 	$(BIN)/python tests/faults/resume.py
+	$(BIN)/python tests/faults/user_code.py
 	$(BIN)/python tests/faults/table.py
 
 soak: $(STAMP)  ## let tenants train, publish and sample for ten minutes while engines and adapters are hurt, and write docs/soak.md

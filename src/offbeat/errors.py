@@ -126,3 +126,26 @@ class NotLearnedError(RunError):
 def first_line(exc: BaseException) -> str:
     """What another library's error says first, or its name if it says nothing; the rest is for that library's own developers."""
     return (str(exc).strip().splitlines() or [type(exc).__name__])[0].rstrip(".")
+
+
+def printable(text: str, *, most: int = 500) -> str:
+    """User code's text as any file and terminal takes it: on one line, cut, and without halves of surrogate pairs."""
+    return text[:most].replace("\n", " ").encode("utf-8", "backslashreplace").decode()
+
+
+def describe(exc: BaseException) -> str:
+    """What user code raised: its class, and what it says of itself, if it can."""
+    try:
+        text = str(exc)
+    except Exception:
+        text = "it cannot say what is wrong"
+    return printable(f"{type(exc).__name__}: {text}" if text else type(exc).__name__)
+
+
+def shorten(value: object) -> str:
+    """What user code gave in the place of something else, for messages: the beginning of its repr, and its type."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = "something"
+    return f"{printable(text, most=60)} ({type(value).__name__})"

@@ -105,6 +105,18 @@ def test_a_reward_at_which_numbers_overflow_leaves_the_others_their_advantages()
     assert batch.advantages[batch.offsets[1:] - 1].tolist() == [0.5, -0.5]
 
 
+def test_what_a_workflow_leaves_where_nothing_was_generated_is_not_trained_on():
+    first, second = trajectory(1, 1.0), trajectory(1, 0.0)
+    batch = make_batch([group(replace(first, rollout_logprobs=[np.nan, 7.0, -0.5]), second)], config=ALL, max_new_tokens=8)
+    assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, 0, 0, -0.5]
+
+
+def test_the_age_of_what_is_not_trained_on_does_not_count():
+    wrong = trajectory(1, 1.0, version=-30, reason="wrong versions: generated token 2 is of version -30")
+    metrics = batch_metrics([batch_stats([group(trajectory(1, 1.0, version=3), wrong)], version=4)])
+    assert metrics["rollout/staleness_max_versions"] == 1
+
+
 def test_prompts_that_differ_share_nothing():
     different = group(trajectory(1, 1.0, prompt=(1, 2)), trajectory(1, 0.0, prompt=(1, 3)))
     longer = group(trajectory(1, 1.0, prompt=(1, 2)), trajectory(1, 0.0, prompt=(1, 2, 3)))
@@ -170,7 +182,7 @@ def test_metrics_by_hand():
         "rollout/response_mean_tokens": 2,
         "rollout/truncated_share": 0.2,
         "rollout/too_long_share": 0,
-        "rollout/staleness_mean_versions": 3 / 5,
+        "rollout/staleness_mean_versions": 3 / 4,
         "rollout/staleness_max_versions": 2,
         "reward/mean": 0.75,
         "reward/std": 3**0.5 / 4,

@@ -15,6 +15,7 @@ def test_a_model_that_is_there_is_used_with_its_tokenizer_and_context(tmp_path: 
     material = read_material(small_config(tmp_path, model_dir))
     assert (material.model, material.tokenizer_folder, material.build, material.context) == (model_dir, model_dir, None, 64)
     assert material.heldout.num_rows == 4 and material.train.num_rows is None
+    assert material.vocab_size == material.tokenizer.vocab_size == 54
     assert read_material(small_config(tmp_path, model_dir, inference__max_context="32")).context == 32
 
 
@@ -23,7 +24,7 @@ def test_without_a_model_a_tiny_one_is_to_be_built_beside_a_tokenizer(tmp_path: 
     material = read_material(config)
     assert material.build is not None
     assert (material.build.folder, material.build.seed, material.build.vocab_size) == (material.model, 5, material.tokenizer.vocab_size)
-    assert material.context == 48
+    assert (material.context, material.vocab_size) == (48, material.build.vocab_size)
     assert material.tokenizer_folder == material.model
     assert not config.run_dir.exists(), "reading must leave no trace of a run that may be refused"
 

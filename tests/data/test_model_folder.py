@@ -5,7 +5,14 @@ import sys
 import huggingface_hub.constants
 import pytest
 
-from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_model_config, rope_limit
+from offbeat.data.model_folder import (
+    check_model_folder,
+    read_context_length,
+    read_end_token_ids,
+    read_model_config,
+    read_vocab_size,
+    rope_limit,
+)
 from offbeat.errors import ModelError
 
 
@@ -65,6 +72,14 @@ def test_the_context_of_a_longrope_model_is_its_original_one(tmp_path):
     for ropes in ({"rope_scaling": {"type": "longrope"}}, {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 512}}):
         assert read_context_length(write(tmp_path, json.dumps(config | ropes))) == 512
     assert read_context_length(write(tmp_path, json.dumps(config))) == 4096
+
+
+@pytest.mark.parametrize(("config", "size"), [
+    ('"vocab_size": 7', 7), ('"text_config": {"vocab_size": 9}, "vocab_size": 7', 9), ('"text_config": {}, "vocab_size": 7', 7), ("", None),
+    ('"vocab_size": "many"', None),
+])
+def test_the_size_of_the_vocabulary_is_that_of_the_language_model(tmp_path, config, size):
+    assert read_vocab_size(write(tmp_path, f'{{"model_type": "qwen3"{", " if config else ""}{config}}}')) == size
 
 
 def test_looking_at_a_model_does_not_import_torch():

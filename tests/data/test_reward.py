@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.data.reward import FailedReward, check_reward
+from offbeat.data.reward import LARGEST_REWARD, FailedReward, check_reward
 
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.array(1), torch.tensor(1.0), Decimal(1), Fraction(1)])
@@ -18,9 +18,34 @@ def test_a_number_of_any_kind_is_a_reward(value) -> None:
 
 
 @pytest.mark.parametrize("value", [
-    None, "1", b"1", "good", math.nan, math.inf, -math.inf, 1e308, -1e19, 10**400, np.ones(1), torch.ones(1), [1.0], 1j, object()])
+    None, "1", b"1", bytearray(b"1"), "good", math.nan, math.inf, -math.inf, 1e308, -1e13, 10**400, np.ones(1), torch.ones(1), [1.0], 1j,
+    np.array("1"), np.complex64(1), np.datetime64(1, "s"), object()])
 def test_anything_else_is_a_failure_that_says_what_it_was(value) -> None:
     reward = check_reward(value)
     assert isinstance(reward, FailedReward) and math.isnan(reward)
     assert "is not a number" in reward.reason
     assert check_reward(reward) is reward
+
+
+class Stubborn:
+    """Cannot even be looked at."""
+
+    def __float__(self):
+        raise KeyError("no")
+
+    def __repr__(self):
+        raise KeyError("no")
+
+    @property
+    def ndim(self):
+        raise KeyError("no")
+
+
+def test_a_value_that_raises_when_it_is_looked_at_is_a_failure() -> None:
+    assert check_reward(Stubborn()).reason == "something (Stubborn) is not a number"
+
+
+def test_the_largest_reward_has_a_square_that_float32_can_sum_over_all_parameters() -> None:
+    assert check_reward(1e12) == 1e12
+    assert math.isnan(check_reward(1.1e12))
+    assert np.isfinite(np.float32(LARGEST_REWARD) ** 2 * np.float32(1e12))

@@ -35,6 +35,18 @@ def test_json_lines_are_read_by_index_and_blank_lines_do_not_count(tmp_path):
     assert seen[1][0] == f"{path!r}, line 3"
 
 
+@pytest.mark.parametrize("text", ["", "[1]\n", '{"prompt": ', '{"a": "\xff'])
+def test_a_file_that_is_changed_under_a_run_is_named(tmp_path, text):
+    path = write_lines(tmp_path / "d.jsonl", [json.dumps(record) for record in RECORDS])
+    source = open_any(path)
+    (tmp_path / "d.jsonl").write_text(text, encoding="latin1")
+    with pytest.raises(DataError, match="d.jsonl' was changed while the run reads it: its record 0 can no longer be read"):
+        source.record(0)
+    (tmp_path / "d.jsonl").unlink()
+    with pytest.raises(DataError, match="No such file"):
+        source.record(0)
+
+
 def test_parquet_gives_the_same_records(tmp_path):
     path = tmp_path / "d.parquet"
     pa.parquet.write_table(pa.Table.from_pylist(RECORDS), path)

@@ -8,7 +8,6 @@ import pytest
 from offbeat.data import wire
 from offbeat.data.reward import FailedReward
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.errors import DataError
 
 ONE = Trajectory(
     np.array([3, 1, 9, 1, 3, 0]), np.array([0, 0, 0, 1, 1, 1]), np.array([0, 0, 0, -0.1, -0.2, -0.1]), np.array([-1, -1, -1, 4, 4, 5]), 1.0)
@@ -22,9 +21,43 @@ def test_a_trajectory_knows_its_prompt_and_its_oldest_version() -> None:
         np.int32, np.bool_, np.float32, np.int32]
 
 
-def test_arrays_of_different_lengths_are_refused() -> None:
-    with pytest.raises(DataError, match=r"Trajectory.versions must have shape \(1,\) like tokens, got \(2,\)"):
-        Trajectory(np.array([3]), np.array([0]), np.zeros(1), np.array([-1, 4]), 0.0)
+ARRAYS = {"tokens": [3, 1], "loss_mask": [False, True], "rollout_logprobs": [0, -0.5], "versions": [-1, 4]}
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"versions": [-1, 4, 4]}, "Trajectory.versions must have shape (2,) like tokens, got (3,)"),
+    ({"tokens": 3}, "Trajectory.tokens must have one dimension, got 3 (int)"),
+    ({"tokens": [[3], [1]]}, "Trajectory.tokens must have one dimension, got (2, 1)"),
+    ({"tokens": [[3], [1, 2]]}, "Trajectory.tokens cannot be read: ValueError"),
+    ({"tokens": "31"}, "Trajectory.tokens must have one dimension, got '31' (str)"),
+    ({"tokens": ["3", "1"]}, "Trajectory.tokens must hold numbers, got '3' (str)"),
+    ({"tokens": None}, "Trajectory.tokens must have one dimension, got None (NoneType)"),
+    ({"tokens": [3, 2**32 + 1]}, "Trajectory.tokens must hold numbers of type int32, got 4294967297"),
+    ({"tokens": [3, 1.5]}, "Trajectory.tokens must hold numbers of type int32, got 1.5"),
+    ({"loss_mask": [0, 2]}, "Trajectory.loss_mask must hold numbers of type bool, got 2"),
+    ({"rollout_logprobs": [0, None]}, "Trajectory.rollout_logprobs must hold numbers, got None (NoneType)"),
+    ({"reason": None}, "Trajectory.reason must be text, got None (NoneType)"),
+    ({"num_retries": "none"}, "Trajectory.num_retries must be an integer, got 'none' (str)"),
+])
+def test_what_does_not_fit_together_is_a_trajectory_without_tokens_that_says_why(changes: dict, why: str) -> None:
+    malformed = Trajectory(**{**ARRAYS, "reward": 1.0, **changes})
+    assert malformed.reason.startswith(f"malformed: {why}"), malformed.reason
+    assert (malformed.unusable, len(malformed), malformed.prompt_len, malformed.row_tokens, malformed.head_version) == (
+        "malformed", 0, 0, 0, -1)
+    assert Group("0:7", 3, (malformed, ONE)).usable == (ONE,)
+
+
+def test_arrays_are_copies_that_nobody_writes_to() -> None:
+    tokens = np.array([3, 1], np.int32)
+    trajectory = Trajectory(**{**ARRAYS, "tokens": tokens}, reward=1.0)
+    tokens[:] = 9  # a workflow that uses its buffer again
+    assert trajectory.tokens.tolist() == [3, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        trajectory.tokens[0] = 9
+
+
+def test_a_reason_is_text_that_any_file_takes() -> None:
+    assert replace(ONE, reason="stop\ud800" + "x" * 2000).reason == "stop\\ud800" + "x" * 995
 
 
 def test_a_group_adds_up_its_trajectories() -> None:

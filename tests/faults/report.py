@@ -11,7 +11,8 @@ _HEAD = f"""\
 
 What a run does when one of its ranks misbehaves, at every named sync point and at every place inside the regions, in every mode.
 `make faults` measures it and writes this file from `build/faults.jsonl`; it takes about an hour and a half on two cores, and goes on where
-it was interrupted.
+it was interrupted. Below are [damaged files](#damaged-files), [changed settings](#changed-settings) and
+[wrong user code](#wrong-user-code).
 
 Each row is a real `offbeat train` of a tiny model on two ranks, with one engine and a reward process; `spmd` is under `torchrun`, `local`
 and `ray` under a controller. `OFFBEAT_FAULT` lets one rank misbehave at one point or place:

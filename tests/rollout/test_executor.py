@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import sys
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,15 +19,16 @@ from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import (
     CodeError,
-    DataError,
     DeadlineError,
     EngineError,
     RefusedError,
     RolloutError,
     TooLongError,
     WorkerError,
+    describe,
 )
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.door import Door
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor, Settled
 from offbeat.rollout.staleness import Gate
@@ -82,7 +85,7 @@ class Play:
     unusable: list[tuple[str, list[str]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     accept: Callable[[Group], bool] = lambda _group: True
-    too_long: Callable[[Trajectory], str] = lambda _trajectory: ""
+    door: Door = Door(TOKENIZER.vocab_size)
     score: Callable[[Sequence[str], Row], Awaitable[list[float]]] = no_score
     workflow: Callable[[Episode], Awaitable[Sequence[Trajectory]]] = single_turn
 
@@ -92,7 +95,7 @@ class Play:
 
         return RolloutExecutor(
             gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, sampling=Sampling(8),
-            accept=self.accept, too_long=self.too_long, on_rejected=self.rejected.append,
+            accept=self.accept, door=self.door, on_rejected=self.rejected.append,
             on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append)
 
     async def publish(self, executor: RolloutExecutor, version: int) -> None:
@@ -104,7 +107,7 @@ def make(*, batch: int = 3, running: int = 6, eta: int = 1, last: int | None = N
          rows: tuple[Row, ...] = ROWS, **changes: object) -> Play:
     config = RolloutConfig(
         consumer_batch_size=batch, max_concurrent_rollouts=running, max_head_offpolicyness=eta, on_stale=on_stale,
-        **{"group_size": 2, "batch_timeout_s": 5.0, "max_failures_in_a_row": 4} | changes)
+        **{"group_size": 2, "batch_timeout_s": 5.0, "max_failures_in_a_row": 4, "max_retries": 2} | changes)
     gate = Gate(batch_size=batch, max_running=running, eta=eta, last_version=last, on_stale=on_stale)
     return Play(engine or Engine(), gate, config, PromptStream(ListDataset(rows), seed=0, shuffle=False))
 
@@ -246,10 +249,11 @@ def test_a_filter_that_raises_rejects_its_group_with_the_error() -> None:
         play = make()
         play.accept = accept
         async with play.executor() as executor:
-            await executor.prepare_batch()
-            await play.publish(executor, 1)
-            await executor.prepare_batch()
-        assert play.rejected == [Settled("0:2", "should_accept raised KeyError: 'score'", "code failed")]
+            for version in range(3):
+                await executor.prepare_batch()
+                await play.publish(executor, version + 1)
+        again = Settled("0:2", "should_accept raised KeyError: 'score'", "code failed", drawn_again=True)
+        assert play.rejected == [again, again, replace(again, rejected=f"{again.rejected} (the last of 3 tries)", drawn_again=False)]
 
     run(body)
 
@@ -259,7 +263,11 @@ def test_a_filter_that_always_raises_or_always_refuses_ends_the_run() -> None:
         raise KeyError("score")
 
     async def body() -> None:
-        cases = [(raises, CodeError, "should_accept raised KeyError"), (lambda _: False, DeadlineError, "were rejected")]
+        cases = [
+            (raises, CodeError, "should_accept raised KeyError"), (lambda _: False, DeadlineError, "were rejected"),
+            (lambda _: None, CodeError, "should_accept must return True or False, got None"),
+            (lambda _: np.ones(2), CodeError, "should_accept raised ValueError: The truth value of an array"),
+            (lambda _: sys.exit(3), CodeError, "should_accept raised SystemExit: 3")]
         for accept, kind, sentence in cases:
             play = make(batch_timeout_s=0.2, max_failures_in_a_row=5)
             play.accept = accept
@@ -270,17 +278,198 @@ def test_a_filter_that_always_raises_or_always_refuses_ends_the_run() -> None:
     run(body)
 
 
-@pytest.mark.parametrize("answer", [(), ("no trajectory",)])
-def test_a_workflow_that_gives_no_trajectories_fails_its_group(answer: tuple) -> None:
-    async def workflow(_: Episode) -> tuple:
+@pytest.mark.parametrize(("answer", "why"), [
+    ((), "must return 2 trajectories, one for each sample, got 0"), (("no trajectory",), "got 1"), (None, "got None"),
+    (("one", "two"), "2 of 2 samples cannot be trained on; the first: malformed: the workflow returned 'one' .str. in the place of"),
+])
+def test_a_workflow_that_gives_no_trajectories_fails_its_group(answer: object, why: str) -> None:
+    async def workflow(_: Episode) -> object:
         return answer
 
     async def body() -> None:
         play = make(max_failures_in_a_row=3)
         play.workflow = workflow
         async with play.executor() as executor:
-            with pytest.raises(CodeError, match="must return at least one Trajectory"):
+            with pytest.raises(CodeError, match=why):
                 await executor.prepare_batch()
+
+    run(body)
+
+
+class Unspeakable(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def speechless(_: Episode) -> None:
+    raise Unspeakable
+
+
+async def generator(_: Episode):
+    yield 1
+
+
+@pytest.mark.parametrize(("workflow", "why"), [
+    (lambda _: [], "must be an async function, but calling it gave .. .list.$"), (generator, "must be an async function"),
+    (lambda _: sys.exit(3), "the first with CodeError: SystemExit: 3$"), (lambda: None, "takes 0 positional arguments"),
+    (speechless, "the first with Unspeakable: it cannot say what is wrong"),
+])
+def test_what_is_no_workflow_at_all_ends_the_run_in_a_sentence(workflow: Callable, why: str) -> None:
+    async def body() -> None:
+        play = make(max_failures_in_a_row=3)
+        play.workflow = workflow
+        async with play.executor() as executor:
+            with pytest.raises(CodeError, match=why):
+                await executor.prepare_batch()
+
+    run(body)
+
+
+@pytest.mark.parametrize(("error", "why"), [
+    (SystemExit(3), "CodeError: SystemExit: 3"), (Unspeakable(), "Unspeakable: it cannot say what is wrong"),
+    (RecursionError("deep"), "RecursionError: deep"),
+    (ValueError("\ud800\n" + "x" * 10**6), "ValueError: \\ud800 " + "x" * 486), (MemoryError(), "MemoryError"),
+    (ExceptionGroup("of a task group", [KeyError("turns"), EngineError("cancelled")]), "KeyError: 'turns'"),
+    (ExceptionGroup("of a task group", [EngineError("engine 0 died")]), "EngineError: engine 0 died"),
+])
+def test_whatever_a_workflow_raises_fails_its_group_alone_and_its_prompt_is_drawn_again(error: BaseException, why: str) -> None:
+    tries = Counter[str]()
+
+    async def workflow(episode: Episode) -> list[Trajectory]:
+        tries[episode.row.answer] += 1
+        if episode.row.answer == "1" and tries["1"] == 1:
+            raise error
+        return await single_turn(episode)
+
+    async def body() -> None:
+        play = make()
+        play.workflow = workflow
+        async with play.executor() as executor:
+            groups = await executor.prepare_batch()
+            await play.publish(executor, 1)
+            groups += await executor.prepare_batch()
+        assert "0:1" in [group.prompt_id for group in groups]
+        (settled,) = play.rejected
+        assert (settled.prompt_id, settled.rejected, settled.drawn_again) == ("0:1", why, True)
+        assert settled.kind == ("engine failed" if "engine 0" in why else "code failed")
+
+    run(body)
+
+
+def changed(**changes: object) -> Callable[[list[Trajectory]], list[Trajectory]]:
+    return lambda group: [replace(group[0], **changes), *group[1:]]
+
+
+@pytest.mark.parametrize(("spoil", "why"), [
+    (changed(tokens=[3, 4, 999, 0]), "wrong tokens: token 2 has the id 999, which is not in the vocabulary of 54 tokens"),
+    (changed(rollout_logprobs=[0, 0, np.nan, -0.5]), "wrong logprobs: generated token 2 has the log-probability nan"),
+    (changed(versions=[-1, -1, 38, 38]), "wrong versions: generated token 2 is of version 38, where engines served 0 to 1"),
+    (changed(versions=[-1, -1, -3, -3]), "wrong versions: generated token 2 is of version -3"),
+    (changed(reward="good"), "reward failed: 'good' (str) is not a number"), (changed(reward=None), "reward failed: None"),
+    (changed(reward=1e308), "reward failed: 1e+308 is not a number within"),
+    (changed(tokens=[1]), "malformed: Trajectory.loss_mask must have shape"),
+    (lambda group: [None, *group[1:]], "malformed: the workflow returned None"),
+])
+def test_a_wrong_trajectory_is_left_out_alone_and_no_prompt_is_lost(spoil: Callable, why: str) -> None:
+    async def workflow(episode: Episode) -> list[Trajectory]:
+        group = await single_turn(episode)
+        return spoil(group) if episode.row.answer == "1" else group
+
+    async def body() -> None:
+        play = make(group_size=3, running=3)
+        play.workflow = workflow
+        async with play.executor() as executor:
+            groups = {group.prompt_id: group for group in await executor.prepare_batch()}
+            stats = executor.take_stats().values()
+        assert [t.unusable for t in groups["0:1"].trajectories[1:]] == [None, None]
+        assert groups["0:1"].trajectories[0].reason.startswith(why)
+        assert play.rejected == []
+        kind = why.partition(":")[0].replace(" ", "_")
+        assert stats[f"rollout/unusable_{kind}_share"] == stats["rollout/unusable_share"] > 0
+
+    run(body)
+
+
+def test_a_workflow_that_blocks_is_ended_there_and_its_prompt_drawn_again() -> None:
+    tries = Counter[str]()
+
+    def block() -> None:
+        time.sleep(20)
+
+    async def workflow(episode: Episode) -> list[Trajectory]:
+        tries[episode.row.answer] += 1
+        if episode.row.answer == "1" and tries["1"] == 1:
+            block()
+        return await single_turn(episode)
+
+    async def body() -> None:
+        play = make(episode_timeout_s=0.3)
+        play.workflow = workflow
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+        (settled,) = play.rejected  # and nothing that ran beside it
+        assert (settled.prompt_id, settled.kind, settled.drawn_again) == ("0:1", "code failed", True)
+        assert "it held up the whole process for" in settled.rejected and "in block; await there" in settled.rejected
+
+    run(body)
+
+
+def test_a_prompt_that_cannot_be_asked_is_rejected_at_once_whatever_the_tokenizer_says() -> None:
+    async def body() -> None:
+        play = make(rows=(ROWS[0], Row("\ud800", "1"), *ROWS[2:]))
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+        (settled,) = play.rejected
+        assert (settled.prompt_id, settled.kind, settled.drawn_again) == ("0:1", "prompt refused", False)
+
+    run(body)
+
+
+@pytest.mark.parametrize("wrong", [FailedReward("it raised"), None, "good", np.ones(2), float("inf"), 1e308])
+def test_one_wrong_reward_in_twenty_costs_its_sample_and_no_prompt(wrong: object) -> None:
+    """Groups of eight, of which a third have a wrong reward; once, each of them was lost with its prompt."""
+    rows = tuple(Row(f"{i}>", str(i)) for i in range(200))
+    chance = random.Random(7)
+
+    async def score(completions: Sequence[str], row: Row) -> list:
+        return [wrong if chance.random() < 0.05 else float(i % 2) for i in range(len(completions))]
+
+    async def body() -> None:
+        play = make(batch=20, running=40, group_size=8, rows=rows, last=10)
+        play.score = score
+        trained: list[str] = []
+        left_out = 0
+        async with play.executor() as executor:
+            for version in range(10):
+                groups = await executor.prepare_batch()
+                trained += [group.prompt_id for group in groups]
+                left_out += sum(8 - len(group.usable) for group in groups)
+                await play.publish(executor, version + 1)
+        assert sorted(trained) == sorted(f"0:{i}" for i in range(200))  # a whole epoch
+        assert play.rejected == []
+        assert 50 < left_out < 110
+        (warning,) = play.warnings or ["samples cannot be trained on: reward failed The first, of prompt"]
+        assert "samples cannot be trained on: reward failed" in warning and "The first, of prompt" in warning
+
+    run(body)
+
+
+def test_a_prompt_whose_samples_always_fail_is_drawn_again_so_often_and_then_recorded_with_its_reason() -> None:
+    async def score(completions: Sequence[str], row: Row) -> list[float]:
+        return [FailedReward("it raised") if row.answer == "1" else 1.0] * len(completions)
+
+    async def body() -> None:
+        play = make(last=3, max_retries=2)
+        play.score = score
+        trained: list[str] = []
+        async with play.executor() as executor:
+            for version in range(3):
+                trained += [group.prompt_id for group in await executor.prepare_batch()]
+                await play.publish(executor, version + 1)
+        assert sorted(trained) == [f"0:{i}" for i in (0, 2, 3, 4, 5, 6, 7, 8, 9)]
+        why = "2 of 2 samples cannot be trained on; the first: reward failed: it raised"
+        again = Settled("0:1", why, "reward failed", drawn_again=True)
+        assert play.rejected == [again, again, Settled("0:1", f"{why} (the last of 3 tries)", "reward failed")]
 
     run(body)
 
@@ -339,7 +528,7 @@ def test_failures_in_a_row_stop_the_run_and_tell_whose_they_are() -> None:
 
 def test_failures_that_are_not_in_a_row_do_not_stop_the_run() -> None:
     async def body() -> None:
-        play = make(running=1)
+        play = make(running=1, max_retries=0)
 
         async def score(completions: Sequence[str], row: Row) -> list[float]:
             if int(row.answer) % 4:
@@ -364,7 +553,27 @@ def test_a_late_group_is_rejected_with_its_deadline() -> None:
             await asyncio.sleep(0.1)
         (settled,) = play.rejected
         assert (settled.prompt_id, settled.kind) == ("0:0", "timed out")
-        assert "waiting for group 0:0 passed its deadline of 0.05 s" in settled.rejected
+        assert settled.rejected == "DeadlineError: waiting for group 0:0 passed its deadline of 0.05 s"
+
+    run(body)
+
+
+def test_the_wait_for_rewards_of_others_is_no_fault_of_a_group() -> None:
+    one_at_a_time = asyncio.Semaphore(1)
+
+    async def score(completions: Sequence[str], row: Row) -> list[float]:
+        async with one_at_a_time:
+            await asyncio.sleep(0.05)
+            return [1.0] * len(completions)
+
+    async def body() -> None:
+        play = make(episode_timeout_s=0.08, last=2)
+        play.score = score
+        async with play.executor() as executor:
+            for version in range(2):
+                await executor.prepare_batch()
+                await play.publish(executor, version + 1)
+        assert play.rejected == []
 
     run(body)
 
@@ -386,16 +595,16 @@ def test_samples_whose_reward_failed_are_left_out_and_the_rest_of_their_group_is
         mixed = groups["0:1"]
         assert len(mixed.trajectories) == 4
         assert [t.reward for t in mixed.usable] == [1.0, 0.0]
-        reasons = ["reward failed: it hangs", "reward failed: nan is not a number within ±1e+18"]
+        reasons = ["reward failed: it hangs", "reward failed: nan is not a number within ±1e+12"]
         assert play.unusable == [("0:1", reasons)]
         assert play.rejected == []
 
     run(body)
 
 
-def test_a_group_with_one_sample_left_is_rejected_and_not_drawn_again() -> None:
+def test_a_group_with_one_sample_left_is_no_group() -> None:
     async def body() -> None:
-        play = make(group_size=4, running=3)
+        play = make(group_size=4, running=3, max_retries=0)
         play.score = scores(1.0, *[FailedReward("it hangs")] * 3)
         async with play.executor() as executor:
             groups = await executor.prepare_batch()
@@ -411,25 +620,26 @@ def test_a_trajectory_that_is_too_long_to_train_on_is_left_out_with_its_reason()
         group = await single_turn(episode)
         longer = replace(group[0], **{name: np.append(getattr(group[0], name), value) for name, value in [
             ("tokens", 5), ("loss_mask", True), ("rollout_logprobs", -0.5), ("versions", 0)]})
-        return [longer, *group[1:]] if episode.row.answer == "1" else [longer, longer] if episode.row.answer == "2" else group
+        return [longer, *group[1:]] if episode.row.answer == "1" else [longer] * 3 if episode.row.answer == "2" else group
 
     async def body() -> None:
-        play = make(group_size=3, running=3)
+        play = make(group_size=3, running=3, max_retries=0)
         play.workflow = workflow
-        play.too_long = lambda t: f"a row of {t.row_tokens} tokens" if t.row_tokens > 3 else ""
+        play.door = Door(too_long=lambda t: f"a row of {t.row_tokens} tokens" if t.row_tokens > 3 else "")
         async with play.executor() as executor:
             groups = {group.prompt_id: group for group in await executor.prepare_batch()}
         assert [t.reason for t in groups["0:1"].trajectories] == ["too long: a row of 4 tokens", "stop", "stop"]
         assert play.rejected == [
-            Settled("0:2", "2 of 2 samples cannot be trained on; the first: too long: a row of 4 tokens", "too long")]
+            Settled("0:2", "3 of 3 samples cannot be trained on; the first: too long: a row of 4 tokens", "too long")]
 
     run(body)
 
 
 @pytest.mark.parametrize(("error", "kind"), [
     (EngineError("engine 0 died"), "engine failed"), (DeadlineError("waiting for x"), "timed out"),
-    (WorkerError("reward 0 does not start"), "reward failed")])
-def test_a_group_that_failed_for_a_reason_of_ours_is_drawn_again_a_bounded_number_of_times(error: Exception, kind: str) -> None:
+    (WorkerError("reward 0 does not start"), "reward failed"), (KeyError("turns"), "code failed"),
+    (RefusedError("too many tokens"), "engine failed"), (TooLongError("90 tokens"), "too long")])
+def test_a_group_that_failed_is_drawn_again_a_bounded_number_of_times(error: Exception, kind: str) -> None:
     async def play_it(failures: int) -> tuple[Play, list[str]]:
         play, tries = make(max_retries=2, max_failures_in_a_row=99, last=2), Counter[str]()
 
@@ -450,32 +660,11 @@ def test_a_group_that_failed_for_a_reason_of_ours_is_drawn_again_a_bounded_numbe
     async def body() -> None:
         play, trained = await play_it(failures=2)
         assert sorted(trained) == [f"0:{i}" for i in range(6)]
-        assert play.rejected == [Settled("0:1", f"{type(error).__name__}: {error}", kind, drawn_again=True)] * 2
+        assert play.rejected == [Settled("0:1", describe(error), kind, drawn_again=True)] * 2
         play, trained = await play_it(failures=3)
         assert sorted(trained) == [f"0:{i}" for i in (0, 2, 3, 4, 5, 6)]
         assert [settled.drawn_again for settled in play.rejected] == [True, True, False]
-        assert play.rejected[-1].rejected == f"{type(error).__name__}: {error} (the last of 3 tries)"
-
-    run(body)
-
-
-@pytest.mark.parametrize(("error", "kind"), [
-    (KeyError("turns"), "code failed"), (RefusedError("too many tokens"), "engine failed"), (TooLongError("90 tokens"), "too long"),
-    (DataError("no tokens"), "prompt refused")])
-def test_what_would_fail_again_is_rejected_at_once(error: Exception, kind: str) -> None:
-    async def workflow(episode: Episode) -> list[Trajectory]:
-        if episode.row.answer == "1":
-            raise error
-        return await single_turn(episode)
-
-    async def body() -> None:
-        play = make()
-        play.workflow = workflow
-        async with play.executor() as executor:
-            await executor.prepare_batch()
-            stats = executor.take_stats().values()
-        assert play.rejected == [Settled("0:1", f"{type(error).__name__}: {error}", kind)]
-        assert stats[f"rollout/rejected_{kind.replace(' ', '_')}_share"] == stats["rollout/rejected_share"] > 0
+        assert play.rejected[-1].rejected == f"{describe(error)} (the last of 3 tries)"
 
     run(body)
 

@@ -62,6 +62,9 @@ def test_a_file_that_fails_on_import_says_how_and_can_be_mended(tmp_path):
     path.write_text("1 / 0")
     with pytest.raises(CodeError, match="failed on import: ZeroDivisionError: division by zero"):
         resolve(f"{path}:f", kind="reward")
+    path.write_text("import sys; sys.exit('no key')")
+    with pytest.raises(CodeError, match="failed on import: SystemExit: no key"):
+        resolve(f"{path}:f", kind="reward")
     path.write_text("def f(): return 3")
     assert resolve(f"{path}:f", kind="reward")() == 3
 

@@ -145,6 +145,16 @@ def test_what_looks_like_a_secret() -> None:
     assert secret_variables(environ, allowed=["HF_TOKEN", "A"]) == {*secrets, "B"} - {"HF_TOKEN"}
 
 
+def test_what_a_workflow_cannot_have_scored_is_told_it_and_costs_no_process() -> None:
+    async def body(pool: RewardPool) -> None:
+        for completions, row in ([("y", None), ROW], [["y"], None]):
+            with pytest.raises(CodeError, match="score takes a list of texts and the episode's row, got None"):
+                await pool.score(completions, row)  # type: ignore[arg-type]
+        assert await pool.score(["y"], ROW) == [1.0]
+
+    check("equal", body)
+
+
 def test_a_cancelled_call_leaves_a_working_pool() -> None:
     async def body(pool: RewardPool) -> None:
         call = asyncio.create_task(pool.score(["x"], ROW))

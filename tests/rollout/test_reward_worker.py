@@ -37,12 +37,22 @@ def test_a_reward_that_raises_is_shown_with_the_completion() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [
     ("gives_text", "'good' (str) is not a number"), ("gives_nothing", "None (NoneType) is not a number"), ("gives_nan", "nan is not a"),
-    ("gives_too_much", "1e+308 is not a number within ±1e+18"), ("gives_an_array", "array([1.]) (ndarray) is not a number"),
+    ("gives_too_much", "1e+308 is not a number within ±1e+12"), ("gives_an_array", "array([1.]) (ndarray) is not a number"),
 ])
 def test_a_reward_that_gives_no_number_to_train_on_says_what_it_gave(name: str, value: str) -> None:
     failure = score(loaded(name), "y").failure
     assert f"rewards.py:{name} returned what cannot be trained on: " in failure
     assert value in failure
+
+
+@pytest.mark.parametrize(("name", "how"), [
+    ("exits", "raised SystemExit: 3"), ("calls_itself", "raised RecursionError: maximum recursion depth exceeded"),
+    ("says_what_no_file_takes", "raised ValueError: \\ud800yyy"),
+])
+def test_a_reward_that_raises_what_others_do_not_keeps_its_process_too(name: str, how: str) -> None:
+    failure = score(loaded(name), "\ud7ff").failure
+    assert f"rewards.py:{name} {how}" in failure
+    assert len(failure) < 1100
 
 
 def test_a_reward_that_is_not_there_is_refused() -> None:

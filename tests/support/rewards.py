@@ -95,3 +95,16 @@ def sees_variable(completion, row):
 
 def needs_a_key(completion, row):
     return float(len(os.environ["JUDGE_API_KEY"]))
+
+
+def says_what_no_file_takes(completion, row):
+    print("x" * 10**6)
+    raise ValueError("\ud800" + "y" * 10**6)
+
+
+def exits(completion, row):
+    raise SystemExit(3)
+
+
+def calls_itself(completion, row):
+    return calls_itself(completion, row)

@@ -21,7 +21,7 @@ from offbeat.types import PROMPT_VERSION, Version
 def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> TokenBatch:
     """Flatten groups, with the advantage of each trajectory on each of its generated tokens.
 
-    An unusable trajectory (its reward failed, or it is too long) counts nowhere: not in its group's baseline, and in no denominator.
+    An unusable trajectory (see `Trajectory.unusable`) counts nowhere: not in its group's baseline, and in no denominator.
     Sequences with nothing to train on, and with `config.drop_zero_advantage` those of advantage 0, are left out but counted in the
     denominators.
 
@@ -57,7 +57,8 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     return TokenBatch(
         tokens=_concatenate([trajectories[i].tokens for i in kept], np.int32),
         loss_mask=loss_mask,
-        rollout_logprobs=_concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32) * loss_mask,
+        # A workflow may leave anything where nothing was generated, and NaN times 0 is NaN.
+        rollout_logprobs=np.where(loss_mask, _concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32), 0),
         advantages=np.repeat(advantages[kept], lengths) * loss_mask,
         loss_weights=np.repeat(weights[kept], lengths) * loss_mask,
         offsets=_offsets(lengths), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator,
@@ -109,7 +110,8 @@ def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories if t.unusable is None], dtype=np.float64)
     num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.float64)
-    staleness = np.array([version - t.head_version for t in trajectories if t.head_version != PROMPT_VERSION], dtype=np.float64)
+    heads = [t.head_version for t in trajectories if t.unusable is None]
+    staleness = np.array([version - head for head in heads if head != PROMPT_VERSION], dtype=np.float64)
     tracker = StatsTracker()
     with tracker.scope("rollout"):
         tracker.stat(reduce="sum", generated_tokens=num_generated)

@@ -15,6 +15,7 @@ from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.row import Row
 from offbeat.errors import TooLongError
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.door import Door
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
 from offbeat.rollout.functions import resolve
@@ -50,8 +51,8 @@ class Arena:
 
         return RolloutExecutor(
             gate=gate, stream=stream, workflow=workflow, make_episode=self._episode, config=config, sampling=self.material.sampling,
-            accept=accept, too_long=lambda trajectory: self._too_long(trajectory.row_tokens), on_rejected=on_rejected,
-            warn=record.console.note,
+            accept=accept, door=Door(self.material.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
+            on_rejected=on_rejected, warn=record.console.note,
             on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
 
     def sft_batch(self, stream: PromptStream, count: int) -> TokenBatch:

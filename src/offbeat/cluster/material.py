@@ -11,7 +11,7 @@ from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.identity import Identity, code_digest, digest_of, model_digest
-from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids
+from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
@@ -61,6 +61,11 @@ class Material:
     supervision: Supervision
     num_dropped: int
     identity: Identity
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it: the rows of the model's embedding."""
+        return self.build.vocab_size if self.build is not None else read_vocab_size(self.model) or self.tokenizer.vocab_size
 
 
 def read_material(config: Config, *, trains: bool = True, supervised: bool = False) -> Material:

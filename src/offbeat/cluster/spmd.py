@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from offbeat.aio import SideThread, beside, both
+from offbeat.aio import SideThread, beside, both, run_beside
 from offbeat.cluster.arena import Arena, open_rewards
 from offbeat.cluster.assemble import make_launcher, open_policy
 from offbeat.cluster.engine_group import EngineGroup
@@ -28,11 +28,12 @@ from offbeat.cluster.rank_engine import RankEngine, build_model
 from offbeat.cluster.serving import UNPUBLISHED, open_pool, open_serving
 from offbeat.cluster.session import Session
 from offbeat.cluster.shards import Sharder
-from offbeat.cluster.spmd_peers import Followed, RankPeers, follow, make_release
+from offbeat.cluster.spmd_peers import EngineNews, Followed, RankPeers, follow, make_release
 from offbeat.cluster.spmd_stage import Bystander, share_limits, share_rows
 from offbeat.cluster.spmd_trainers import HeadsLoad, OneRankLoads, RankTrainers
 from offbeat.config.root import Config
 from offbeat.dist.mesh import ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
+from offbeat.dist.notice import Notice
 from offbeat.dist.sync import Sync
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.pulse import work
@@ -103,13 +104,23 @@ async def _open(
     if engines is None:
         pool = await open_pool(stack, addresses, config, record, model=material.model)
         arena = Arena(own, record, rows, pool.generate, rewards)
-        followed = Followed(pool, config.inference)
+        followed = Followed(pool, config.inference, find=(await _open_news(stack, config, place)).find)
         return session(follow(trainers, material, config, peers, followed=followed), arena, watch=followed.watch)
     serving = await open_serving(stack, engines, addresses, config, record, model=material.model)
     policy = await open_policy(
         stack, serving, material, config, write=trainers.publish, release=make_release(serving.pool, config, peers))
     arena = Arena(own, record, rows, policy.generate, rewards)
-    return session(policy.publisher, arena, watch=policy.watch)
+    if one_loads:
+        return session(policy.publisher, arena, watch=policy.watch)
+    news = await _open_news(stack, config, place)
+    return session(policy.publisher, arena, watch=lambda: run_beside(policy.watch(), news.watch(serving.pool)))
+
+
+async def _open_news(stack: AsyncExitStack, config: Config, place: Place) -> EngineNews:
+    client = await asyncio.to_thread(connect_store, place.store_host, place.store_port, timeout_s=config.dist.init_timeout_s)
+    notice = Notice(client, f"attempt-{place.attempt}/engines")
+    stack.callback(notice.close)
+    return EngineNews(notice)
 
 
 async def _watch_nothing() -> None:

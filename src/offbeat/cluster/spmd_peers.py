@@ -1,5 +1,11 @@
-"""What ranks of SPMD mode do together besides training: the loop's peers, and publishing on every rank."""
+"""What ranks of SPMD mode do together besides training: the loop's peers, and publishing on every rank.
 
+    EngineNews.watch  on rank 0; consumes time; produces notices of engines that moved; waits for the store under its deadline
+    Followed.watch    on other ranks that roll out; consumes time, quarantines and notices; produces engines in service
+"""
+
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +20,9 @@ from offbeat.cluster.spmd_trainers import RankTrainers
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.root import Config
 from offbeat.data import wire
+from offbeat.dist.notice import Notice
 from offbeat.dist.sync import Sync
-from offbeat.errors import EngineError
+from offbeat.errors import DeadlineError, EngineError
 from offbeat.inference.client import EngineClient
 from offbeat.inference.health import Healer
 from offbeat.inference.members import State
@@ -24,6 +31,11 @@ from offbeat.types import Version
 from offbeat.weights.publish import PublishReport
 
 T = TypeVar("T")
+
+_LOOK_S = 0.25
+"""Between two looks at where rank 0's engines are."""
+
+_log = logging.getLogger(__name__)
 
 
 class RankPeers:
@@ -96,7 +108,7 @@ def make_release(pool: EnginePool, config: Config, peers: RankPeers) -> Release:
     """How rank 0, which brings weights to the engines of the pool, lets the other ranks go on."""
 
     async def release(report: PublishReport | None) -> None:
-        published = report and Published(report, {name: pool.client(name).url for name in pool.states})
+        published = report and Published(report, _urls_of(pool))
         await _pass_published(peers, published, timeout_s=config.weights.stage_timeout_s)
 
     return release
@@ -124,12 +136,50 @@ def follow(
     return publisher(followed.take) if followed is not None else publisher()
 
 
+class EngineNews:
+    """Where rank 0's engines are, for ranks that cannot wait for the next publish; told and read without meeting."""
+
+    def __init__(self, notice: Notice) -> None:
+        self._notice = notice
+
+    async def watch(self, pool: EnginePool) -> None:
+        """On rank 0, until cancelled: tell of each engine that was started anew, with the URLs of all."""
+        told = _urls_of(pool)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if (urls := _urls_of(pool)) != told:
+                try:
+                    await self._notice.put_up(wire.encode_json(urls).decode())
+                    told = urls
+                except DeadlineError as exc:  # the next publish tells
+                    _log.warning("the other ranks cannot be told where engines are: %s", exc)
+
+    async def find(self, engine: EngineClient) -> str:
+        """On another rank: where the engine is now.
+
+        Raises:
+            EngineError: it is where it was, as far as rank 0 has told.
+            DeadlineError: the store does not answer.
+        """
+        text = await self._notice.read()
+        url = wire.decode_json(dict[str, str], text.encode()).get(engine.name, "") if text else ""
+        if url in ("", engine.url):
+            raise EngineError(f"rank 0 has not started {engine.name} anew since its last publish; it has to heal it first")
+        return url
+
+
+def _urls_of(pool: EnginePool) -> dict[str, str]:
+    return {name: pool.client(name).url for name in pool.states}
+
+
 class Followed:
     """The engines as rank 0 has published to them, in the pool of another rank."""
 
-    def __init__(self, pool: EnginePool, config: InferenceConfig) -> None:
+    def __init__(self, pool: EnginePool, config: InferenceConfig, *, find: Callable[[EngineClient], Awaitable[str]]) -> None:
+        """`find` tells where an engine is now that is no longer where it was; see `EngineNews.find`."""
         self._pool = pool
         self._config = config
+        self._find = find
         self._version: Version | None = None
 
     def take(self, published: Published) -> None:
@@ -139,16 +189,22 @@ class Followed:
         for name, state in pool.states.items():
             if name not in report.serving:
                 pool.quarantine(name, report.quarantined.get(name, "rank 0 has taken it out of service"))
-            elif state in (State.QUARANTINED, State.HEALING):
+            elif state in (State.QUARANTINED, State.HEALING) or pool.client(name).url != published.urls[name]:
+                pool.quarantine(name, "rank 0 has started it anew")  # where this rank has not even missed it
                 pool.mark_healing(name, url=published.urls[name])
                 pool.restore(name, report.version)
             else:
                 pool.admit(name, report.version)
 
     async def watch(self) -> None:
-        """Until cancelled, notice engines that fail, and take them back once rank 0 has healed them to what is published."""
+        """Until cancelled, notice engines that fail, and take them back, wherever they are now, once rank 0 has healed them to what is
+        published.
+        """
+        interval_s = self._config.probe_interval_s
+        # Rank 0 does the work; this rank only looks whether it is done, and may do so often.
         healer = Healer(
-            self._pool, reload=self._look, probe_interval_s=self._config.probe_interval_s, probe_timeout_s=self._config.probe_timeout_s)
+            self._pool, reload=self._look, restart=lambda name: self._find(self._pool.client(name)), probe_interval_s=interval_s,
+            probe_timeout_s=self._config.probe_timeout_s, max_backoff_s=interval_s)
         await healer.run()
 
     async def _look(self, engine: EngineClient) -> Version | None:

@@ -35,11 +35,11 @@ class RolloutConfig(Section):
         (), "Environment variables that rewards see although they look like secrets; all others whose name or value does are kept from "
         "them.")
     episode_timeout_s: float = field(
-        600.0, "Seconds for one group, generation and rewards, or inference.token_timeout_s for each of max_new_tokens and "
-        "reward_timeout_s if that is more.", gt=0)
+        600.0, "Seconds for one group without the time in which its rewards are computed, of which each call has reward_timeout_s; or "
+        "inference.token_timeout_s for each of max_new_tokens and reward_timeout_s if that is more.", gt=0)
     max_retries: int = field(
-        2, "Times that a prompt is drawn again whose group an engine, a deadline or a reward process failed, before it is rejected; what "
-        "user code fails is rejected at once.", ge=0)
+        4, "Times that a prompt is drawn again whose group failed, or kept fewer than two samples that can be trained on, before it is "
+        "rejected for good; so one that fails now and then is not lost. A prompt that cannot be asked is rejected at once.", ge=0)
     max_failures_in_a_row: int = field(64, "Stop the run when this many groups in a row failed.", ge=1)
     batch_timeout_s: float = field(
         1800.0, "Seconds without a single group finished and accepted before the run stops; at least those for one group.", gt=0)

@@ -71,6 +71,17 @@ def read_context_length(path: str) -> int:
     raise ModelError(f"the configuration of {path} names no max_position_embeddings; add it to its config.json")
 
 
+def read_vocab_size(path: str) -> int | None:
+    """Rows of the model's embedding, by its config.json; None if it does not say.
+
+    Raises:
+        ModelError: as `read_model_config`.
+    """
+    config = read_model_config(path)
+    size = (config.get("text_config") or config).get("vocab_size", config.get("vocab_size"))
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def read_end_token_ids(folder: str) -> tuple[int, ...]:
     """Tokens that end a generation according to a local model's generation_config.json, or to its config.json where it has none.
 

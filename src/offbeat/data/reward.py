@@ -7,8 +7,12 @@ knows why, so that a workflow may compute with it as with any other: whatever co
 import math
 from typing import Any
 
-LARGEST_REWARD = 1e18
-"""Rewards are squared and stored as float32, which ends at 3.4e38."""
+from offbeat.errors import shorten
+
+LARGEST_REWARD = 1e12
+"""Rewards scale gradients, whose squares are summed over all parameters as float32, which ends at 3.4e38."""
+
+_TEXT, _NO_NUMBER_KINDS = (str, bytes, bytearray, memoryview), "SUMmc"
 
 
 class FailedReward(float):
@@ -29,20 +33,19 @@ def check_reward(value: Any) -> float:
     """
     if isinstance(value, FailedReward):
         return value
-    if isinstance(value, str | bytes) or getattr(value, "ndim", 0):
-        return FailedReward(f"{_short(value)} is not a number")
     try:
-        number = float(value)
-    except Exception:
-        return FailedReward(f"{_short(value)} is not a number")
+        number = _number(value)
+    except Exception:  # what a value of user code does when it is looked at
+        number = None
+    if number is None:
+        return FailedReward(f"{shorten(value)} is not a number")
     if not abs(number) <= LARGEST_REWARD:  # also NaN
         return FailedReward(f"{number:g} is not a number within ±{LARGEST_REWARD:g}")
     return number
 
 
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # user code, too
-        text = "it"
-    return f"{text[:60]} ({type(value).__name__})"
+def _number(value: Any) -> float | None:
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # numpy's: text, times and complex numbers have a float() of their own
+    if isinstance(value, _TEXT) or getattr(value, "ndim", 0) or kind in _NO_NUMBER_KINDS:
+        return None
+    return float(value)

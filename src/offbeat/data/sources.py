@@ -44,9 +44,15 @@ class JsonLines:
         return len(self.offsets)
 
     def record(self, index: int) -> dict[str, Any]:
-        with self.path.open("rb") as file:
-            file.seek(self.offsets[index])
-            return msgspec.json.decode(file.readline().removeprefix(_BYTE_ORDER_MARK))
+        """See `Source.record`; raises DataError where the file was changed under the run."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offsets[index])
+                return msgspec.json.decode(file.readline().removeprefix(_BYTE_ORDER_MARK), type=dict)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise DataError(
+                f"{str(self.path)!r} was changed while the run reads it: its record {index} can no longer be read ({first_line(exc)});"
+                " bring it back as it was and start the run again") from exc
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,16 +10,20 @@ A worked example, prompt "31>" answered "13" and an end token (ids invented):
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
 from offbeat.data.reward import FailedReward, check_reward
-from offbeat.errors import DataError
+from offbeat.errors import describe, printable, shorten
 from offbeat.types import PROMPT_VERSION, Version
 
-Unusable = Literal["reward failed", "too long"]
+Unusable = Literal["reward failed", "too long", "malformed", "wrong tokens", "wrong logprobs", "wrong versions"]
 """Why a trajectory is not trained on, as the first words of its reason."""
+
+UNUSABLE: tuple[Unusable, ...] = get_args(Unusable)
+
+_LONGEST_REASON = 1000
 
 DTYPES = {"tokens": np.int32, "loss_mask": np.bool_, "rollout_logprobs": np.float32, "versions": np.int32}
 
@@ -34,8 +38,11 @@ class Trajectory:
         rollout_logprobs: [L] float32, log-probability of each generated token under the distribution it was sampled from; 0 elsewhere.
         versions: [L] int32, weight version that sampled each generated token; -1 elsewhere.
         reward: outcome reward of the whole episode; NaN where there is none that can be trained on.
-        reason: why it ended: "stop" or "length"; or why it is not trained on, "reward failed: ..." or "too long: ...".
+        reason: why it ended: "stop" or "length"; or why it is not trained on, one of `Unusable` and ": ...".
         num_retries: engines that failed its requests before others finished them.
+
+    The arrays are copies that cannot be written to. Workflows make trajectories, and one that is made of what does not fit together costs
+    its sample and not its group: it has no tokens, and is "malformed: ...".
     """
 
     tokens: np.ndarray
@@ -47,17 +54,35 @@ class Trajectory:
     num_retries: int = 0
 
     def __post_init__(self) -> None:
-        length = len(self.tokens)
-        for name, dtype in DTYPES.items():
-            array = np.asarray(getattr(self, name), dtype=dtype)
-            if array.shape != (length,):
-                raise DataError(f"Trajectory.{name} must have shape ({length},) like tokens, got {array.shape}")
-            object.__setattr__(self, name, array)
+        if fault := self._take_arrays() or self._fault_of_fields():
+            for name, dtype in DTYPES.items():
+                object.__setattr__(self, name, np.zeros(0, dtype))
+            object.__setattr__(self, "num_retries", 0)
+            object.__setattr__(self, "reason", f"malformed: {fault}")
         reward = check_reward(self.reward)
-        if isinstance(reward, FailedReward):
-            object.__setattr__(self, "reward", math.nan)
-            if self.unusable is None:
-                object.__setattr__(self, "reason", f"reward failed: {reward.reason}")
+        object.__setattr__(self, "reward", math.nan if isinstance(reward, FailedReward) else reward)
+        if isinstance(reward, FailedReward) and self.unusable is None:
+            object.__setattr__(self, "reason", f"reward failed: {reward.reason}")
+        object.__setattr__(self, "reason", printable(self.reason, most=_LONGEST_REASON))
+
+    def _take_arrays(self) -> str:
+        """Copy the arrays in; what is wrong with them, or an empty string."""
+        length = None
+        for name, dtype in DTYPES.items():
+            try:
+                array = _vector(getattr(self, name), dtype)
+            except Exception as exc:  # whatever user code gave, and what it does when numpy looks at it
+                return f"Trajectory.{name} {exc if isinstance(exc, _VectorError) else f'cannot be read: {describe(exc)}'}"
+            length = len(array) if length is None else length
+            if len(array) != length:
+                return f"Trajectory.{name} must have shape ({length},) like tokens, got {array.shape}"
+            object.__setattr__(self, name, array)
+        return ""
+
+    def _fault_of_fields(self) -> str:
+        if not isinstance(self.reason, str):
+            return f"Trajectory.reason must be text, got {shorten(self.reason)}"
+        return "" if isinstance(self.num_retries, int) else f"Trajectory.num_retries must be an integer, got {shorten(self.num_retries)}"
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -65,9 +90,8 @@ class Trajectory:
     @property
     def unusable(self) -> Unusable | None:
         """Why it cannot be trained on; None if it can. The others of its group are trained on as if it had not been sampled."""
-        if self.reason.startswith("too long"):
-            return "too long"
-        return "reward failed" if self.reason.startswith("reward failed") else None
+        kind = self.reason.partition(": ")[0]
+        return cast(Unusable, kind) if kind in UNUSABLE else None
 
     @property
     def row_tokens(self) -> int:
@@ -84,6 +108,25 @@ class Trajectory:
     def prompt_len(self) -> int:
         """Tokens before the first generated one."""
         return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self)
+
+
+class _VectorError(ValueError):
+    """What is wrong with an array, as the end of a sentence."""
+
+
+def _vector(value: Any, dtype: type) -> np.ndarray:
+    """`value` as a vector of numbers that nothing else holds; raises `_VectorError` where converting would change them."""
+    given = np.asarray(value)
+    if given.ndim != 1:
+        raise _VectorError(f"must have one dimension, got {shorten(value) if given.ndim == 0 else given.shape}")
+    if given.size and given.dtype.kind not in "biuf":
+        raise _VectorError(f"must hold numbers, got {shorten(next(x for x in given.tolist() if type(x) not in (bool, int, float)))}")
+    with np.errstate(all="ignore"):  # what does not fit is told below, or is infinite
+        vector = given.astype(dtype, copy=True)
+    if dtype is not np.float32 and (changed := vector != given).any():
+        raise _VectorError(f"must hold numbers of type {dtype.__name__}, got {given[changed][0]}")
+    vector.setflags(write=False)
+    return vector
 
 
 def row_tokens(loss_mask: np.ndarray) -> int:

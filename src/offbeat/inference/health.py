@@ -34,6 +34,7 @@ class Healer:
         restart: Callable[[str], Awaitable[str]] | None = None,
         probe_interval_s: float,
         probe_timeout_s: float,
+        max_backoff_s: float = _MAX_BACKOFF_S,
         on_event: Callable[..., None] = lambda _kind, **_fields: None,
     ) -> None:
         """
@@ -42,6 +43,7 @@ class Healer:
                 before the first publication; see `Publisher.bring` and `AdapterFleet.refill`. Its waits have deadlines.
             restart: ends the process of the engine of that name, starts another and gives its URL; None where engines are not ours. Its
                 waits have deadlines.
+            max_backoff_s: longest pause between two attempts.
             on_event: hears "heal_attempt" (engine, attempt, by, reason, seconds) of each reload and restart, reason "" if it succeeded,
                 and "healed" (engine, attempts, seconds).
         """
@@ -50,6 +52,7 @@ class Healer:
         self._restart_engine = restart
         self._probe_interval_s = probe_interval_s
         self._probe_timeout_s = probe_timeout_s
+        self._max_backoff_s = max_backoff_s
         self._on_event = on_event
 
     async def run(self) -> None:
@@ -79,7 +82,7 @@ class Healer:
             if healed:
                 self._on_event("healed", engine=name, attempts=attempt, seconds=round(time.monotonic() - start, 3))
                 return
-            await asyncio.sleep(min(self._probe_interval_s * 2 ** (attempt - 1), _MAX_BACKOFF_S))
+            await asyncio.sleep(min(self._probe_interval_s * 2 ** (attempt - 1), self._max_backoff_s))
 
     async def _succeeds(self, by: str, act: Callable[[str], Awaitable[None]], name: str, attempt: int) -> bool:
         start = time.monotonic()

@@ -4,29 +4,44 @@
     _play          consumes engines and rewards; produces one settled group; waits for both under the episode's deadline
     prepare_batch  consumes ready groups; produces a step's batch; woken by every settled group
 
-There is no producer loop that could miss a wake-up: whoever frees capacity admits. A group that failed for a reason of ours is drawn again,
-at most `rollout.max_retries` times, so that what engines and deadlines lose are not the long and hard prompts; one that user code failed
-would fail again, and is rejected at once.
+There is no producer loop that could miss a wake-up: whoever frees capacity admits. What user code gives is checked at the door, and a
+sample that cannot be trained on is left out alone. A group that failed, or has fewer than two samples left, is drawn again, at most
+`rollout.max_retries` times, so that what engines, deadlines and rewards lose are not the long and hard prompts; only a prompt that cannot
+be asked is rejected at once.
 """
 
 import asyncio
+import inspect
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from offbeat.aio import deadline
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
-from offbeat.data.trajectory import Group, Trajectory
-from offbeat.errors import CodeError, DeadlineError, RewardError, RolloutError, RunError, TooLongError
+from offbeat.data.trajectory import Group
+from offbeat.errors import (
+    CodeError,
+    DeadlineError,
+    OffbeatError,
+    RewardError,
+    RolloutError,
+    RunError,
+    TooLongError,
+    describe,
+    shorten,
+)
 from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
+from offbeat.rollout.clock import EpisodeClock
+from offbeat.rollout.door import ANY, Door, members
 from offbeat.rollout.episode import Episode, Workflow
-from offbeat.rollout.outcomes import Kind, Outcomes, is_ours, kind_of
+from offbeat.rollout.holdup import HoldupGuard
+from offbeat.rollout.outcomes import Failure, Kind, Outcomes, failure_of, failure_to_ask
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
@@ -63,7 +78,7 @@ class RolloutExecutor:
         config: RolloutConfig,
         sampling: Sampling,
         accept: Accept = lambda _group: True,
-        too_long: Callable[[Trajectory], str] = lambda _trajectory: "",
+        door: Door = ANY,
         on_rejected: Callable[[Settled], None] = lambda _settled: None,
         on_unusable: Callable[[str, list[str]], None] = lambda _prompt_id, _reasons: None,
         warn: Callable[[str], None] = lambda _text: None,
@@ -71,7 +86,7 @@ class RolloutExecutor:
         """
         Args:
             make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
-            too_long: why a trajectory cannot be trained on for its length; empty where it can.
+            door: what trajectories have to be like.
             on_rejected: hears of every group that is not trained on.
             on_unusable: hears the reasons of trajectories that are not trained on, by prompt, where others of their group are.
             warn: hears of what too many prompts or samples are lost to.
@@ -82,10 +97,13 @@ class RolloutExecutor:
         self._make_episode = make_episode
         self._config = config
         self._accept = accept
-        self._too_long = too_long
+        self._door = door
         self._on_rejected = on_rejected
         self._on_unusable = on_unusable
         self._outcomes = Outcomes(warn)
+        self._holdups = HoldupGuard(
+            timeout_s=config.episode_timeout_s, callers=(type(self)._call_workflow.__code__, type(self)._judge.__code__), tell=warn)
+        self._exits = ExitStack()
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ready: dict[str, Group] = {}
@@ -97,6 +115,7 @@ class RolloutExecutor:
         self.sampling = sampling
 
     async def __aenter__(self) -> Self:
+        self._exits.enter_context(self._holdups.on())
         self._admit()
         return self
 
@@ -107,6 +126,7 @@ class RolloutExecutor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._exits.close()
 
     @property
     def in_flight(self) -> tuple[str, ...]:
@@ -169,12 +189,13 @@ class RolloutExecutor:
             async with slots:
                 for tries in itertools.count(1):
                     group, failure = _screen(*await self._settle(f"batch:{index}", row, group_size, sampling))
-                    if failure is None or not is_ours(failure) or tries > self._config.max_retries:
+                    if failure is None or not failure.is_ours or tries > self._config.max_retries:
                         return group
                 raise AssertionError("a count has no end")
 
-        async with asyncio.TaskGroup() as tasks:
-            playing = [tasks.create_task(play(index, row)) for index, row in enumerate(rows)]
+        with self._holdups.on():
+            async with asyncio.TaskGroup() as tasks:
+                playing = [tasks.create_task(play(index, row)) for index, row in enumerate(rows)]
         return [task.result() for task in playing]
 
     def _admit(self) -> None:
@@ -194,34 +215,35 @@ class RolloutExecutor:
         group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that: this prompt is another task's now
-        group, failure = _screen(self._mark_too_long(group), failure)
-        kind = None if failure is None else kind_of(failure)
+        group, failure = _screen(self._check(group), failure)
+        accepted = True
         if failure is None:
-            group, kind, failure = self._judge(group)
+            group, failure, accepted = self._judge(group)
         if failure is not None:
-            self._failures.append(failure)
+            self._failures.append(failure.error)
         else:
             self._failures.clear()
         del self._tasks[prompt_id]
-        if kind is None:
-            self._keep(group)
+        if failure is not None:
+            self._drop(group, failure.kind, again=failure.again)
+        elif not accepted:
+            self._drop(group, "not accepted", again=False)
         else:
-            self._drop(group, kind, again=failure is not None and is_ours(failure))
+            self._keep(group)
         if len(self._failures) < self._config.max_failures_in_a_row:
             self._admit()
         self._changed.set()
 
-    def _mark_too_long(self, group: Group) -> Group:
-        reasons = [self._too_long(t) if t.unusable is None else "" for t in group.trajectories]
-        group = replace(group, trajectories=tuple(
-            replace(t, reason=f"too long: {why}") if why else t for t, why in zip(group.trajectories, reasons, strict=True)))
-        self._outcomes.played(group.trajectories)
-        return group
+    def _check(self, group: Group) -> Group:
+        # A publish is proven on the engines a moment before the gate hears of it.
+        trajectories = self._door.check(group.trajectories, oldest=group.admitted_version, newest=self._gate.version + 1)
+        self._outcomes.played(group.prompt_id, trajectories)
+        return replace(group, trajectories=trajectories)
 
     def _keep(self, group: Group) -> None:
         self._ready[group.prompt_id] = group
         self._gate.finish(group.prompt_id)
-        self._outcomes.settled(None)
+        self._outcomes.settled(group.prompt_id, None)
         del self._num_tries[group.prompt_id]
         if unusable := [t.reason for t in group.trajectories if t.unusable is not None]:
             self._on_unusable(group.prompt_id, unusable)
@@ -240,40 +262,52 @@ class RolloutExecutor:
             reason = f"{reason} (the last of {self._num_tries[prompt_id]} tries)"
         del self._num_tries[prompt_id]
         self._num_rejected += 1
-        self._outcomes.settled(kind, reason)
+        self._outcomes.settled(prompt_id, kind, reason)
         self._on_rejected(Settled(prompt_id, reason, kind))
 
-    async def _settle(self, prompt_id: str, row: Row, group_size: int, sampling: Sampling) -> tuple[Group, Exception | None]:
-        """Play one group. A failure is data: the group carries its reason, and the exception comes beside it."""
+    async def _settle(self, prompt_id: str, row: Row, group_size: int, sampling: Sampling) -> tuple[Group, Failure | None]:
+        """Play one group. A failure is data: the group carries its reason, and the failure comes beside it."""
         version = self._gate.version
         try:
-            async with deadline(f"group {prompt_id}", self._config.episode_timeout_s):
-                trajectories = tuple(await self._workflow(self._make_episode(row, group_size, sampling)))
-            if not trajectories or not all(isinstance(each, Trajectory) for each in trajectories):
-                raise CodeError(f"the workflow {self._config.workflow} must return at least one Trajectory, got {trajectories!r:.80}")
-            if any(trajectory.loss_mask[:1].any() for trajectory in trajectories):
-                raise CodeError(
-                    f"the workflow {self._config.workflow} returned a trajectory that begins with a generated token; put its prompt first")
-            return Group(prompt_id, version, trajectories), None
+            episode = self._make_episode(row, group_size, sampling)
+        except Exception as exc:  # a prompt that a tokenizer or a chat template cannot take
+            return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
+        try:
+            async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s) as clock:
+                score = episode.score
+                returned = await self._call_workflow(
+                    replace(episode, score=lambda completions, row: clock.stand_still(score(completions, row))))
+            return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise  # ours, not the workflow's
             failure = CodeError(f"the workflow {self._config.workflow} let a cancellation of its own escape: {exc!r}")
-            return Group(prompt_id, version, rejected=str(failure)), failure
-        except Exception as exc:  # the boundary to user code: whatever a workflow raises rejects its own group only
-            return Group(prompt_id, version, rejected=f"{type(exc).__name__}: {exc}"), exc
+            return Group(prompt_id, version, rejected=str(failure)), failure_of(failure)
+        except (Exception, SystemExit) as exc:  # the boundary to user code: whatever a workflow raises rejects its own group only
+            error = _unwrap(exc)
+            return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
 
-    def _judge(self, group: Group) -> tuple[Group, Kind | None, Exception | None]:
-        """Ask the user's filter; one that raises fails the group."""
+    async def _call_workflow(self, episode: Episode) -> object:
+        playing: object = self._workflow(episode)
+        if not inspect.isawaitable(playing):
+            raise CodeError(f"the workflow {self._config.workflow} must be an async function, but calling it gave {shorten(playing)}")
+        return await playing
+
+    def _judge(self, group: Group) -> tuple[Group, Failure | None, bool]:
+        """Ask the user's filter; one that raises, or does not say yes or no, fails the group."""
         try:
-            accepted = self._accept(group)
-        except Exception as exc:
-            reason = f"should_accept raised {type(exc).__name__}: {exc}"
-            return replace(group, trajectories=(), rejected=reason), "code failed", CodeError(reason)
-        if accepted:
-            return group, None, None
-        return replace(group, trajectories=(), rejected="not accepted by should_accept"), "not accepted", None
+            answer: object = self._accept(group)
+            accepted = None if answer is None else bool(answer)
+        except (Exception, SystemExit) as exc:
+            return self._fail_filter(group, f"raised {describe(exc)}")
+        if accepted is None:
+            return self._fail_filter(group, "must return True or False, got None")
+        return group if accepted else replace(group, trajectories=(), rejected="not accepted by should_accept"), None, accepted
+
+    def _fail_filter(self, group: Group, how: str) -> tuple[Group, Failure, bool]:
+        reason = f"should_accept {how}"
+        return replace(group, trajectories=(), rejected=reason), failure_of(CodeError(reason)), False
 
     def _requeue(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:
@@ -291,14 +325,22 @@ class RolloutExecutor:
         first = self._failures[0]
         # What is neither ours nor an engine's was raised by user code: the reward, or the workflow itself.
         kind = RolloutError if isinstance(first, RunError) else CodeError
-        raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {type(first).__name__}: {first}") from first
+        said = f"{type(first).__name__}: {first}" if isinstance(first, OffbeatError) else describe(first)
+        raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {said}") from first
 
 
-def _screen(group: Group, failure: Exception | None) -> tuple[Group, Exception | None]:
+def _screen(group: Group, failure: Failure | None) -> tuple[Group, Failure | None]:
     """A group that was played fails if fewer than two of its trajectories can be trained on: one alone has no baseline."""
     if failure is not None or len(group.usable) >= min(2, len(group.trajectories)):
         return group, failure
     unusable = [t for t in group.trajectories if t.unusable is not None]
     why = f"{len(unusable)} of {len(group.trajectories)} samples cannot be trained on; the first: {unusable[0].reason}"
-    failure = TooLongError(why) if unusable[0].unusable == "too long" else RewardError(why)
-    return replace(group, trajectories=(), rejected=why), failure
+    error = {"too long": TooLongError, "reward failed": RewardError}.get(str(unusable[0].unusable), CodeError)(why)
+    return replace(group, trajectories=(), rejected=why), failure_of(error)
+
+
+def _unwrap(exc: BaseException) -> Exception:
+    """What a workflow's own task group wraps up, so that an engine's failure is known as such; an error of user code comes first."""
+    while isinstance(exc, BaseExceptionGroup):
+        exc = next((each for each in exc.exceptions if not isinstance(each, RunError)), exc.exceptions[0])
+    return exc if isinstance(exc, Exception) else CodeError(describe(exc))

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from offbeat.errors import CodeError
+from offbeat.errors import CodeError, describe
 
 
 def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
@@ -58,8 +58,8 @@ def _import(name: str, kind: str) -> ModuleType:
             raise CodeError(f"{kind} module {name!r} needs the module {exc.name!r}, which is not installed") from exc
         raise CodeError(
             f"{kind} module {name!r} was not found; check the spelling, install it, or name its file: path/to/file.py:function") from exc
-    except Exception as exc:
-        raise CodeError(f"{kind} module {name!r} failed on import: {type(exc).__name__}: {exc}") from exc
+    except (Exception, SystemExit) as exc:
+        raise CodeError(f"{kind} module {name!r} failed on import: {describe(exc)}") from exc
 
 
 @functools.cache  # a file's functions share its state
@@ -71,7 +71,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickling look their module up here
     try:
         spec.loader.exec_module(module)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         del sys.modules[name]
-        raise CodeError(f"file {str(path)!r} failed on import: {type(exc).__name__}: {exc}") from exc
+        raise CodeError(f"file {str(path)!r} failed on import: {describe(exc)}") from exc
     return module

@@ -16,7 +16,7 @@ from offbeat.aio import gather_all
 from offbeat.data import wire
 from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
-from offbeat.errors import CodeError, DeadlineError, WorkerError
+from offbeat.errors import CodeError, DeadlineError, WorkerError, shorten
 from offbeat.process import Child, ChildSpec
 from offbeat.rollout.reward_worker import LoadRequest, Scored, ScoreRequest
 
@@ -83,8 +83,11 @@ class RewardPool:
         """One reward per completion; a `FailedReward` where it raised, was late, ended its process or is not a number to train on.
 
         Raises:
+            CodeError: a workflow asks for the reward of what is no text, or of no row.
             WorkerError, DeadlineError: a process that had to be replaced does not start.
         """
+        if wrong := [each for each in completions if not isinstance(each, str)] or ([] if isinstance(row, Row) else [row]):
+            raise CodeError(f"score takes a list of texts and the episode's row, got {shorten(wrong[0])} among them")
         index = await self._idle.get()
         try:
             return await self._score(index, [wire.encode(ScoreRequest(completion, row)) for completion in completions])

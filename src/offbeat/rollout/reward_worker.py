@@ -12,7 +12,7 @@ from typing import Any
 from offbeat.data import wire
 from offbeat.data.reward import FailedReward, check_reward
 from offbeat.data.row import Row
-from offbeat.errors import WorkerError
+from offbeat.errors import WorkerError, describe, printable
 from offbeat.rollout.functions import resolve
 
 
@@ -71,8 +71,8 @@ class RewardWorker:
             reward = check_reward(self._reward(completion, row))
         except MemoryError:
             reward = None
-        except Exception as exc:
-            return self._failed(f"raised {type(exc).__name__}: {exc}", completion)
+        except BaseException as exc:  # sys.exit(), too: a process costs a second
+            return self._failed(f"raised {describe(exc)}", completion)
         if reward is None:  # out of the handler, where what the call has taken is free again
             raise WorkerError(f"it took more memory than rollout.reward_memory_bytes = {self._memory_bytes}")
         if isinstance(reward, FailedReward):
@@ -80,4 +80,4 @@ class RewardWorker:
         return Scored(reward)
 
     def _failed(self, how: str, completion: str) -> Scored:
-        return Scored(math.nan, f"the reward {self._name} {how} (completion {completion[:60]!r})")
+        return Scored(math.nan, printable(f"the reward {self._name} {how} (completion {completion[:60]!r})", most=1000))

@@ -1,0 +1,57 @@
+"""A notice that one rank puts up and the others read when they like: no point, no order, and nobody waits for anybody. Any rank may use it.
+
+It lies in the ranks' store, reached by a client and a thread of its own: a call may block for as long as the store's host is stopped.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from offbeat.aio import SideThread
+from offbeat.errors import DeadlineError
+
+T = TypeVar("T")
+
+_TIMEOUT_S = 5.0
+"""For a few bytes to or from the store."""
+
+
+class Notice:
+    """One text under one name; empty until it is put up. Close it with the rank."""
+
+    def __init__(self, client: dist.TCPStore, name: str) -> None:
+        """`client` is used by nobody else."""
+        self._client = client
+        self._name = name
+        self._thread = SideThread(f"notice {name}")
+
+    async def put_up(self, text: str) -> None:
+        """Replace what was there.
+
+        Raises:
+            DeadlineError: the store does not answer.
+        """
+        await self._call(partial(self._client.set, self._name, text))
+
+    async def read(self) -> str:
+        """What was put up last.
+
+        Raises:
+            DeadlineError: the store does not answer.
+        """
+        return await self._call(self._read)
+
+    def close(self) -> None:
+        """End the thread; a call that it is in is left to itself."""
+        self._thread.close()
+
+    def _read(self) -> str:
+        return self._client.get(self._name).decode() if self._client.check([self._name]) else ""
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        try:
+            return await self._thread.run(f"the store's notice {self._name!r}", function, timeout_s=_TIMEOUT_S)
+        except dist.DistError as exc:
+            raise DeadlineError(f"the store, which holds the notice {self._name!r}, is gone: {exc}") from exc

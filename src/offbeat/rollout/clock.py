@@ -1,0 +1,63 @@
+"""The deadline of an episode. It stands still while rewards are computed: each of their calls has a deadline of its own, and what a group
+waits for before them is other groups' rewards. A reward that hangs now and then would else cost the prompts that wait behind it.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Self, TypeVar
+
+from offbeat.errors import DeadlineError
+
+T = TypeVar("T")
+
+_NUM_TICKS = 20
+
+
+class EpisodeClock:
+    """Bounds its body by `timeout_s` seconds, less those in which it stands still. Use as `async with`.
+
+    It counts ticks of the loop instead of reading the time, so that a loop that was held up, or a process that was stopped, ends nothing:
+    the answers that came meanwhile are taken first.
+
+    Raises:
+        DeadlineError: the deadline passed.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        """`name` is what is waited for, for messages."""
+        self._name = name
+        self._timeout_s = timeout_s
+        self._ticks_left = _NUM_TICKS
+        self._num_stopped = 0
+        self._scope = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        await self._scope.__aenter__()
+        self._wait_for_tick()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
+        self._next.cancel()
+        try:
+            await self._scope.__aexit__(kind, exc, traceback)  # type: ignore[arg-type]
+        except TimeoutError as late:
+            raise DeadlineError(f"waiting for {self._name} passed its deadline of {self._timeout_s:g} s") from late
+
+    async def stand_still(self, waiting: Awaitable[T]) -> T:
+        """What `waiting` gives; its time does not count."""
+        self._num_stopped += 1
+        try:
+            return await waiting
+        finally:
+            self._num_stopped -= 1
+
+    def _wait_for_tick(self) -> None:
+        self._next = asyncio.get_running_loop().call_later(self._timeout_s / _NUM_TICKS, self._tick)
+
+    def _tick(self) -> None:
+        if not self._num_stopped:
+            self._ticks_left -= 1
+        if self._ticks_left:
+            self._wait_for_tick()
+        else:
+            self._scope.reschedule(asyncio.get_running_loop().time())

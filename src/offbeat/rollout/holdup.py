@@ -1,0 +1,96 @@
+"""User code that holds the event loop up: a workflow or filter that blocks where it should await stops everything that its process does.
+
+    _look   a thread; consumes time; produces a signal where the loop has not turned for long; waits for nothing but its interval
+
+The signal's handler runs in the main thread, on top of whatever holds the loop. If that was called by user code, it tells people where,
+and after the deadline raises there. If it was not, it does nothing.
+"""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+
+from offbeat.errors import CodeError
+
+_TELL_AFTER_S = 5.0
+_SIGNAL = signal.SIGUSR2
+
+
+class HoldupGuard:
+    """Watches the running loop of the main thread while it is `on`; elsewhere signals do not arrive, and it does nothing."""
+
+    def __init__(self, *, timeout_s: float, callers: tuple[CodeType, ...], tell: Callable[[str], None]) -> None:
+        """
+        Args:
+            timeout_s: after which what holds the loop is ended.
+            callers: functions of ours that call user code.
+            tell: hears once where it is held.
+        """
+        self._timeout_s = timeout_s
+        self._callers = callers
+        self._tell = tell
+        self._told = False
+        self._interval_s = min(_TELL_AFTER_S, timeout_s) / 4
+        self._num_looks = 0
+        self._turning: asyncio.TimerHandle | None = None
+
+    @property
+    def _held_s(self) -> float:
+        """Since the loop has turned; by a count of looks, for a clock runs on while the process is stopped."""
+        return self._num_looks * self._interval_s
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch in the body, which may be entered while it is on already."""
+        if self._turning is not None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        done = threading.Event()
+        looking = threading.Thread(target=self._look, args=(done,), name="holdup guard", daemon=True)
+        self._turn(asyncio.get_running_loop())
+        before = signal.signal(_SIGNAL, self._handle)
+        looking.start()
+        try:
+            yield
+        finally:
+            done.set()
+            looking.join()  # then no signal comes that nobody handles
+            signal.signal(_SIGNAL, before)
+            if self._turning is not None:
+                self._turning.cancel()
+            self._turning = None
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_looks = 0
+        self._turning = loop.call_later(self._interval_s, self._turn, loop)
+
+    def _look(self, done: threading.Event) -> None:
+        main = threading.main_thread().ident
+        assert main is not None, "it runs"
+        while not done.wait(self._interval_s):
+            self._num_looks += 1
+            if self._held_s > self._timeout_s or (self._held_s > _TELL_AFTER_S and not self._told):
+                signal.pthread_kill(main, _SIGNAL)
+
+    def _handle(self, _signal: int, frame: FrameType | None) -> None:
+        held_s, holder = self._held_s, _user_frame(frame, self._callers)
+        if holder is None:
+            return
+        where = f"{holder.f_code.co_filename}, line {holder.f_lineno}, in {holder.f_code.co_name}"
+        if held_s > self._timeout_s:
+            self._num_looks = 0  # if it catches this, it has as long again
+            raise CodeError(f"it held up the whole process for {held_s:.1f} s at {where}; await there, or use asyncio.to_thread")
+        if held_s > _TELL_AFTER_S and not self._told:
+            self._told = True
+            self._tell(f"nothing goes on since {held_s:.0f} s, because user code does not await at {where}; use asyncio.to_thread there")
+
+
+def _user_frame(frame: FrameType | None, callers: tuple[CodeType, ...]) -> FrameType | None:
+    """The innermost frame of what one of `callers` has called; None if none is running."""
+    inner = None
+    while frame is not None and frame.f_code not in callers:
+        inner, frame = inner or frame, frame.f_back
+    return inner if frame is not None else None
