@@ -134,16 +134,6 @@ def resolve_handler(target: str) -> Handler:
     return getattr(importlib.import_module(module), name)()
 
 
-def machine_bytes() -> int:
-    """Memory of this machine, or what its container may use."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        limit = ""  # no limit is set, or this is no Linux
-    total = psutil.virtual_memory().total
-    return min(total, int(limit)) if limit.isdigit() else total
-
-
 def thread_stacks() -> str:
     """The Python stack of every thread of this process, main thread first."""
     names = {t.ident: t.name for t in threading.enumerate()}

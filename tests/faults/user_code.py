@@ -369,8 +369,8 @@ def read_results() -> dict[tuple[str, str], Outcome]:
 
 
 _HEAD = f"""\
-What a run does with rewards, workflows and filters that go wrong. `python tests/faults/user_code.py` measures it and writes this section, in about five
-minutes. Each row is {STEPS} training steps of four groups of four samples on a tiny model, with reward processes, an engine, a train rank
+What a run does with rewards, workflows and filters that go wrong. `python tests/faults/user_code.py` measures it and writes this
+section, in about five minutes. Each row is {STEPS} training steps of four groups of four samples on a tiny model, with reward processes, an engine, a train rank
 and the executor as in any run. *Left out* counts samples that alone were not trained on, of those in the groups that were; *drawn again*
 counts groups that came again because fewer than two of their samples could be trained on; *lost for good* counts prompts on which no step
 trains.

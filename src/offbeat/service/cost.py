@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.process import machine_bytes
+from offbeat.machine import machine_bytes
 from offbeat.service.types import SampleRequest, TrainingData
 
 CELLS_PER_TOKEN = 4

@@ -2,7 +2,7 @@
 
 import torch
 
-from offbeat.process import machine_bytes
+from offbeat.machine import machine_bytes
 
 CPU_SHARE = 0.25
 """Of a machine's memory, for the caches of all engines on it: the rest is for weights, staged weights, and a trainer beside them."""
