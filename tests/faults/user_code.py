@@ -369,11 +369,11 @@ def read_results() -> dict[tuple[str, str], Outcome]:
 
 
 _HEAD = f"""\
-What a run does with rewards, workflows and filters that go wrong. `python tests/faults/user_code.py` measures it and writes this
-section, in about five minutes. Each row is {STEPS} training steps of four groups of four samples on a tiny model, with reward processes, an engine, a train rank
-and the executor as in any run. *Left out* counts samples that alone were not trained on, of those in the groups that were; *drawn again*
-counts groups that came again because fewer than two of their samples could be trained on; *lost for good* counts prompts on which no step
-trains.
+What a run does with rewards, workflows and filters that go wrong. `python tests/faults/user_code.py` measures it and writes
+this section, in about five minutes. Each row is {STEPS} training steps of four groups of four samples on a tiny model, with
+reward processes, an engine, a train rank and the executor as in any run. *Left out* counts samples that alone were not
+trained on, of those in the groups that were; *drawn again* counts groups that came again because fewer than two of their
+samples could be trained on; *lost for good* counts prompts on which no step trains.
 
 A row passes when all steps are done with finite metrics, every prompt drawn is trained on, in flight or recorded with its reason, and no
 token is older than the bound; or, where code is wrong every time, when the run ends in one sentence."""
