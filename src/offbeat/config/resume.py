@@ -36,12 +36,12 @@ def _of(section: str, names: str) -> list[str]:
 
 _TABLE: dict[Change, list[str]] = {
     Change.FREE: [
-        *_of("run", "name dir mode warm_up resume"),
+        *_of("run", "name dir private mode warm_up resume"),
         *_of("train", "num_ranks strategy max_tokens_per_microbatch share_prefix gradient_checkpointing threads step_timeout_s"),
         *_of("sft", "evaluate_every_steps"),
         # Of single_rank_load it is the number of processes that draw data that counts, and that is compared by itself.
-        *_of("rollout", "max_concurrent_rollouts single_rank_load balance_batch reward_workers reward_timeout_s episode_timeout_s"
-             " max_retries max_failures_in_a_row batch_timeout_s"),
+        *_of("rollout", "max_concurrent_rollouts single_rank_load balance_batch reward_workers reward_timeout_s reward_memory_bytes"
+             " reward_env episode_timeout_s max_retries max_failures_in_a_row batch_timeout_s"),
         *_of("inference", "num_engines min_engines urls python arguments max_running max_queued max_cache_bytes threads max_adapters"
              " max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s heal_timeout_s request_timeout_s token_timeout_s"),
         *_of("weights", "channel dir keep stage_timeout_s switch_timeout_s proof_tolerance"),
@@ -50,9 +50,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("cluster", "launcher ray_address devices_per_worker start_timeout_s stop_timeout_s"),
         *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),
         *_of("telemetry", "console rollouts_every_steps trace sinks"),
-        *_of("serve", "host port data_dir database keys model_name max_models max_queued_tokens max_disk_bytes public_status"
-             " max_tokens_per_pass max_samples_in_flight max_body_bytes gap_patience_s session_timeout_s sampler_timeout_s"
-             " result_retention_s"),
+        *(key for key, _ in settings() if key.startswith("serve.")),  # no run reads them
     ],
     Change.TOLD: [
         "run.total_steps",
