@@ -39,7 +39,8 @@ async def play(episode):
 GIVEN: Mapping[str, str] = {
     "data.task": "addition", "data.max_prompt_tokens": "20", "data.system_prompt": "be brief", "algorithm.preset": "dr_grpo",
     "algorithm.dual_clip": "3", "sft.stop_at_accuracy": "0.5", "rollout.reward": f"{REWARDS}:equal", "rollout.top_p": "0.9",
-    "rollout.stop": '["z"]', "rollout.stop_token_ids": "[5]", "rollout.should_accept": "code.py:accepts",
+    "rollout.stop": '["z"]', "rollout.stop_token_ids": "[5]",
+    "rollout.reward_env": '["JUDGE_API_KEY"]', "rollout.should_accept": "code.py:accepts",
     "rollout.workflow": "code.py:play", "train.optimizer.min_lr_ratio": "0.5", "sft.optimizer.min_lr_ratio": "0.5",
     "evaluate.num_prompts": "2", "inference.max_context": "32", "rollout.single_rank_load": "true", "rollout.batch_timeout_s": "3000",
     "data.heldout_size": "5", "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
