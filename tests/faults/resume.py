@@ -52,6 +52,7 @@ GIVEN: Mapping[str, str] = {
 
 ELSEWHERE = {
     "run.name": "names another run", "run.dir": "names another run", "run.resume": "says whether to resume at all",
+    "run.private": "says who may read the files",
     "run.mode": "the fault tables above resume in both modes", "cluster.launcher": "the fault tables above use both",
     "cluster.ray_address": "needs Ray", "cluster.devices_per_worker": "needs accelerators", "inference.engine": "needs another engine",
     "inference.urls": "needs engines by URL", "inference.python": "needs another engine", "inference.arguments": "needs another engine",
