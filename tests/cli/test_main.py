@@ -106,16 +106,16 @@ def test_the_package_runs_as_a_module_and_a_closed_pipe_is_no_error() -> None:
 def loading(tmp_path: Path, *, background: bool = False) -> Iterator[subprocess.Popen[str]]:
     """The command at a moment in which it loads a library; `background`: as a script starts it with nohup and &."""
 
-    def as_in_background() -> None:
+    def set_signals() -> None:
         for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, signal.SIG_IGN if background else signal.SIG_DFL)
 
     (tmp_path / "pydantic.py").write_text(
         "import signal, time\nprint(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)\n"
         "try:\n    time.sleep(60)\nfinally:\n    print('an exception went through the library', flush=True)\n")
     with subprocess.Popen(
             [sys.executable, "-m", "offbeat", "config", "show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": f"{tmp_path}:{SOURCE}"}, preexec_fn=as_in_background if background else None) as process:
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}:{SOURCE}"}, preexec_fn=set_signals) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == f"{background}\n", "SIGHUP is left as it was"
