@@ -17,6 +17,7 @@ from protocol import PROTOBUF, datum, finished, model_of, pass_body, session_of
 from sdk.server import MODEL_NAME, Server
 from support.powercut import Disk, PowerCut
 from support.probing import Probe, StartServer, run_probe
+from waiting import wait_until
 
 
 class Trainee:
@@ -118,6 +119,11 @@ async def saved(client: Client, *names: str) -> list[str]:
     return [await trainee.save(name) for name in names]
 
 
+def aside_of(data: Path) -> set[str]:
+    """Names of the whole folders that were put aside."""
+    return {path.name for path in (data / "checkpoints" / "orphans").glob("*/*") if (path / "manifest.json").exists()}
+
+
 def test_a_restored_backup_of_the_database_takes_no_files_of_newer_checkpoints(start_server: StartServer, tmp_path: Path) -> None:
     server, data, backup = start_server(), tmp_path / "data", tmp_path / "backup.db"
 
@@ -134,9 +140,8 @@ def test_a_restored_backup_of_the_database_takes_no_files_of_newer_checkpoints(s
     server.start()
     listed = run(server, lambda client: client.get("checkpoints")).json["checkpoints"]
     assert [checkpoint["checkpoint_id"] for checkpoint in listed] == ["weights/older"]
-    aside = {path.name for path in (data / "checkpoints" / "orphans").glob("*/*") if (path / "manifest.json").exists()}
-    assert aside and {path.name for path in (data / "checkpoints").iterdir()} - {"orphans"} | aside >= newer
-    assert "put the newer one back" in (data / "log" / "service.jsonl").read_text()
+    wait_until(lambda: "put the newer one back" in (data / "log" / "service.jsonl").read_text(), timeout_s=20)  # beside its first requests
+    assert aside_of(data) and {path.name for path in (data / "checkpoints").iterdir()} - {"orphans"} | aside_of(data) >= newer
 
 
 def test_the_failure_of_a_killed_rank_says_what_is_lost(start_server: StartServer) -> None:
