@@ -145,7 +145,8 @@ def test_bodies_a_byte_short_do_not_lock_out_large_ones(door: Door) -> None:
 
 def hostile_bodies(sampler: str) -> dict[str, tuple[str, bytes, dict[str, str]]]:
     """Bodies that cost much to read, each with its endpoint and header."""
-    prompt = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 600_000}]}, "sampling_params": {}, "sampling_session_id": sampler}
+    prompt = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 600_000}]}, "sampling_params": {}, "sampling_session_id": sampler}
     deep = b'{"prompt": ' + b'{"a": [' * 200_000
     many = b'{"session_id": "s", "user_metadata": {' + b",".join(b'"%x": 1' % n for n in range(70_000)) + b"}}"
     wrong = msgspec.json.encode(prompt | {"seq_id": "x", "more": [[]] * 300_000})
