@@ -145,7 +145,7 @@ class Links:
     """
 
     def __init__(self, folder_of: Callable[[Caller, str], str]) -> None:
-        """`folder_of` an export at a path for a caller; raises RequestError where there is none for him."""
+        """`folder_of` an export at a path for a caller; raises RequestError where there is none for that caller."""
         self._folder_of = folder_of
         self._links: dict[str, _Link] = {}  # the oldest first
         self._token_of: dict[Export, str] = {}
