@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from http_serving import Client
-from protocol import finished, sample_body, session_of
+from protocol import base_sampler, finished, sample_body
 from sdk.server import MODEL_NAME, PYTHON, Server
 from support.probing import Probe, StartServer, run_probe
 
@@ -61,17 +61,11 @@ def ask(url: str, method: str, body: Any = None, **headers: str) -> tuple[int, A
         return exc.code, json.loads(exc.read() or b"null")
 
 
-async def sampler_of(client: Client) -> str:
-    """A sampler of the base model."""
-    body = {"session_id": await session_of(client), "sampling_session_seq_id": 0, "base_model": MODEL_NAME}
-    return (await client.post("create_sampling_session", body)).json["sampling_session_id"]
-
-
 def test_a_local_user_without_the_key_cannot_sample_probe_folders_or_pause_an_engine(server: Server) -> None:
     url = address_of(engine_of(server))
     attempts: list[tuple[str, str, Any]] = [
         ("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 4}), ("POST", "/v1/score", {"tokens": PROMPT}),
-        ("POST", "/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "/root"}),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "/etc"}),
         ("POST", "/v1/weights/stage", {"version": 9, "folder": "/etc"}), ("POST", "/v1/weights/switch", {"version": 9}),
         ("POST", "/pause", {}), ("POST", "/resume", {}), ("GET", "/v1/models", None), ("GET", "/health", None), ("GET", "/metrics", None)]
     for method, path, body in attempts:
@@ -99,7 +93,7 @@ def test_each_start_of_a_server_draws_another_key(server: Server, start_server: 
 
 def test_no_other_user_of_the_machine_can_read_what_a_server_keeps(server: Server, probe: Probe) -> None:
     async def body(client: Client) -> None:
-        sampled = await client.post("asample", sample_body(await sampler_of(client), 0, PROMPT, max_tokens=2))
+        sampled = await client.post("asample", sample_body(await base_sampler(client, base_model=MODEL_NAME), 0, PROMPT, max_tokens=2))
         assert len((await finished(client, sampled))["sequences"]) == 1
 
     probe(body)  # so that there is a result
@@ -113,7 +107,7 @@ def test_an_engine_that_an_old_controller_pauses_is_seen_and_healed(server: Serv
     url, key = address_of(engine_of(server)), key_of(server)
 
     async def body(client: Client) -> None:
-        sampler = await sampler_of(client)
+        sampler = await base_sampler(client, base_model=MODEL_NAME)
         pause = {"mode": "keep", "by": "an old controller"}
         assert (await asyncio.to_thread(ask, f"{url}/pause", "POST", pause, Authorization=f"Bearer {key}"))[0] == 200
         start = time.monotonic()
@@ -132,7 +126,7 @@ def test_what_engines_say_when_they_fail_is_for_the_log_alone(start_server: Star
     server = start_server("--inference.heal_timeout_s", "0.2")
 
     async def body(client: Client) -> None:
-        sampler = await sampler_of(client)
+        sampler = await base_sampler(client, base_model=MODEL_NAME)
         engine_of(server).kill()
         failed = await finished(client, await client.post("asample", sample_body(sampler, 0, PROMPT, max_tokens=2)))
         assert failed["category"] == "server"

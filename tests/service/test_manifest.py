@@ -16,7 +16,7 @@ def folder_with_files(root: Path, name: str = "one") -> Path:
 
 def test_sealing_syncs_each_file_then_the_manifest_then_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, synced = folder_with_files(tmp_path), []
-    monkeypatch.setattr("offbeat.service.disk.os.fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink()))
+    monkeypatch.setattr("offbeat.disk.os.fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink()))
     assert seal(folder, None) == 42
     assert synced == [folder / "config", folder / "weights", folder / "manifest.json", folder, tmp_path]
     assert set(verify(folder).files) == {"weights", "config"} == set(read_manifest(folder).files)
@@ -26,7 +26,7 @@ def test_a_disk_that_fails_while_it_is_synced_is_a_sentence(tmp_path: Path, monk
     def fail(_: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("offbeat.service.disk.os.fsync", fail)
+    monkeypatch.setattr("offbeat.disk.os.fsync", fail)
     with pytest.raises(CheckpointError, match="the checkpoint folder one could not be written: Input/output error"):
         seal(folder_with_files(tmp_path), None)
 

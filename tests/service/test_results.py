@@ -43,7 +43,7 @@ def test_the_number_of_a_file_that_is_lost_is_not_used_again(tmp_path: Path) -> 
 
 def test_the_name_of_a_new_file_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
-    monkeypatch.setattr("offbeat.service.disk.os.fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink()))
+    monkeypatch.setattr("offbeat.disk.os.fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink()))
     results = Results(tmp_path, segment_bytes=1)
     results.append(b"x")
     results.append(b"x")

@@ -6,7 +6,6 @@ not exist for recovery, so a crash at any moment leaves the previous checkpoint 
 damaged: it is never loaded, and set aside for the one before.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.checkpoint.manifest import MARKER, look, read_through, seal
+from offbeat.disk import sync
 from offbeat.errors import StorageError
 
 
@@ -78,14 +78,12 @@ class CheckpointIndex:
             folder.mkdir(parents=True, exist_ok=True)
             sealed = seal(folder, step, state)
             for inner in [path for path in folder.iterdir() if path.is_dir()]:
-                _sync_folder(inner)
-            with part.open("wb") as file:
-                file.write(sealed)
-                file.flush()
-                os.fsync(file.fileno())
+                sync(inner)
+            part.write_bytes(sealed)
+            sync(part)
             part.replace(marker)
-            _sync_folder(folder)
-            _sync_folder(self.directory)
+            sync(folder)
+            sync(self.directory)
         except OSError as exc:
             raise StorageError(f"{marker} could not be written: {exc.strerror}; earlier checkpoints are intact") from exc
 
@@ -158,11 +156,3 @@ def none_sound(damages: Sequence[Damage]) -> StorageError:
     return StorageError(
         f"no checkpoint in {str(damages[0].folder.parent)!r} can be gone on from ({listed}); put sound copies of the files there, or give"
         " run.name a new name to begin anew")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from offbeat.cluster.threads import usable_cores
 from offbeat.errors import ConfigError
+from offbeat.machine import cgroup
 
 _GIB = 2**30
 _LOW_DISK_GIB, _LOW_MEMORY_GIB = 5, 2
@@ -147,7 +148,7 @@ def check_memory() -> Check:
     """Memory that is free, within a container's limit."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    limit, used = cgroup("memory.max"), cgroup("memory.current")
     if limit.isdigit() and used.isdigit():
         total, available = min(total, int(limit)), min(available, int(limit) - int(used))
     found = f"{available / _GIB:.1f} GiB free of {total / _GIB:.1f}"
@@ -189,14 +190,6 @@ def check_vllm(folder: Path) -> Check:
     if python.is_file():
         return Check("vLLM", "ok", f"{python.parent.parent}")
     return Check("vLLM", "warn", "no environment .venv-vllm here", "optional: the embedded engine serves without it")
-
-
-def _cgroup(name: str) -> str:
-    path = Path("/sys/fs/cgroup") / name
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""  # no limit is set, or this is no Linux
 
 
 def _print_table(checks: Sequence[Check]) -> None:

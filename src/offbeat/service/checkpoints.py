@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from offbeat.disk import make_folder
 from offbeat.errors import StorageError
-from offbeat.service.disk import make_folder
 from offbeat.service.errors import RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.index import CheckpointRows

@@ -9,8 +9,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat.disk import sync, write_file
 from offbeat.errors import ConfigError, StorageError
-from offbeat.service.disk import sync, write_file
 from offbeat.service.manifest import sealed_folders
 
 _FILE = "identity"

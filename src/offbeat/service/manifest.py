@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from offbeat.disk import sync
 from offbeat.errors import StorageError
-from offbeat.service.disk import sync
 from offbeat.service.orphans import FOLDER
 from offbeat.weights.adapters import AdapterManifest
 

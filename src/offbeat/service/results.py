@@ -14,8 +14,8 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+from offbeat.disk import make_folder, sync
 from offbeat.errors import StorageError
-from offbeat.service.disk import make_folder, sync
 
 _HEADER = struct.Struct("<QI")  # length and CRC-32 of the data behind it
 _FILE = re.compile(r"(\d{8})\.results")

@@ -1,7 +1,7 @@
 """What it takes for files to survive a power cut: their bytes are synced, and so is each folder that has a new name in it.
 
 A file that was closed, and a name that was made, are in the memory of the kernel for half a minute. Used where something is about to be
-called kept: by `checkpoints`, `results` and `identity`. Errors are those of the operating system.
+called kept: by the checkpoints of runs, and by the service's checkpoints, answers and identity. Errors are those of the operating system.
 """
 
 import os

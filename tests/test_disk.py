@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.service.disk import make_folder, sync, write_file
+from offbeat.disk import make_folder, sync, write_file
 
 OPEN = Path("/proc/self/fd")
 
@@ -13,7 +13,7 @@ OPEN = Path("/proc/self/fd")
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Paths in the order in which they are synced."""
     paths: list[Path] = []
-    monkeypatch.setattr("offbeat.service.disk.os.fsync", lambda descriptor: paths.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    monkeypatch.setattr("offbeat.disk.os.fsync", lambda descriptor: paths.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
     return paths
 
 
