@@ -1,5 +1,6 @@
-"""Lets every test import the helpers beside this file, and shares what is slow to make: a small model, and a finished run."""
+"""Lets every test import the helpers beside this file, shares what is slow to make, and undoes what a test did to logging."""
 
+import logging
 import signal
 import subprocess
 import sys
@@ -12,6 +13,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 from faults.workshop import workshop
 from small_run import SmallRun, build_small_model, offbeat, start_offbeat
 from waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging():
+    """Commands that run in this process send its log records into their run's folder, which may be gone when the next test logs."""
+    loggers = logging.getLogger(), logging.getLogger("offbeat")
+    before = [(logger, list(logger.handlers), logger.level) for logger in loggers]
+    yield
+    for logger, handlers, level in before:
+        for handler in set(logger.handlers) - set(handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -10,19 +10,6 @@ from offbeat.errors import StorageError
 from offbeat.telemetry.log import current_request, set_up_logging
 
 
-@pytest.fixture(autouse=True)
-def _restore_logging():
-    root = logging.getLogger()
-    handlers, level, own = list(root.handlers), root.level, logging.getLogger("offbeat").level
-    root.handlers = []
-    yield
-    for handler in root.handlers:
-        handler.close()
-    root.handlers = handlers
-    root.setLevel(level)
-    logging.getLogger("offbeat").setLevel(own)
-
-
 def test_a_record_is_one_line_with_utc_time_level_and_origin(tmp_path, capsys):
     path = tmp_path / "logs" / "engine-0.log"
     set_up_logging(path)

@@ -227,9 +227,9 @@ def test_a_client_that_goes_away_takes_its_score_back(fresh):
         blocked = threading.Event()
         server._loop.call(lambda: blocked.wait(10))
         calls = [asyncio.create_task(call(url, "/v1/score", {"tokens": [5, 6]})) for _ in range(2)]
-        await asyncio.sleep(0.2)
+        await until(lambda: len(server._inboxes) == 2)
         calls[0].cancel()
-        await asyncio.sleep(0.2)
+        await until(lambda: len(server._inboxes) == 1)
         blocked.set()
         assert (await calls[1])[0] == 200
 

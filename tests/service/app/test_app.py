@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,14 +31,9 @@ ERRORS = {
 
 
 @pytest.fixture
-def log_file(tmp_path: Path) -> Iterator[Path]:
-    root = logging.getLogger()
-    handlers, root.handlers = root.handlers, []
+def log_file(tmp_path: Path) -> Path:
     set_up_logging(tmp_path / "log.jsonl", as_json=True)
-    yield tmp_path / "log.jsonl"
-    for handler in root.handlers:
-        handler.close()
-    root.handlers = handlers
+    return tmp_path / "log.jsonl"
 
 
 async def echo(call: Call) -> Response:
