@@ -206,7 +206,7 @@ def large_headers(a: Attacker) -> None:
 
 def sessions(a: Attacker) -> None:
     """Sessions, each with as much metadata as may be, and models and samplers in them that nobody wants."""
-    found = a.attack("POST", "create_session", {"tags": ["a" * 1000] * 50, "user_metadata": {"a": "b" * 60_000}})
+    found = a.attack("POST", "create_session", {"tags": ["a" * 160] * 100, "user_metadata": {"a": "b" * 60_000}})
     if session := found.get("session_id"):
         for number in range(3):
             a.attack("POST", "create_sampling_session", {

@@ -172,6 +172,20 @@ def test_one_token_of_a_neighbour_waits_for_none_of_512_samples(tmp_path: Path) 
     run(tmp_path, body, max_in_flight=256)
 
 
+def test_who_is_not_alone_of_late_cannot_fill_the_engines(tmp_path: Path) -> None:
+    async def body(setting: Setting) -> None:
+        setting.engines.gate.set()
+        await setting.outcome(setting.sampling.sample(BOB, BOBS), "bob")
+        setting.engines.gate.clear()
+        setting.sampling.sample(ALICE, replace(REQUEST, num_samples=512))
+        await until(lambda: setting.engines.running == 128)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert setting.engines.running == 128, "half, though nobody else has samples in flight"
+
+    run(tmp_path, body, max_in_flight=256)
+
+
 def test_a_request_whose_part_fails_ends_once_and_asks_for_no_more(tmp_path: Path) -> None:
     async def body(setting: Setting) -> None:
         setting.engines.error = EngineError("it died")

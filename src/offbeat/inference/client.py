@@ -1,5 +1,6 @@
 """One engine over HTTP: generation for rollouts, control for publishers. What is said is the dialect's."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,6 +16,8 @@ from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, Sco
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
 _KEEPALIVE_S = 4.0  # shorter than any server's: a reused idle connection must not be one that the server is closing
+_LARGE_BYTES = 1 << 17
+"""Answers above this size are decoded on a thread, because the event loop would stand still for about a millisecond or more."""
 _REFUSALS = {400: RefusedError, 401: RefusedError, 404: RefusedError, 422: RefusedError, 429: BusyError}
 
 
@@ -106,7 +109,7 @@ class EngineClient:
         if not data:
             return {}
         try:
-            answer = json.loads(data)
+            answer = json.loads(data) if len(data) <= _LARGE_BYTES else await asyncio.to_thread(json.loads, data)
         except ValueError as exc:
             if response.headers.get("Content-Type", "text/plain").startswith("text/plain"):  # a word of success; vLLM names no type
                 return {}

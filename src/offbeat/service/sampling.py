@@ -1,8 +1,9 @@
 """Requests for samples: queued fairly over owners, generated and scored by the engines, and answered through futures.
 
 A request for many samples is carried out in parts, so that it never has the engines for itself. An owner with nothing in flight begins at
-once, even where others fill the engines, which then get no more until that owner has an equal share. What a request wants of its prompt is
-scored beside its first part. A request ends in an outcome whatever happens, unless the server ends before it.
+once, even where others fill the engines, which then get no more until that owner has an equal share. While several owners sample, now or a
+moment ago, none may fill the engines alone: long samples of many rows would slow every step of the others' short ones. What a request wants
+of its prompt is scored beside its first part. A request ends in an outcome whatever happens, unless the server ends before it.
 
     Sampling._start   consumes the fair queue; produces one task per part, up to a number of samples in flight; woken by `sample` and by
                       each part that ends
@@ -54,6 +55,10 @@ T = TypeVar("T")
 _FAILURES_KEPT = 50
 _MOST_BEYOND = 2
 """Times the samples that may be in flight: so many are while those who came late begin beside those who filled the engines."""
+_RECENT_S = 10.0
+"""An owner counts as one of several for this long after its last request: most clients sample a little, train, and sample again."""
+_BURST = 16
+"""What one of several owners may have in flight: an equal share, or this part of all, whichever is more."""
 _CELLS_AT_ONCE = 20_000
 """Likeliest tokens that are put into an answer on the event loop, in about 10 ms; more are on a thread."""
 
@@ -144,6 +149,7 @@ class Sampling:
         self._usage = usage
         self._max_in_flight = max_in_flight
         self._in_flight: Counter[str] = Counter()
+        self._asked: dict[str, float] = {}  # when each owner last asked, the longest ago first
         self._queue: FairQueue[Part] = FairQueue()
         self._jobs: set[Job] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -169,6 +175,8 @@ class Sampling:
         future, _ = self._futures.open(request_id, owner=caller.owner, kind="sample")
         job = Job(request, row, future, cost)
         self._jobs.add(job)
+        self._asked.pop(caller.owner, None)
+        self._asked[caller.owner] = time.monotonic()
         parts = job.parts()
         job.left = len(parts)
         for part in parts:
@@ -202,15 +210,19 @@ class Sampling:
             task.add_done_callback(self._tasks.discard)
 
     def _next(self) -> Part | None:
-        """The next part, if one may begin: within its owner's share, even beyond the limit, and beyond it only where nobody else waits."""
-        waiting, total, most = self._queue.owners, self._in_flight.total(), self._max_in_flight
-        share = most // max(len({*self._in_flight, *waiting}), 1)
+        """The next part, if one may begin; see the module for what an owner may have in flight."""
+        total, most, long_ago = self._in_flight.total(), self._max_in_flight, time.monotonic() - _RECENT_S
+        while self._asked and next(iter(self._asked.values())) < long_ago:
+            del self._asked[next(iter(self._asked))]
+        num_owners = len({*self._in_flight, *self._queue.owners, *self._asked})
+        share = most // max(num_owners, 1)
+        burst = most if num_owners == 1 else max(most // _BURST, share)
 
         def may(owner: str, part: Part) -> bool:
             held = self._in_flight[owner]
             if not held or held + part.slots <= share:
                 return total + part.slots <= _MOST_BEYOND * most
-            return len(waiting) == 1 and total + part.slots <= most
+            return held + part.slots <= burst and total + part.slots <= most
 
         try:
             return self._queue.pop(may)
