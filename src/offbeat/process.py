@@ -53,7 +53,7 @@ class Lifeline(Protocol):
     """Lets a handler reach its parent from any thread while it answers a call."""
 
     def beat(self, work: str) -> None:
-        """Report that the child is alive and what it is doing; the parent quotes the last such report if the process stops."""
+        """Report that the child is alive and what it is doing; the parent quotes the last report if it finds the child stuck."""
         ...
 
     def give_up(self, error: Exception) -> None:
@@ -95,6 +95,7 @@ class Failure:
 
     @classmethod
     def of(cls, exc: BaseException, *notes: str) -> "Failure":
+        """Take the name, text and notes of an exception, with further notes."""
         return cls(type(exc).__name__, str(exc), (*getattr(exc, "__notes__", ()), *notes))
 
     def to_exception(self, name: str, doing: str) -> errors.OffbeatError:
@@ -109,11 +110,13 @@ class Failure:
         return exc
 
     def pack(self) -> bytes:
+        """Encode as length-prefixed UTF-8 strings."""
         parts = [part.encode() for part in (self.kind, self.text, *self.notes)]
         return b"".join(struct.pack("!Q", len(part)) + part for part in parts)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Failure":
+        """Decode what `pack` encoded."""
         parts, at = [], 0
         while at < len(data):
             (size,) = struct.unpack_from("!Q", data, at)
@@ -205,6 +208,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
+        """Whether the process has not been seen to end."""
         return not self._reading.done()
 
     async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:

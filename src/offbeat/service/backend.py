@@ -22,7 +22,7 @@ from offbeat.trainer.adapter_types import DatumPass
 from offbeat.weights.adapters import AdapterManifest
 
 _MAX_FAILURES = 3
-"""Number of engines on which one tenant's request may fail, whatever became of them.
+"""Number of engines on which one tenant's request may fail, whether or not they survived.
 
 The request may itself be what crashes engines, and other tenants' requests run on them.
 """

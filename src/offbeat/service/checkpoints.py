@@ -208,7 +208,7 @@ class Checkpoints:
         return {row.kind: row for row in sorted(found, key=lambda row: row.created)}
 
     def _lasting(self, rows: Iterable[CheckpointRow]) -> list[CheckpointRow]:
-        """Filter out expired checkpoints."""
+        """Return the rows that have not expired."""
         now = self._clock()
         return [row for row in rows if row.expires is None or row.expires > now]
 

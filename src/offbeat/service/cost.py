@@ -33,7 +33,7 @@ _TOKEN_BYTES, _TARGET_BYTES = 12, 33
 _ANSWER_COPIES = 3
 # Bytes in a rank for each target of the current pass: a dozen int64 index arrays, and logits that are gathered and differentiated.
 _RANK_TARGET_BYTES, _RANK_TOKEN_BYTES = 160, 64
-# Bytes of an engine's answer, as JSON and as Python numbers on both sides, for each sampled token and for each top token beside it.
+# Bytes of an engine's answer, as JSON and as Python numbers on both sides, for each sampled token and for each of its top tokens.
 _SAMPLED_BYTES, _TOP_BYTES = 200, 400
 # Bytes of a prompt token as a Python number.
 _PROMPT_BYTES = 40

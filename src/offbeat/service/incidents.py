@@ -25,7 +25,7 @@ class Incidents:
 
     @property
     def counts(self) -> IncidentCounts:
-        """Counts since the start."""
+        """Counts of incidents since the start."""
         return IncidentCounts(**self._counts)
 
     def hear(self, kind: str, fields: dict[str, Any]) -> None:

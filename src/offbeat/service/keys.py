@@ -44,7 +44,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Keys:
-    """Finds owners by key."""
+    """Finds the owner of an API key, and an owner's limits."""
 
     def __init__(self, owners: Mapping[str, str] | None, limits: Mapping[str, Limits], default: Limits) -> None:
         """Use `load` or `open_house` instead.

@@ -98,7 +98,7 @@ class Model:
 
     @property
     def info(self) -> ModelInfo:
-        """Information for clients."""
+        """The model as clients see it."""
         row = self.row
         return ModelInfo(row.id, row.owner, row.base_model, row.lora, row.last_request, row.metadata)
 

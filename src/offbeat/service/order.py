@@ -31,7 +31,7 @@ class Numbers:
 
     def use(self, number: int) -> None:
         """Mark a number as used up."""
-        # A client may skip any range of numbers at no cost to the server; those left out long ago count as used.
+        # A client may skip any range of numbers at no cost to the server; numbers left out long ago count as used.
         self._missing.update(range(max(self.last + 1, number - _MISSING), number))
         self._missing.discard(number)
         self.last = max(self.last, number)

@@ -30,7 +30,7 @@ class Location(NamedTuple):
 
 
 class Results:
-    """A folder of records."""
+    """A folder of record files with one writer and any number of readers."""
 
     def __init__(self, folder: Path, *, after: int = 0, segment_bytes: int = 64 * 2**20) -> None:
         """Open or create the folder, and begin a file.

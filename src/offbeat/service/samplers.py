@@ -235,7 +235,7 @@ class Samplers:
     # -- ends --------------------------------------------------------------------------------------------------------------------------
 
     async def end_session(self, session_id: str) -> None:
-        """End the session's snapshots."""
+        """End all snapshots of a session."""
         await self._end([row for row in self._rows.values() if row.session_id == session_id and row.folder and not row.path])
 
     async def sweep(self) -> None:

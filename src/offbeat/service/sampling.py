@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FAILURES_KEPT = 50
 _MOST_BEYOND = 2
-"""Multiple of the allowed samples in flight that may be reached while new owners start beside those who filled the engines."""
+"""Multiple of the allowed samples in flight that may be reached while new owners start and earlier ones still fill the engines."""
 _CELLS_AT_ONCE = 20_000
 """Number of top tokens that the event loop puts into an answer, in about 10 ms; more are handled on a thread."""
 
@@ -288,7 +288,7 @@ class Sampling:
         job.sequences.update(enumerate(sequences, part.first))
 
     async def _score(self, engines: Engines, adapter: str, request: SampleRequest) -> PromptScore | None:
-        """Score what is asked about the prompt; None if nothing is, or the prompt is a single token, which has no score."""
+        """Score what the request asks about its prompt; None if it asks nothing, or the prompt is a single token, which has no score."""
         top_k, targets, draws = request.topk_prompt_logprobs, request.target_prompt_logprobs, draws_of(request)
         if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None or draws is not None):
             return None

@@ -1,7 +1,7 @@
 """Saves checkpoints, sampler weights and exports of a model, and loads checkpoints: the jobs that have the trainers to themselves.
 
-Called by `training`. Writing has two parts: the trainers write a folder, and the rest (checksums, publication and rows) runs beside the
-next turns. A folder that ends up unused is deleted.
+Called by `training`. Writing has two parts: the trainers write a folder, and the rest (checksums, publication and rows) runs
+concurrently with the next turns. A folder that ends up unused is deleted.
 """
 
 import json

@@ -75,6 +75,7 @@ class Part(Generic[T]):
 
     @property
     def is_last(self) -> bool:
+        """Whether the job ends with this part."""
         return self.end == len(self.job.sizes)
 
 
@@ -98,7 +99,7 @@ class Schedule(Generic[T]):
         """
         self._max_tokens = max_tokens
         self._max_models = max_models
-        self._queues: dict[str, deque[Job[T]]] = {}  # only models with jobs; those served last come last
+        self._queues: dict[str, deque[Job[T]]] = {}  # only models with jobs; the models served last are at the end
         self._lanes = deque(Lane)
         self._shares = _Shares()
 

@@ -228,7 +228,7 @@ def open_store(url: str, folder: Path) -> Store:
 
 @dataclass(frozen=True)
 class Core:
-    """The service without HTTP."""
+    """Parts of the service without HTTP."""
 
     backend: Backend
     service: Service

@@ -134,7 +134,7 @@ class Service:
             await asyncio.sleep(_SWEEP_EVERY_S)
 
     async def sweep(self) -> None:
-        """Park the models of silent sessions, end those of ended sessions and those parked for long, and delete what has expired."""
+        """Park the models of silent sessions, end the models of ended sessions and models parked for long, and delete what has expired."""
         kept, lately = self.checkpoints.run_ids, time.time() - self._settings.session_retention_s
         for model in self._models:
             session_id = model.row.session_id
@@ -186,7 +186,7 @@ class Service:
     async def create_model(
         self, caller: Caller, *, session_id: str, model_seq_id: int, base_model: str, lora: LoraSpec, metadata: Mapping[str, str],
     ) -> str:
-        """Begin a fresh model."""
+        """Begin a fresh model. Returns the ID of the request that creates it."""
         future = self._open_create(caller, session_id, model_seq_id, kind="create_model")
         if future is None:
             return create_request(model_id(session_id, model_seq_id))
@@ -209,7 +209,7 @@ class Service:
         self, caller: Caller, *, session_id: str, model_seq_id: int, path: str, optimizer: bool, base_model: str | None,
         metadata: Mapping[str, str],
     ) -> str:
-        """Begin a model from a checkpoint, which is the caller's own or public."""
+        """Begin a model from a checkpoint, which is the caller's own or public. Returns the ID of the request that creates it."""
         where = CheckpointPath.parse(path)
         future = self._open_create(caller, session_id, model_seq_id, kind="load_weights")
         if future is None:

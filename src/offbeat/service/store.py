@@ -333,7 +333,7 @@ def _known(engine: sa.Engine) -> Known:
         checkpoints, models, samplers = (TABLES[kind] for kind in (CheckpointRow, ModelRow, SamplerRow))
         naming = {
             checkpoints: sa.select(checkpoints.c.folder), models: sa.select(models.c.state_folder),
-            samplers: sa.select(samplers.c.folder).where(samplers.c.path == "")}  # the folders of the others are those of checkpoints
+            samplers: sa.select(samplers.c.folder).where(samplers.c.path == "")}  # other samplers use the folders of checkpoints
         folders = {
             folder for table, select in naming.items() if table.name in there for folder in connection.scalars(select)}
     return Known(name, identity or "", frozenset(folders - {""}))

@@ -303,7 +303,7 @@ class Training:
         return True
 
     async def _enter(self, job: Job[Work], wanted: Set[Model]) -> bool:
-        """Make sure that the trainers hold the model beside all others of this turn; raises only if the trainers themselves failed."""
+        """Make sure that the trainers hold this model and all others of the turn; raises only if the trainers themselves failed."""
         if isinstance(job.item.request, Leave):
             return True
         try:
@@ -382,7 +382,7 @@ class Training:
     # -- ends --------------------------------------------------------------------------------------------------------------------------
 
     async def _finish(self, work: Work, rest: Rest) -> None:
-        """Do the rest of a request beside the next turns."""
+        """Do the rest of a request concurrently with the next turns."""
         async with rest.stack:
             try:
                 outcome = await rest.finish()
@@ -445,7 +445,7 @@ class Training:
     # -- trainers that fail ------------------------------------------------------------------------------------------------------------
 
     async def _lose_all(self) -> None:
-        await self._settle(self._saves)  # whatever they are about to store is not lost
+        await self._settle(self._saves)  # states that are just being saved are not lost
         self._models.lose_all("the trainers failed")
 
     async def _revive(self) -> None:

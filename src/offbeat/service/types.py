@@ -310,7 +310,7 @@ class ModelStatus:
 
 @dataclass(frozen=True)
 class OwnerStatus:
-    """What an owner uses."""
+    """What an owner uses at this moment."""
 
     owner: str
     models: int

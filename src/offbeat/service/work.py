@@ -38,7 +38,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step."""
+    """A request for one optimizer step."""
 
     params: AdamParams
 
@@ -65,7 +65,7 @@ class SaveSampler:
 
 @dataclass(frozen=True)
 class Export:
-    """Export weights for download."""
+    """Export weights for download, in PEFT's format."""
 
     name: str
     ttl_s: float | None
@@ -143,6 +143,7 @@ class Work:
 
 
 def params_of(work: Work) -> AdamParams:
+    """Return the optimizer settings of a step."""
     assert isinstance(work.request, Step), "of the lane of steps"
     return work.request.params
 
@@ -153,6 +154,7 @@ def _data(work: Work) -> TrainingData:
 
 
 def datums_of(part: Part[Work]) -> DatumBatch:
+    """Return the datums of one part of a pass."""
     batch = _data(part.job.item).batch
     return batch if part.end - part.start == len(batch) else batch.select(np.arange(part.start, part.end))
 

@@ -51,7 +51,7 @@ def make_app(
 
 
 class Gate:
-    """Guards every handler."""
+    """Checks key, body and limits before every handler runs, and turns its errors into answers."""
 
     def __init__(self, keys: Keys, bodies: Bodies, journal: Journal, *, max_requests_of_one: int) -> None:
         self._keys = keys

@@ -27,7 +27,7 @@ from offbeat.service.types import Status
 
 @dataclass(frozen=True)
 class Front:
-    """The application, and the status page, whose `watch` must run beside it."""
+    """The application, and the status page, whose `watch` must run concurrently with it."""
 
     app: Starlette
     page: StatusPage
@@ -37,7 +37,7 @@ def open_front(
     service: Service, sampling: Sampling, served: Served, *, keys: Keys, max_body_bytes: int, public_status: bool,
     names: Names = LOCAL_NAMES, max_requests_of_one: int = 2048, incidents: Incidents | None = None,
 ) -> Front:
-    """Assemble the application; see `make_app`. `incidents` are those of ranks and engines."""
+    """Assemble the application; see `make_app`. `incidents` concern ranks and engines."""
     registry, links, archives = CollectorRegistry(), Links(service.external_folder), Archives(service)
     journal, incidents = Journal(registry), incidents or Incidents()
 

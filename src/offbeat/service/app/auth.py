@@ -1,4 +1,4 @@
-"""Access control: API keys for clients, and this machine alone for those who look at the server. Called by `app` before a handler runs."""
+"""Access control: API keys for clients, and this machine alone for viewers of the status. Called by `app` before a handler runs."""
 
 from collections.abc import Iterable
 from ipaddress import ip_address

@@ -280,7 +280,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def address_of(host: str) -> str:
-    """Return what connections are counted by: the IPv4 address, or the network of an IPv6 address, since a machine has many of those."""
+    """Return the key by which connections are counted: the IPv4 address, or the /64 network of an IPv6 address."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

@@ -36,7 +36,7 @@ class Strangers:
 
 
 class Journal:
-    """Records every request. One owner's errors do not push those of all others off the list, and strangers' errors push off none.
+    """Records every request. One owner's errors cannot push all others' errors off the list, and strangers' errors have their own list.
 
     Attributes:
         troubles: latest failed requests of owners, newest first.
@@ -54,7 +54,7 @@ class Journal:
     def note(
         self, endpoint: Endpoint, path: str, *, request_id: str, owner: str, status: int, seconds: float, detail: str = "",
     ) -> None:
-        """Record an answered request."""
+        """Record an answered request in the log, the metrics and, if it failed, the errors."""
         name = endpoint.path.removeprefix("/api/v1/")
         self._requests.labels(name, status).inc()
         self._seconds.labels(name).observe(seconds)

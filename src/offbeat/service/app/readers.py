@@ -1,4 +1,4 @@
-"""Runs the parsing of large bodies and the writing of large answers beside the event loop. Used by `app` and its routes.
+"""Runs the parsing of large bodies and the writing of large answers off the event loop. Used by `app` and its routes.
 
 Python computes on one thread at a time, and a computing thread lets the event loop run every few milliseconds. So there are few threads,
 and each owner uses at most one of them.

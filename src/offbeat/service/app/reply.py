@@ -48,7 +48,7 @@ class Call:
     readers: Readers
 
     async def read(self, read: Callable[[bytes], T]) -> T:
-        """Apply a function to the body; a large body is parsed beside the event loop."""
+        """Apply a function to the body; a large body is parsed off the event loop."""
         return read(self.body) if len(self.body) <= SMALL_BYTES else await self.beside(read, self.body)
 
     async def json(self, kind: type[T]) -> T:
@@ -56,7 +56,7 @@ class Call:
         return await self.read(lambda body: read_json(kind, body))
 
     async def beside(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return the result of a function, run beside the event loop."""
+        """Return the result of a function, run off the event loop."""
         return await self.readers.run(self.caller.owner, function, *args, **kwargs)
 
     def param(self, name: str) -> str:

@@ -195,7 +195,7 @@ class Links:
 
 
 async def _listed(call: Call, infos: Sequence[CheckpointInfo], *, limit: int, offset: int, total: int) -> Response:
-    """Answer with a page of checkpoints; a long one is written beside the event loop."""
+    """Answer with a page of checkpoints; a long one is written off the event loop."""
     def write() -> Response:
         return answer(rest.checkpoints(infos, limit=limit, offset=offset, total=total))
 

@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening."""
+        """Start listening, then set `ready`."""
         await super().startup(sockets)
         self.ready.set()
 

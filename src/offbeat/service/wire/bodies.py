@@ -134,6 +134,7 @@ class OptimStepBody(TrainingBody):
             raise ValueError(f"adam_params is wrong: {exc}") from exc
 
     def params(self) -> AdamParams:
+        """Return the settings of the step."""
         assert self.adam_params is not None, "checked when it was read"
         given = self.adam_params
         return AdamParams(
@@ -205,6 +206,7 @@ class LoadWeightsBody(Body):
 
     @property
     def creates(self) -> bool:
+        """Whether to load into a new model."""
         return self.session_id is not None
 
 

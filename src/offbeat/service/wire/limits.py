@@ -40,7 +40,7 @@ class WireLimits:
             raise BadRequestError(f"{name} must have 1 to {self.context} tokens, got {length}")
 
     def check_ids(self, name: str, ids: Any) -> None:
-        """Check token IDs.
+        """Check token IDs: [n] integers, as a sequence or array.
 
         Raises:
             BadRequestError: a number is not a token ID of the model.

@@ -190,7 +190,7 @@ class _DatumReader:
 
 
 def _cells(tensors: Sequence[Tensor]) -> np.ndarray | None:
-    """Return the cells to compute, [n] int64: where any tensor is not 0; None for all cells if the targets, which come first, are dense."""
+    """Return the cells to compute, [n] int64: where any tensor is not 0; None for all if the targets, which come first, are dense."""
     if tensors[0].cells is None:
         return None
     listed = [np.flatnonzero(tensor.values) if tensor.cells is None else tensor.cells for tensor in tensors]
