@@ -6,8 +6,9 @@ With eta = `max_head_offpolicyness`, B = `consumer_batch_size`, M = `max_concurr
 
 `ready` groups are finished and not yet taken; `training` groups were taken by the step whose version is not published yet. A group
 admitted at version a may be trained on up to version a + eta, its deadline. A step takes the B ready groups with the earliest deadlines,
-but only if the remaining groups can still meet theirs: for every deadline d, at most B * (d - version) unconsumed groups have a deadline
-Otherwise it waits for the urgent groups that still run. Admission alone, as in AReaL, does not bound the staleness of stragglers.
+but only if the remaining groups can still meet theirs: for every deadline d, at most B * (d - version) unconsumed groups have a
+deadline <= d. Otherwise it waits for the urgent groups that still run. Admission alone, as in AReaL, does not bound the staleness of
+stragglers.
 """
 
 from collections import Counter

@@ -204,8 +204,7 @@ class Store:
         """Store rows, replacing those with the same keys, and return once they are committed: either all of them or none.
 
         Args:
-            rows: rows, or functions that make rows which take long to make. A function runs on the writer's thread, and its errors are
-                raised.
+            rows: rows, or functions that make rows slowly. A function runs on the writer's thread; its errors are raised here.
 
         Raises:
             StorageError: the database is full, locked, unreachable or refuses the rows; nothing was changed.
