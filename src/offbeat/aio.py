@@ -1,4 +1,4 @@
-"""Waits with a name and a deadline. Every `await` that depends on another process goes through here."""
+"""Named waits with deadlines. Every `await` that depends on another process goes through this module."""
 
 import asyncio
 import signal
@@ -17,10 +17,10 @@ U = TypeVar("U")
 
 @asynccontextmanager
 async def deadline(name: str, timeout_s: float) -> AsyncIterator[None]:
-    """Bound the body by `timeout_s` seconds.
+    """Limit the body to `timeout_s` seconds.
 
     Raises:
-        DeadlineError: the deadline passed; names the wait and how long it lasted.
+        DeadlineError: the deadline passed; the message names the wait and says how long it lasted.
     """
     start = time.monotonic()
     scope = asyncio.timeout(timeout_s)
@@ -35,10 +35,10 @@ async def deadline(name: str, timeout_s: float) -> AsyncIterator[None]:
 
 
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` of what ends in good order on SIGINT and SIGTERM, by being cancelled.
+    """Like `asyncio.run`, but SIGINT and SIGTERM cancel the coroutine, so that it can clean up.
 
     Raises:
-        KeyboardInterrupt: it was.
+        KeyboardInterrupt: a signal cancelled the coroutine.
     """
 
     async def cancellable() -> T:
@@ -55,13 +55,13 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
 
 
 class SideThread:
-    """A thread that runs blocking functions one after the other, and does not keep the process from ending when it is stuck in one.
+    """A thread that runs blocking functions one after another. A function that never returns does not keep the process from exiting.
 
-    It lives until `close`: Linux ends children that ask for it with the *thread* that started them.
+    The thread lives until `close`: on Linux, a child started with a parent-death signal dies with the *thread* that started it.
     """
 
     def __init__(self, name: str, *, around: Callable[[str], AbstractContextManager[None]] = lambda _name: nullcontext()) -> None:
-        """`around(name)` is entered in the thread for each function."""
+        """Start the thread, which enters `around(name)` around each function."""
         self._around = around
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._working = False
@@ -69,17 +69,19 @@ class SideThread:
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do."""
+        """Whether no function is running or queued."""
         return not self._working and self._jobs.empty()
 
     async def run(self, name: str, function: Callable[[], T], *, timeout_s: float | None = None) -> T:
-        """Give what `function()` gives. One that is given up or cancelled goes on, and its outcome is dropped.
+        """Return the result of `function()`.
+
+        If the wait times out or is cancelled, the function still runs to its end and its result is dropped.
 
         Args:
-            timeout_s: None for a function whose waits have deadlines of their own.
+            timeout_s: None for a function whose waits have their own deadlines.
 
         Raises:
-            DeadlineError: it has not returned within `timeout_s` seconds.
+            DeadlineError: the function has not returned within `timeout_s` seconds.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -94,7 +96,7 @@ class SideThread:
                     outcome = future.set_result, function()
             except Exception as exc:
                 outcome = future.set_exception, exc
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so nobody is waiting any more
                 loop.call_soon_threadsafe(settle, *outcome)
 
         self._jobs.put(job)
@@ -102,7 +104,7 @@ class SideThread:
             return await future
 
     def close(self) -> None:
-        """End after the functions that were given."""
+        """End the thread once the functions queued so far have run."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -113,7 +115,7 @@ class SideThread:
 
 
 async def gather_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all concurrently; the first error cancels the others and is raised as itself, not as a group."""
+    """Await all of them concurrently; the first error cancels the others and is raised as itself, not in a group."""
     tasks = [asyncio.ensure_future(a) for a in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
@@ -132,7 +134,10 @@ async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
 
 @asynccontextmanager
 async def beside(*watchers: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
-    """Run watchers beside the body; one that raises ends the body, and its error is raised as itself unless the body has one of its own."""
+    """Run the watchers while the body runs. If a watcher raises, the body is cancelled and the watcher's error is raised, not in a group.
+
+    If the body raises an error of its own as well, that one is raised instead.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(watcher) for watcher in watchers]
@@ -140,10 +145,10 @@ async def beside(*watchers: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[-1] from None  # the body's comes last
+        raise errors.exceptions[-1] from None  # the body's error comes last
 
 
 async def run_beside(main: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, Any]) -> T:
-    """Run `main` to its end while the watchers run; a watcher that raises ends `main`, and its error is raised as itself."""
+    """Run `main` to its end while the watchers run; a watcher that raises cancels `main`, and its error is raised as itself."""
     async with beside(*watchers):
         return await main

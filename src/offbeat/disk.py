@@ -1,7 +1,7 @@
-"""What it takes for files to survive a power cut: their bytes are synced, and so is each folder that has a new name in it.
+"""Durable writes: files that survive a power cut. A file's bytes are synced, and so is every folder that has got a new name in it.
 
-A file that was closed, and a name that was made, are in the memory of the kernel for half a minute. Used where something is about to be
-called kept: by the checkpoints of runs, and by the service's checkpoints, answers and identity. Errors are those of the operating system.
+Without that, closed files and new names stay in the kernel's memory for up to half a minute. Callers are whatever is about to report
+something as saved: the checkpoints of runs, and the service's checkpoints, answers and identity. Errors are those of the operating system.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Bring a file's bytes to the disk, or a folder's names, whoever wrote them."""
+    """Flush a file's bytes, or a folder's names, to disk, whichever process wrote them."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -18,7 +18,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, for good."""
+    """Create a folder and its missing parents durably."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -26,7 +26,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, for good."""
+    """Write a file durably and atomically: after a crash it is either complete or absent."""
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(data)
     sync(part)

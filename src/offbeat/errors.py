@@ -1,18 +1,18 @@
-"""Every error a person may see, in one hierarchy.
+"""All errors that users may see, in one hierarchy.
 
-A `UserError` is the user's to mend: one sentence with what was wrong, the value, what is allowed and what to do (exit 2).
-A `RunError` is a run that failed although it was asked for correctly (exit 1). Each is also the standard-library error it refines.
+A `UserError` is for the user to fix: one sentence with what was wrong, the value, what is allowed and what to do (exit code 2).
+A `RunError` is a run that was requested correctly and failed (exit code 1). Each is also the standard-library error that it refines.
 """
 
 
 class OffbeatError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors that are raised on purpose."""
 
     exit_code = 1
 
 
 class UserError(OffbeatError):
-    """Something that the user gave cannot work."""
+    """Something that the user provided cannot work."""
 
     exit_code = 2
 
@@ -22,11 +22,11 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError, ValueError):
-    """A dataset or a row of it cannot be used."""
+    """A dataset, or a row of it, cannot be used."""
 
 
 class TooLongError(DataError):
-    """A prompt, or a conversation, leaves no room for an answer."""
+    """A prompt or a conversation leaves no room for an answer."""
 
 
 class ModelError(UserError, ValueError):
@@ -38,7 +38,7 @@ class CodeError(UserError):
 
 
 class RewardError(CodeError):
-    """The reward failed on so many completions of a prompt that nothing can be learnt from the others."""
+    """The reward failed on so many completions of a prompt that nothing can be learned from the others."""
 
 
 class MissingExtraError(UserError, ImportError):
@@ -46,15 +46,15 @@ class MissingExtraError(UserError, ImportError):
 
 
 class PortBusyError(UserError, OSError):
-    """A port that was asked for is taken."""
+    """A requested port is taken."""
 
 
 class StorageError(UserError, OSError):
-    """A disk is full or a folder cannot be written; what was saved before is intact."""
+    """A disk is full, or a folder cannot be written; everything saved before is intact."""
 
 
 class RunError(OffbeatError, RuntimeError):
-    """A run that was asked for correctly failed."""
+    """A run that was requested correctly failed."""
 
 
 class DeadlineError(RunError, TimeoutError):
@@ -62,31 +62,31 @@ class DeadlineError(RunError, TimeoutError):
 
 
 class WorkerError(RunError):
-    """A worker process raised, or died; the message names it and shows its last words."""
+    """A worker process raised an error or died; the message names it and shows the end of its log."""
 
 
 class DeathError(WorkerError):
-    """A worker process died; the message says how: by which signal, or with which exit code."""
+    """A worker process died; the message gives the signal or the exit code."""
 
 
 class SyncError(RunError):
-    """A point that all ranks pass together was not passed; the message is the same on every rank."""
+    """Not all ranks passed a sync point together; the message is the same on every rank."""
 
 
 class SyncTimeout(SyncError, DeadlineError):  # noqa: N818
-    """Some rank did not come to a sync point in time; the message names it and shows where it is."""
+    """A rank did not reach a sync point in time; the message names it and shows where it is."""
 
 
 class SyncMismatch(SyncError):  # noqa: N818
-    """Ranks came to different sync points at once."""
+    """Ranks reached different sync points at the same time."""
 
 
 class PeerError(SyncError, WorkerError):
-    """Another rank raised or died; the message names it."""
+    """Another rank raised an error or died; the message names it."""
 
 
 class StuckError(PeerError, DeadlineError):
-    """A rank is stopped, or hangs, while others need it or for longer than it may; the message names it and says where."""
+    """A rank is stopped or hangs while others need it, or for longer than allowed; the message names it and says where it is."""
 
 
 class EngineError(RunError):
@@ -94,21 +94,21 @@ class EngineError(RunError):
 
 
 class RefusedError(EngineError):
-    """The engine says that the request itself is wrong; another engine would say the same.
+    """The engine says that the request itself is invalid; any other engine would say the same.
 
     Attributes:
-        said: the engine's own words, where the message has more than those.
+        said: the engine's own words, where the message contains more than those.
     """
 
     said = ""
 
 
 class BusyError(EngineError):
-    """The engine's queue is full; later, or elsewhere, the request may be served."""
+    """The engine's queue is full; it may accept the request later, and another engine may accept it now."""
 
 
 class ProofError(EngineError):
-    """An engine does not sample the weights, or the adapter, that it should."""
+    """An engine does not sample from the weights or the adapter that it should."""
 
 
 class PublishError(RunError):
@@ -116,25 +116,28 @@ class PublishError(RunError):
 
 
 class RolloutError(RunError):
-    """Rollouts cannot go on: every episode of the last ones failed."""
+    """Rollouts cannot continue: all of the most recent episodes failed."""
 
 
 class NotLearnedError(RunError):
-    """A run ended below the accuracy that it promises."""
+    """A run ended below its promised accuracy."""
 
 
 def first_line(exc: BaseException) -> str:
-    """What another library's error says first, or its name if it says nothing; the rest is for that library's own developers."""
+    """Return the first line of another library's error, or the error's class name if it has no text.
+
+    Later lines are for that library's own developers.
+    """
     return (str(exc).strip().splitlines() or [type(exc).__name__])[0].rstrip(".")
 
 
 def printable(text: str, *, most: int = 500) -> str:
-    """User code's text as any file and terminal takes it: on one line, cut, and without halves of surrogate pairs."""
+    """Make text from user code safe for any file and terminal: one line, at most `most` characters, no lone surrogates."""
     return text[:most].replace("\n", " ").encode("utf-8", "backslashreplace").decode()
 
 
 def describe(exc: BaseException) -> str:
-    """What user code raised: its class, and what it says of itself, if it can."""
+    """Describe an exception from user code by its class and, if it can be formatted, its text."""
     try:
         text = str(exc)
     except Exception:
@@ -143,7 +146,7 @@ def describe(exc: BaseException) -> str:
 
 
 def shorten(value: object) -> str:
-    """What user code gave in the place of something else, for messages: the beginning of its repr, and its type."""
+    """Describe a value from user code that is not what was expected: the beginning of its repr, and its type."""
     try:
         text = repr(value)
     except Exception:

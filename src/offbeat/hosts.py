@@ -1,11 +1,11 @@
-"""Names and addresses of machines: which of them are this machine's own. Used by the servers, which trust nobody else without a key."""
+"""Recognises names and addresses of this machine. Used by the servers, which trust other machines only with a key."""
 
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name localhost, is this machine's own."""
+    """Whether an address, or the name "localhost", belongs to this machine."""
     if host == "localhost":
         return True
     try:
@@ -16,7 +16,7 @@ def is_loopback(host: str) -> bool:
 
 
 def names_loopback(authority: str) -> bool:
-    """Whether a Host header, or what follows the scheme of an Origin, names this machine; a port does not matter."""
+    """Whether a Host header, or an Origin without its scheme, names this machine; the port is ignored."""
     try:
         return is_loopback(urlsplit(f"//{authority}").hostname or "")
     except ValueError:

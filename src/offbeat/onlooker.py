@@ -1,6 +1,7 @@
-"""What a parent sees of a child from outside, and when it gives up on a call: the child is stopped, or answers and computes nothing.
+"""Watches a child process from outside, and decides when the parent gives up on a call because the child is stopped or makes no progress.
 
-A child that hangs in Python says so itself (`offbeat.pulse`); one that cannot run its interpreter is seen here. Used by `offbeat.process`.
+A child that hangs in Python reports that itself (`offbeat.pulse`). One whose interpreter cannot run is detected here. Used by
+`offbeat.process`.
 """
 
 import time
@@ -11,19 +12,19 @@ import psutil
 from offbeat.errors import StuckError
 
 LOOK_S = 0.25
-"""Between two looks at a child that is called."""
+"""Seconds between two looks at a child during a call."""
 
 _MARGIN_S = 0.25
-"""On top of the patience: what ranks find out about each other at a point says more."""
+"""Seconds added to the patience, since what ranks report about each other at a sync point is more informative and should come first."""
 
 _LOG_TAIL_LINES = 12
 
 _BUSY_SHARE = 0.01
-"""Of a core: what a process that computes uses at the least."""
+"""CPU share of one core from which a process counts as computing."""
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process, so that only SIGKILL reaches it."""
+    """Whether a signal has stopped the process, in which case only SIGKILL (or SIGCONT) reaches it."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
@@ -31,7 +32,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def system_view(pid: int) -> str:
-    """What the operating system knows of a process, in a few words."""
+    """Describe in a few words what the operating system knows about a process."""
     try:
         with (process := psutil.Process(pid)).oneshot():
             status, times, memory = process.status(), process.cpu_times(), process.memory_info()
@@ -43,14 +44,14 @@ def system_view(pid: int) -> str:
 
 
 def log_tail(log: Path | None) -> str:
-    """The last lines of a log, or an empty string."""
+    """Return the last lines of a log, or an empty string if there is no log."""
     if log is None or not log.exists():
         return ""
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
 
 
 class Onlooker:
-    """Counts for how long a child has been stopped, or has been silent in a call without computing. Pure but for `look`."""
+    """Measures how long a child has been stopped, or silent in a call without computing. Pure apart from `look`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -60,17 +61,21 @@ class Onlooker:
         self._looked_s = time.monotonic()
 
     def begin(self, method: str) -> None:
-        """A call begins, which the child does not yet speak of."""
+        """Note that a call begins; the child has not reported on it yet."""
         self._call = self._work = repr(method)
         self._silent_s = 0.0
 
     def look(self, pid: int, *, beat: tuple[float, str] | None) -> None:
-        """Look at the process now; `beat` is when it was heard last, by time.monotonic(), and what it said it did, if ever."""
+        """Look at the process now.
+
+        Args:
+            beat: when the child was last heard, by time.monotonic(), and the work that it reported; None if it was never heard.
+        """
         now_s = time.monotonic()
         try:
             with (process := psutil.Process(pid)).oneshot():
                 status, times = process.status(), process.cpu_times()
-        except psutil.NoSuchProcess:  # its end is told elsewhere
+        except psutil.NoSuchProcess:  # the process's end is reported elsewhere
             return
         stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         heard = beat is not None and beat[0] >= self._looked_s
@@ -81,11 +86,11 @@ class Onlooker:
         self._looked_s = now_s
 
     def see(self, *, stopped: bool, silent: bool, cpu_s: float, seconds: float, work: str = "") -> None:
-        """Take in a look, `seconds` after the one before, and the `work` that was heard of meanwhile.
+        """Take in an observation made `seconds` after the previous one, with the `work` reported in between.
 
-        A clock runs on while this process is stopped itself, so no look counts for more than two.
+        The clock also runs while this process itself is stopped, so an observation counts for at most two intervals.
         """
-        self._work = work if work.startswith(self._call) else self._work  # a word may still be of the call before
+        self._work = work if work.startswith(self._call) else self._work  # a report may still belong to the previous call
         seconds = min(seconds, 2 * LOOK_S)
         busy = cpu_s - self._cpu_s >= _BUSY_SHARE * seconds
         self._cpu_s = cpu_s
@@ -93,7 +98,7 @@ class Onlooker:
         self._silent_s = self._silent_s + seconds if silent and not busy and not stopped else 0.0
 
     def verdict(self, *, patience_s: float) -> StuckError | None:
-        """Why the present call is not waited for any longer."""
+        """Return the reason to stop waiting for the current call, or None to keep waiting."""
         limit_s = patience_s + _MARGIN_S
         if self._stopped_s >= limit_s:
             return StuckError(f"{self._name} is stopped by a signal (SIGSTOP or a debugger), for {self._stopped_s:.1f} s in {self._work}")

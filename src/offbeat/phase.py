@@ -1,7 +1,7 @@
-"""What this process is doing, in words: `with phase("load batch 17"):`. Called by whoever starts a long piece of work.
+"""Says in words what this process is doing: `with phase("load batch 17"):`. Called wherever a long piece of work begins.
 
-A verdict on a missed sync point quotes the innermost phase of a missing rank, how long it has been in it, and the Python stack of the
-thread that entered it. Any thread may enter phases; entering one costs a list append.
+When a sync point is missed, the verdict quotes the innermost phase of each missing rank, how long the rank has been in it, and the Python
+stack of the thread that entered it. Any thread may enter phases; entering one costs a list append.
 """
 
 import sys
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MAX_FRAMES = 12
-"""Innermost frames of a stack that a verdict shows: enough to get from a library's innards back to the code that called it."""
+"""Number of innermost stack frames shown in a verdict: enough to get from a library's internals back to the code that called it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +22,10 @@ class Mark:
     """One entered phase.
 
     Attributes:
-        name: as given; empty outside of any phase.
+        name: the name given; empty outside any phase.
         since_s: time.monotonic() at entry.
-        thread: identifier of the thread that entered it.
-        describe: says how far it is.
+        thread: identifier of the thread that entered the phase.
+        describe: returns the progress within the phase.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Mark:
 
     @property
     def text(self) -> str:
-        """The name, and how far it is: "waiting for rollouts: 3 of 8 groups are ready"."""
+        """The name and the progress, such as "waiting for rollouts: 3 of 8 groups are ready"."""
         if self.describe is None:
             return self.name
         try:
             return f"{self.name}: {self.describe()}"
-        except Exception as exc:  # Asked from another thread, it may look at what is just changing; the name still helps.
+        except Exception as exc:  # It is called from another thread and may see data that is changing; the name alone still helps.
             return f"{self.name}: unknown how far ({type(exc).__name__}: {exc})"
 
 
@@ -50,7 +50,7 @@ _marks: list[Mark] = []
 
 @contextmanager
 def phase(name: str, *, describe: Callable[[], str] | None = None) -> Iterator[None]:
-    """Say what this process does from here to the end of the block; phases nest. `describe` is asked from another thread, if ever."""
+    """Announce what this process does until the end of the block; phases nest. Another thread may call `describe`."""
     mark = Mark(name, time.monotonic(), threading.get_ident(), describe)
     _marks.append(mark)
     try:
@@ -60,15 +60,15 @@ def phase(name: str, *, describe: Callable[[], str] | None = None) -> Iterator[N
 
 
 def current() -> Mark:
-    """The phase entered last and not left yet, of any thread; before the first, a nameless one of the main thread."""
+    """Return the most recently entered phase, of any thread, that has not ended; outside any phase, a nameless one of the main thread."""
     try:
         return _marks[-1]
-    except IndexError:  # Another thread may leave the last one at any moment.
+    except IndexError:  # another thread may leave the last phase at any moment
         return _outside
 
 
 def stack(thread: int) -> tuple[str, ...]:
-    """Where a thread is: its innermost calls, innermost last, one line each; empty when there is no such thread."""
+    """Return the innermost calls of a thread, one line each, innermost last; empty when there is no such thread."""
     frame = sys._current_frames().get(thread)
     frames = traceback.extract_stack(frame, limit=_MAX_FRAMES) if frame else []
     return tuple(f"{_short(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames)

@@ -1,9 +1,10 @@
-"""A child process that answers calls over a socket pair. Launchers and the reward pool stand on it.
+"""A child process that answers calls over a socket pair. Launchers and the reward pool are built on it.
 
-Parent: `Child.start(spec)`, `await child.call(method, payload)`, `await child.stop()`. Child: an object with
-`handle(method, payload) -> bytes`, called in the main thread, one call at a time.
+The parent uses `Child.start(spec)`, `await child.call(method, payload)` and `await child.stop()`. The child has an object with
+`handle(method, payload) -> bytes`, which is called in the main thread, one call at a time.
 
-The socket is also a lifeline: when the parent is gone, however it went, the reader thread sees the end of the stream and ends the process.
+The socket is also a lifeline: when the parent is gone, for whatever reason, the child's reader thread sees the end of the stream and ends
+the process.
 
     Child._read      consumes frames from the child; produces results; waits for the socket; woken by the child or its death
     _Server._read    consumes frames from the parent; produces queued calls, and stack dumps at once; ends the process at end of stream
@@ -41,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Handler(Protocol):
-    """What a child serves. One that has an attribute `lifeline` gets a `Lifeline` there before its first call."""
+    """Interface of what a child serves. A handler with an attribute `lifeline` gets a `Lifeline` there before its first call."""
 
     def handle(self, method: str, payload: bytes) -> bytes:
         """Answer one call; an exception is sent to the caller."""
@@ -49,14 +50,14 @@ class Handler(Protocol):
 
 
 class Lifeline(Protocol):
-    """How a handler reaches its parent from any thread while it answers a call."""
+    """Lets a handler reach its parent from any thread while it answers a call."""
 
     def beat(self, work: str) -> None:
-        """It is alive, and does this; the last such word is told where the process is stopped."""
+        """Report that the child is alive and what it is doing; the parent quotes the last report if it finds the child stuck."""
         ...
 
     def give_up(self, error: Exception) -> None:
-        """Answer the present call, if there is one, with an error; what the call itself gives later is dropped."""
+        """Answer the current call, if there is one, with an error; a later result of the call itself is dropped."""
         ...
 
 
@@ -65,11 +66,11 @@ class ChildSpec:
     """How to start one child.
 
     Attributes:
-        name: how people know it, such as "rank 0".
-        target: "module:Class" of its handler, constructed without arguments.
+        name: the name shown to people, such as "rank 0".
+        target: "module:Class" of the handler, constructed without arguments.
         env: environment variables added to the parent's; thread counts must be set here, before libraries load.
-        without: variables of the parent's that it does not get.
-        log: file that takes its stdout and stderr; None shares the parent's.
+        without: names of the parent's variables that the child does not get.
+        log: file that receives stdout and stderr; None shares the parent's.
     """
 
     name: str
@@ -80,13 +81,13 @@ class ChildSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """All that it gets."""
+        """The complete environment of the child."""
         return {name: value for name, value in os.environ.items() if name not in self.without} | dict(self.env)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on its way to the caller: the name of its class, its text, and what else it has to say."""
+    """An exception in transit to the caller: the name of its class, its text, and its notes."""
 
     kind: str
     text: str
@@ -94,10 +95,11 @@ class Failure:
 
     @classmethod
     def of(cls, exc: BaseException, *notes: str) -> "Failure":
+        """Take the name, text and notes of an exception, with further notes."""
         return cls(type(exc).__name__, str(exc), (*getattr(exc, "__notes__", ()), *notes))
 
     def to_exception(self, name: str, doing: str) -> errors.OffbeatError:
-        """Our own errors come back as themselves; anything else as a `WorkerError` that names the worker and what it did."""
+        """Rebuild the exception: Offbeat's own errors as themselves, others as a `WorkerError` with the worker and what it was doing."""
         cls = getattr(errors, self.kind, None)
         if isinstance(cls, type) and issubclass(cls, errors.OffbeatError):
             exc = cls(self.text)
@@ -108,11 +110,13 @@ class Failure:
         return exc
 
     def pack(self) -> bytes:
+        """Encode as length-prefixed UTF-8 strings."""
         parts = [part.encode() for part in (self.kind, self.text, *self.notes)]
         return b"".join(struct.pack("!Q", len(part)) + part for part in parts)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Failure":
+        """Decode what `pack` encoded."""
         parts, at = [], 0
         while at < len(data):
             (size,) = struct.unpack_from("!Q", data, at)
@@ -123,19 +127,19 @@ class Failure:
 
 @runtime_checkable
 class _Reaching(Protocol):
-    """A handler that wants to reach its parent."""
+    """A handler that wants a lifeline to its parent."""
 
     lifeline: Lifeline | None
 
 
 def resolve_handler(target: str) -> Handler:
-    """Construct the class named "module:Class"."""
+    """Construct an instance of the class named "module:Class"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)()
 
 
 def thread_stacks() -> str:
-    """The Python stack of every thread of this process, main thread first."""
+    """Return the Python stack of every thread of this process, main thread first."""
     names = {t.ident: t.name for t in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
     return "\n".join(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
@@ -145,8 +149,8 @@ class Child:
     """The parent's end of one child process.
 
     Attributes:
-        name: how people know it.
-        host: address on which its servers listen; children live on this machine.
+        name: the name shown to people.
+        host: address on which the child's servers listen; children run on this machine.
     """
 
     host = "127.0.0.1"
@@ -170,12 +174,12 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec, *, timeout_s: float) -> "Child":
-        """Start the process and wait until its handler is constructed.
+        """Start the process and wait until its handler has been constructed.
 
         Raises:
-            DeathError: it died first; shows the end of its log.
-            DeadlineError: it was not ready in time; shows its stack. It has been killed.
-            WorkerError: its handler raised something that is not ours.
+            DeathError: the process died first; shows the end of its log.
+            DeadlineError: the process was not ready in time; shows its stack. It has been killed.
+            WorkerError: the handler's constructor raised an error that is not one of Offbeat's own.
         """
         ours, theirs = socket.socketpair()
         log = spec.log.open("ab") if spec.log else None
@@ -204,20 +208,21 @@ class Child:
 
     @property
     def alive(self) -> bool:
+        """Whether the process has not been seen to end."""
         return not self._reading.done()
 
     async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         """Run `handler.handle(method, payload)` in the child.
 
         Args:
-            patience_s: for how long the process may be stopped, in this call or before, or hang where it cannot say so itself; None for as
-                long as `timeout_s`.
+            patience_s: for how long the process may be stopped, in this call or before, or hang in a way that it cannot report itself;
+                None for as long as `timeout_s`.
 
         Raises:
-            WorkerError: the handler raised something that is not ours; names the child and the method.
-            StuckError: it was stopped, or hung, for longer than `patience_s`.
+            WorkerError: the handler raised an error that is not one of Offbeat's own; names the child and the method.
+            StuckError: the process was stopped, or hung, for longer than `patience_s`.
             DeathError: the process died; names it, the method and the signal or the exit code.
-            DeadlineError: no answer in time; shows the child's stacks. The call goes on in the child.
+            DeadlineError: no answer came in time; shows the child's stacks. The call continues in the child.
         """
         if not self.alive:
             raise await self._death(f"before {method}")
@@ -228,13 +233,13 @@ class Child:
         return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", patience_s=patience_s)
 
     async def call_each(self, method: str, payloads: Sequence[bytes], *, timeout_s: float) -> AsyncIterator[bytes]:
-        """The answers to calls that are all sent at once, in their order.
+        """Send all calls at once and yield their answers in order.
 
         Args:
-            timeout_s: for each, counted from the answer before it.
+            timeout_s: limit for each answer, counted from the previous one.
 
         Raises:
-            WorkerError, DeathError, DeadlineError: as `call`; calls behind the one that failed go on in the child.
+            WorkerError, DeathError, DeadlineError: as in `call`; the calls behind the failed one continue in the child.
         """
         if not self.alive:
             raise await self._death(f"before {method}")
@@ -242,7 +247,7 @@ class Child:
             yield await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}")
 
     async def stack(self) -> str:
-        """Where the child's threads are in Python, or what the system knows of it where it does not answer."""
+        """Return the Python stacks of the child's threads, or what the operating system knows about a child that does not answer."""
         guess = ""
         if self.alive and not is_stopped(self.pid):
             with contextlib.suppress(TimeoutError, _GoneError):
@@ -254,11 +259,11 @@ class Child:
         return f"{self.name} (process {self.pid}) does not answer: {guess}{system_view(self.pid)}"
 
     async def ended(self) -> None:
-        """Return when the process is dead."""
+        """Wait until the process is dead."""
         await asyncio.wait([self._reading])
 
     async def stop(self, *, timeout_s: float) -> None:
-        """Ask it to end after the call it is in; kill it when it does not, and at once where it is stopped."""
+        """Ask the process to end after its current call; kill it if it does not, or at once if it is stopped."""
         with contextlib.suppress(ConnectionError):
             self._frame(_STOP, 0, b"")
         try:
@@ -270,7 +275,7 @@ class Child:
             await self.kill()
 
     async def kill(self) -> None:
-        """End it at once, and its whole process group."""
+        """Kill the process and its whole process group at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
@@ -292,7 +297,7 @@ class Child:
                 result = await future
         except _GoneError:
             raise await self._death(doing) from None
-        except errors.StuckError:  # says what there is to say
+        except errors.StuckError:  # the message says all there is to say
             raise
         except errors.DeadlineError as exc:
             exc.add_note(await self.stack())
@@ -308,7 +313,7 @@ class Child:
         return future
 
     def _frame(self, kind: int, call_id: int, payload: bytes) -> None:
-        if self._writer.is_closing():  # the process is gone, as `_read` tells whoever waits
+        if self._writer.is_closing():  # the process is gone, and `_read` tells those who wait
             return
         self._writer.write(_HEADER.pack(len(payload), call_id, kind))
         self._writer.write(payload)
@@ -322,14 +327,14 @@ class Child:
                     self._beat = time.monotonic(), payload.decode()
                     continue
                 future = self._pending.pop(call_id)
-                if not future.done():  # else its caller has given up
+                if not future.done():  # otherwise its caller has given up
                     future.set_result(Failure.unpack(payload) if kind == _FAILURE else payload)
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._process.wait()
             for future in self._pending.values():
                 if not future.done():
                     future.set_exception(_GoneError())
-                    future.exception()  # may have no waiter any more
+                    future.exception()  # there may be no waiter any more
 
     async def _look_on(self) -> None:
         while self.alive:
@@ -350,7 +355,7 @@ class _GoneError(Exception):
 
 
 class _Server:
-    """The child's end."""
+    """The child's end of the socket pair."""
 
     def __init__(self, name: str, connection: socket.socket) -> None:
         self._name = name
@@ -389,7 +394,7 @@ class _Server:
         self._end_call(self._failure(error))
 
     def _end_call(self, result: bytes | Failure) -> None:
-        """Answer the present call, unless that has been done."""
+        """Answer the current call unless it has already been answered."""
         with self._answering:
             call_id, self._call_id = self._call_id, 0
         if call_id:
@@ -397,7 +402,7 @@ class _Server:
 
     def _failure(self, exc: Exception) -> Failure:
         if isinstance(exc, errors.SyncError):
-            return Failure.of(exc)  # says where every rank is, this one included
+            return Failure.of(exc)  # the message says where every rank is, including this one
         return Failure.of(exc, f"traceback in {self._name}:\n{traceback.format_exc()}")
 
     def _read(self) -> None:
@@ -405,7 +410,7 @@ class _Server:
         while True:
             header = stream.read(_HEADER.size)
             if len(header) < _HEADER.size:
-                os._exit(0)  # the parent is gone: no clean-up may delay the end
+                os._exit(0)  # the parent is gone, and no clean-up may delay the exit
             size, call_id, kind = _HEADER.unpack(header)
             payload = stream.read(size)
             if kind == _STACK:
@@ -426,7 +431,10 @@ class _Server:
 
 
 def die_with_parent(parent: int) -> None:
-    """Linux: be killed when the parent dies, even while native code holds the interpreter lock. Elsewhere the lifeline has to do."""
+    """Arrange on Linux that the kernel kills this process when the parent dies, even while native code holds the interpreter lock.
+
+    Other systems rely on the lifeline.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

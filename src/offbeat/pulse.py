@@ -1,14 +1,14 @@
-"""Signs of life of the thread that does a rank's work, and how its own process tells that it hangs.
+"""Signs of life of the thread that does a rank's work, by which its own process detects that it hangs.
 
-    with work("train_step"):      # the thread that enters it is watched until the end of the block
-        progress("backward")      # it has come to a place
-        with waiting():           # from here it waits for others, under a deadline of their own
+    with work("train_step"):      # the current thread is watched until the end of the block
+        progress("backward")      # it has reached a named place
+        with waiting():           # from here on it waits for others, under a deadline of their own
 
-A thread is alive that comes to places, computes, moves data or waits for a disk, whether it does so itself or through threads of a library.
-One that does nothing of that, and waits for no other rank either, hangs: a sleep, a lock, an answer that does not come. A victim of another
-rank stands still, too, but inside a wait that is marked, or that torch's own frames show.
+A thread is alive while it reaches new places, computes, moves data or waits for a disk, whether it does so itself or through threads of a
+library. A thread that does none of these and does not wait for another rank hangs: in a sleep, on a lock, or on an answer that does not
+come. A rank held up by another rank also stands still, but inside a wait that is marked or that torch's own frames reveal.
 
-    Vigil    consumes signs of life; produces beats, and a `Hang`, once for each piece of work; waits for its clock alone
+    Vigil    consumes signs of life; produces beats, and one `Hang` for each piece of work that hangs; waits only for its clock
 """
 
 import os
@@ -24,13 +24,13 @@ from types import FrameType
 from offbeat import phase
 
 LOOK_S = 0.25
-"""Between two looks."""
+"""Seconds between two looks."""
 
 MARGIN_S = 0.25
-"""On top of the patience with a thread that stands still. What others find out at a point of their own meanwhile says more than it does."""
+"""Seconds added to the patience, since what others report at a sync point in the meantime is more informative and should come first."""
 
 _OWN_SHARE, _HELPERS_SHARE = 0.01, 0.05
-"""Of a core: what a thread that computes uses at the least, and the threads of libraries beside it, some of which never rest entirely."""
+"""Minimum CPU share of one core for a thread that computes, and for the library threads beside it, some of which never rest entirely."""
 
 _TASKS = Path("/proc/self/task")
 
@@ -39,9 +39,9 @@ class Work:
     """One piece of work of one thread.
 
     Attributes:
-        name: as given, such as "train_step".
-        at: the place that it came to last; "" before the first.
-        still_s: for how long there was no sign of life, as the vigil has seen it.
+        name: the name given, such as "train_step".
+        at: the last place reached; "" before the first.
+        still_s: seconds without a sign of life, as seen by the vigil.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,16 +56,16 @@ class Work:
 
     @property
     def text(self) -> str:
-        """The name and the place: "'train_step' (backward)"."""
+        """The name and the place, such as "'train_step' (backward)"."""
         return repr(self.name) + (f" ({self.at})" if self.at else "")
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks, by a mark or by torch's frames."""
+        """Whether the thread waits for other ranks, according to a mark or to torch's frames."""
         return self._waits > 0 or in_collective(sys._current_frames().get(self.thread))
 
     def signs(self) -> "Signs":
-        """What can be seen of it now."""
+        """Return the signs of life visible now."""
         return Signs.read(self._steps, self._native, self._strangers)
 
 
@@ -74,7 +74,7 @@ _strikes: list[Callable[[str], object]] = []
 
 
 def current() -> Work | None:
-    """The work begun last and not ended yet, of any thread."""
+    """Return the most recently begun work, of any thread, that has not ended."""
     try:
         return _works[-1]
     except IndexError:
@@ -88,7 +88,7 @@ def _own() -> Work | None:
 
 @contextmanager
 def work(name: str) -> Iterator[None]:
-    """This thread works from here to the end of the block, and is alive, or waits, all the while."""
+    """Declare that this thread works until the end of the block, so that it must show signs of life or be waiting."""
     own = Work(name)
     _works.append(own)
     try:
@@ -98,7 +98,10 @@ def work(name: str) -> Iterator[None]:
 
 
 def progress(at: str) -> None:
-    """This thread has come to a place, such as the next micro-batch or file; a word in snake case, by which drills strike there."""
+    """Report that this thread has reached a place, such as the next micro-batch or file.
+
+    Places are in snake case. Fault drills hook into them.
+    """
     if own := _own():
         own._steps += 1
         own.at = at
@@ -108,7 +111,7 @@ def progress(at: str) -> None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """This thread waits for others to the end of the block, which has a deadline of its own."""
+    """Mark that this thread waits for others until the end of the block, under a deadline that the block sets itself."""
     own = _own()
     if own is None:
         yield
@@ -122,14 +125,14 @@ def waiting() -> Iterator[None]:
 
 
 def on_progress(strike: Callable[[str], object]) -> None:
-    """Call `strike` at every place, in the thread that comes there; for drills."""
+    """Call `strike` at every place, in the thread that reaches it. Used by fault drills."""
     _strikes.append(strike)
 
 
 def in_collective(frame: FrameType | None) -> bool:
-    """Whether a thread whose innermost frame this is has called into torch for a collective, or for a backward pass, which ends in one.
+    """Whether the thread with this innermost frame has called torch for a collective, or for a backward pass, which ends in one.
 
-    Torch's writer of checkpoints is among its distributed code, but writes files.
+    Torch's checkpoint writer is part of its distributed code, but it writes files and does not count.
     """
     while frame is not None and "/torch/" in (file := frame.f_code.co_filename):
         if "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file:
@@ -142,14 +145,14 @@ def in_collective(frame: FrameType | None) -> bool:
 
 @dataclass(frozen=True)
 class Signs:
-    """What a look at a working thread has seen; counted from arbitrary starts.
+    """What one look at a working thread has seen; counters start at arbitrary values.
 
     Attributes:
-        steps: places that it came to.
-        cpu_s: computed by itself.
-        helpers_s: computed by threads that libraries have started, and by Python's that were started since the work began.
-        moved: bytes that it has read and written, and pages that were read for it.
-        on_disk: it waits for a disk at this moment.
+        steps: number of places reached.
+        cpu_s: CPU time of the thread itself.
+        helpers_s: CPU time of threads started by libraries, and of Python threads started since the work began.
+        moved: bytes read and written by the thread, plus pages read in for it.
+        on_disk: whether the thread is waiting for a disk at this moment.
     """
 
     steps: int
@@ -160,9 +163,9 @@ class Signs:
 
     @classmethod
     def read(cls, steps: int, native: int, strangers: set[int | None]) -> "Signs":
-        """Of the thread with this number of the system, without what the threads `strangers` do.
+        """Read the signs of the thread with the native ID `native`, leaving out what the threads in `strangers` do.
 
-        Where the system does not say so much, whatever this process computes is a sign.
+        Where the system does not report this much, any CPU time of this process is a sign.
         """
         try:
             helpers = [int(task.name) for task in _TASKS.iterdir()]
@@ -176,7 +179,7 @@ class Signs:
         return cls(steps, cpu_s, helpers_s, moved, on_disk=bool(fields) and fields[0] == "D")
 
     def since(self, before: "Signs", seconds: float) -> bool:
-        """Whether there was a sign of life in the seconds since an earlier look."""
+        """Whether there was a sign of life in the `seconds` since an earlier look."""
         return (
             self.on_disk or self.steps != before.steps or self.moved != before.moved
             or self.cpu_s - before.cpu_s >= _OWN_SHARE * seconds or self.helpers_s - before.helpers_s >= _HELPERS_SHARE * seconds)
@@ -192,7 +195,7 @@ def _cpu_s(task: int) -> float:
 def _read(task: int, name: str) -> str:
     try:
         return (_TASKS / str(task) / name).read_text()
-    except OSError:  # the thread has ended, or the system does not say
+    except OSError:  # the thread has ended, or the system does not report this
         return ""
 
 
@@ -202,7 +205,8 @@ class Hang:
 
     Attributes:
         where: the work and the place.
-        stack: innermost call last.
+        still_s: seconds without a sign of life.
+        stack: one line per call, innermost last.
     """
 
     where: str
@@ -210,7 +214,7 @@ class Hang:
     stack: tuple[str, ...]
 
     def text(self, name: str) -> str:
-        """One sentence on the process of this name, and the stack."""
+        """Return a sentence about the process called `name`, followed by the stack."""
         head = f"{name} hangs in {self.where}: for {self.still_s:.1f} s it has computed nothing, moved no data and waited for no other rank"
         if not self.stack:
             return head
@@ -218,7 +222,7 @@ class Hang:
 
 
 class Stillness:
-    """For how long a piece of work has stood still, from one look to the next, and whether it hangs. Pure."""
+    """Measures how long a piece of work has stood still, from look to look, and decides whether it hangs. Pure."""
 
     def __init__(self, patience_s: float) -> None:
         self.still_s = 0.0
@@ -227,9 +231,9 @@ class Stillness:
         self._stack: tuple[str, ...] | None = None
 
     def look(self, signs: Signs, seconds: float) -> bool:
-        """Take in a look, `seconds` after the one before. Returns whether it has stood still for longer than the patience with it.
+        """Take in a look made `seconds` after the previous one. Returns whether the work has stood still for at least the patience.
 
-        A process that was stopped between two looks has not stood still for as long as its clock says.
+        The clock also runs while the process is stopped, so a look counts for at most two intervals.
         """
         seconds = min(seconds, 2 * LOOK_S)
         still = self._before is not None and not signs.since(self._before, seconds)
@@ -240,21 +244,21 @@ class Stillness:
         return self.still_s >= self._patience_s
 
     def hangs(self, stack: tuple[str, ...], *, waits: bool) -> bool:
-        """Whether one that has stood still for so long hangs, given where it stands now; two such stacks must be the same."""
+        """Whether work that has stood still this long hangs, given its current stack: two such stacks in a row must be equal."""
         same, self._stack = stack == self._stack, None if waits else stack
         return same and not waits and self.still_s >= self._patience_s + MARGIN_S
 
 
 class Vigil:
-    """The thread of a process that beats for its work, and finds out when it hangs."""
+    """A thread that reports the beats of its process's work and detects when the work hangs."""
 
     def __init__(self, *, patience_s: float, on_hang: Callable[[Hang], None], on_beat: Callable[[str], None] = lambda _text: None) -> None:
-        """Starts it.
+        """Start the thread.
 
         Args:
             patience_s: for how long work may stand still.
             on_hang: called in this thread, once for each piece of work that hangs.
-            on_beat: called in this thread at every look at work, with what it is.
+            on_beat: called in this thread at every look at work, with the work's text.
         """
         self._patience_s = patience_s
         self._on_hang = on_hang
@@ -264,7 +268,7 @@ class Vigil:
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """End the thread."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * LOOK_S)

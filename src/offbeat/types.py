@@ -9,4 +9,4 @@ from typing import Final
 Version = int
 
 PROMPT_VERSION: Final = -1
-"""The version written beside prompt tokens, which no policy sampled."""
+"""Version recorded for prompt tokens, which no policy sampled."""

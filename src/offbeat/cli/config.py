@@ -1,4 +1,4 @@
-"""`offbeat config show | check | docs`: see what a configuration resolves to, whether it is valid, and what every setting means."""
+"""`offbeat config show | check | docs`: shows what a configuration resolves to, whether it is valid, and what every setting means."""
 
 import argparse
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `config`."""
+    """Add the command `config` to the parser."""
     parser = subparsers.add_parser(
         "config",
         help="show, check or explain configurations",
@@ -38,10 +38,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Print what was asked for.
+    """Print the requested information.
 
     Raises:
-        ConfigError: the file or an override is not valid.
+        ConfigError: the file or an override is invalid.
     """
     if args.action == "docs":
         print(render_docs(), end="")

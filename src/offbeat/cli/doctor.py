@@ -1,6 +1,6 @@
-"""`offbeat doctor`: look at this machine and say, line by line, what a run would find and what to do about the rest.
+"""`offbeat doctor`: examines this machine and says, line by line, what a run would find and what to do about problems.
 
-torch is asked in a process of its own, so the command starts no device context and survives a torch that cannot be imported.
+torch is queried in a separate process, so the command opens no device context and survives a torch that cannot be imported.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _GIB = 2**30
 _LOW_DISK_GIB, _LOW_MEMORY_GIB = 5, 2
 _TORCH_TIMEOUT_S = 120
 
-# Optional packages: what each is for, and how to get it.
+# Optional packages, each with its purpose and the command that installs it.
 _EXTRAS = {
     "ray": ("runs on many machines", "pip install 'offbeat[ray]'"),
     "datasets": ("data from the Hugging Face hub", "pip install 'offbeat[hub]'"),
@@ -59,9 +59,9 @@ examples:
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was looked at, whether it is fine, what was found, and what to do if it is not.
+    """One line: what was examined, whether it is fine, what was found, and what to do if it is not fine.
 
-    "warn" is something that a run can do without, or that will make it slow; "fail" is something that no run can do without.
+    "warn" means that a run works without it or will be slow; "fail" means that no run can work.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Check:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `doctor`."""
+    """Add the command `doctor` to the parser."""
     parser = subparsers.add_parser(
         "doctor",
         help="check that this machine is ready",
@@ -84,10 +84,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Print all checks; 1 if one failed.
+    """Print all checks; return 1 if one failed.
 
     Raises:
-        ConfigError: settings were given, which these checks do not depend on.
+        ConfigError: settings were given, but the checks do not depend on any.
     """
     if overrides:
         raise ConfigError(f"offbeat doctor takes no settings, got --{overrides[0][0]}; check a configuration with offbeat config check")
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def all_checks() -> list[Check]:
-    """Every check, in the order in which they are shown."""
+    """Return all checks, in the order in which they are shown."""
     return [
         Check("python", "ok", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),
         Check("offbeat", "ok", importlib.metadata.version("offbeat")),
@@ -116,7 +116,7 @@ def all_checks() -> list[Check]:
 
 
 def check_torch() -> Check:
-    """Import torch in another process and ask for its devices."""
+    """Import torch in another process and query its devices."""
     try:
         done = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=True)
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -130,7 +130,7 @@ def check_torch() -> Check:
 
 
 def check_cores() -> Check:
-    """Cores that this process may use: its affinity, and a container's quota."""
+    """Check the cores that this process may use, given its affinity and a container's quota."""
     cores = usable_cores()
     if cores < 2:
         return Check("cores", "warn", "1", "trainer and engine will take turns on it; two or more let them overlap")
@@ -138,14 +138,14 @@ def check_cores() -> Check:
 
 
 def check_threads(wait_policy: str) -> Check:
-    """Idle OpenMP threads that spin take their core from whoever could use it."""
+    """Check that idle OpenMP threads do not spin, which would take cores from other threads."""
     if wait_policy.lower() == "active":
         return Check("OMP_WAIT_POLICY", "warn", "active", "unset it: idle threads that spin slow the other processes down")
     return Check("OMP_WAIT_POLICY", "ok", "passive in every worker, set by offbeat")
 
 
 def check_memory() -> Check:
-    """Memory that is free, within a container's limit."""
+    """Check the free memory, within a container's limit."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
     limit, used = cgroup("memory.max"), cgroup("memory.current")
@@ -158,7 +158,7 @@ def check_memory() -> Check:
 
 
 def check_disk(folder: Path) -> Check:
-    """Free space where runs are written by default."""
+    """Check the free space where runs are written by default."""
     free = shutil.disk_usage(folder).free
     found = f"{free / _GIB:.1f} GiB free in {folder}"
     if free < _LOW_DISK_GIB * _GIB:
@@ -167,7 +167,7 @@ def check_disk(folder: Path) -> Check:
 
 
 def check_port() -> Check:
-    """Workers and engines listen on free ports of the loopback interface."""
+    """Check that workers and engines can listen on free ports of the loopback interface."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return Check("loopback port", "ok", f"127.0.0.1:{server.getsockname()[1]} can be bound")
@@ -176,7 +176,7 @@ def check_port() -> Check:
 
 
 def check_extra(name: str) -> Check:
-    """Whether an optional package is installed."""
+    """Check whether an optional package is installed."""
     purpose, command = _EXTRAS[name]
     try:
         return Check(name, "ok", f"{importlib.metadata.version(name)}, for {purpose}")
@@ -185,7 +185,7 @@ def check_extra(name: str) -> Check:
 
 
 def check_vllm(folder: Path) -> Check:
-    """vLLM lives in an environment of its own, `.venv-vllm`."""
+    """Check for vLLM, which has an environment of its own, `.venv-vllm`."""
     python = folder / ".venv-vllm" / "bin" / "python"
     if python.is_file():
         return Check("vLLM", "ok", f"{python.parent.parent}")

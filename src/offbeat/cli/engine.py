@@ -1,4 +1,4 @@
-"""`offbeat engine`: serve a model over an OpenAI-compatible HTTP API with the embedded engine."""
+"""`offbeat engine`: serves a model over an OpenAI-compatible HTTP API with the embedded engine."""
 
 import argparse
 import asyncio
@@ -33,7 +33,7 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `engine`."""
+    """Add the command `engine` to the parser."""
     parser = subparsers.add_parser(
         "engine", help="serve a model over HTTP", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     Raises:
         ModelError: there is no model or tokenizer.
         PortBusyError: the port is taken.
-        ConfigError: others could reach it without a key.
+        ConfigError: an option is invalid, or others could reach the engine without a key.
     """
     if overrides:
         raise ConfigError(f"--{overrides[0][0]} is not an option of offbeat engine; see offbeat engine --help")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def read_key(file: str | None) -> str:
-    """What a file holds, or $OFFBEAT_API_KEY; empty for no key.
+    """Return the key in a file, or $OFFBEAT_API_KEY if no file is given; empty for no key.
 
     Raises:
         ConfigError: the file cannot be read, or is empty.

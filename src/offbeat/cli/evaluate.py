@@ -1,4 +1,4 @@
-"""`offbeat eval CONFIG`: held-out accuracy of a model, without training."""
+"""`offbeat eval CONFIG`: measures the held-out accuracy of a model without training."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `eval`."""
+    """Add the command `eval` to the parser."""
     parser = subparsers.add_parser(
         "eval", help="measure held-out accuracy", description="Evaluate the model at model.path on the configured held-out prompts.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,7 +26,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Evaluate and print."""
+    """Evaluate the model and print the result."""
     config = load_config(args.config, overrides)
     keep_private(config)
     evaluation = evaluate_model(config, Console("quiet"))

@@ -1,6 +1,6 @@
 """The `offbeat` command: finds the subcommand, splits off `--section.key value`, and turns errors into one sentence and an exit code.
 
-Exit codes: 0 done, 1 a run failed, 2 the user's mistake, 130 interrupted.
+Exit codes: 0 done, 1 a run failed, 2 user error, 130 interrupted.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from offbeat.errors import OffbeatError
 _COMMANDS = {
     "quickstart": "quickstart", "train": "train", "sft": "sft", "eval": "evaluate", "engine": "engine", "serve": "serve",
     "config": "config", "doctor": "doctor", "report": "report"}
-"""The module of each command."""
+"""Module of each command."""
 
 _DESCRIPTION = """\
 Asynchronous reinforcement-learning post-training for language models.
@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(command: str) -> argparse.ArgumentParser:
-    """The parser of one command, or of all where it is none of them: to import what the others need takes longer than most of them."""
+    """Return the parser of one command, or of all commands if the name is none of them.
+
+    Importing what the other commands need takes longer than most commands run.
+    """
     parser = argparse.ArgumentParser(prog="offbeat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -63,8 +66,8 @@ def build_parser(command: str) -> argparse.ArgumentParser:
 
 
 def print_error(exc: OffbeatError) -> None:
-    """One sentence on stderr; for a failed run, first what its processes had to say, so that the last lines tell what went wrong."""
+    """Print one sentence on stderr, and before it, for a failed run, its processes' notes, so that the last lines say what went wrong."""
     notes = getattr(exc, "__notes__", []) if exc.exit_code == 1 else []
     lines = [*(note for note in notes if "\n" in note), f"offbeat: {exc}", *(f"  {note}" for note in notes if "\n" not in note)]
-    # In one piece: in SPMD mode every rank writes to the same terminal.
+    # Written at once, because in SPMD mode every rank writes to the same terminal.
     sys.stderr.write("".join(f"{line}\n" for line in lines))

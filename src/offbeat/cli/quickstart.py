@@ -1,4 +1,4 @@
-"""`offbeat quickstart`: from random weights to a model that sorts digits, in about a minute, through the same processes as any run."""
+"""`offbeat quickstart`: from random weights to a model that sorts digits in about a minute, with the same processes as any run."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ curves and a time line to runs/quickstart/report.html. Exit code 1 if it did not
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `quickstart`."""
+    """Add the command `quickstart` to the parser."""
     parser = subparsers.add_parser(
         "quickstart", help="learn to sort digits from scratch, in about a minute", description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,15 +32,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Train and judge.
+    """Train, and check that the model has learned.
 
     Raises:
-        NotLearnedError: held-out accuracy is below 0.85, or less than 0.30 above where it began.
+        NotLearnedError: held-out accuracy is below 0.85, or rose by less than 0.30.
     """
     config = load_config(str(_CONFIG), [("run.name", "quickstart"), ("run.seed", str(args.seed)), *overrides])
     keep_private(config)
     result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug, fresh=True)
-    if result is None:  # a rank in SPMD mode, and the leader speaks for all
+    if result is None:  # a rank in SPMD mode; the leader reports for all
         return 0
     report_line(config, args)
     if result.stopped_early:

@@ -1,4 +1,4 @@
-"""`offbeat report RUN_DIR`: write a run's `report.html` from the files in its folder."""
+"""`offbeat report RUN_DIR`: writes a run's `report.html` from the files in its folder."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `report`."""
+    """Add the command `report` to the parser."""
     parser = subparsers.add_parser(
         "report",
         help="write a run's report as one HTML file",
@@ -36,8 +36,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Write the report and print its path.
 
     Raises:
-        ConfigError: settings were given, which a report has no use for.
-        DataError: the folder is no run.
+        ConfigError: settings were given, which a report does not use.
+        DataError: the folder is not a run.
     """
     if overrides:
         raise ConfigError(f"offbeat report takes no settings, got --{overrides[0][0]}; a report shows the run as it was configured")

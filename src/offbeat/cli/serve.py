@@ -34,7 +34,7 @@ then, where the client runs (pip install tinker):
   python -c "import tinker; print(tinker.ServiceClient().create_lora_training_client('mine/sorter', rank=8).result().get_info())"
 """
 
-# What the service needs and a run does not; anything given on the command line wins.
+# Defaults that the service needs and a run does not; the command line takes precedence.
 _DEFAULTS: Sequence[Override] = (("model.lora.rank", "32"), ("inference.request_timeout_s", "3600"), ("train.step_timeout_s", "300"))
 _SETTINGS = {
     "model": "model.path", "model_name": "serve.model_name", "host": "serve.host", "port": "serve.port", "data_dir": "serve.data_dir",
@@ -44,7 +44,7 @@ _SETTINGS = {
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `serve`."""
+    """Add the command `serve` to the parser."""
     parser = subparsers.add_parser(
         "serve", help="let many clients train and sample adapters over HTTP", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
     """Serve until interrupted.
 
     Raises:
-        ConfigError, ModelError, PortBusyError, StorageError: something that was given cannot work.
+        ConfigError, ModelError, PortBusyError, StorageError: an argument or setting cannot work.
     """
     config = load_config(None, [*_DEFAULTS, *_given(args), *overrides])
     keep_private(config)

@@ -16,7 +16,7 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `sft`."""
+    """Add the command `sft` to the parser."""
     parser = subparsers.add_parser(
         "sft", help="fine-tune on a dataset's answers", description="Supervised fine-tuning; the result is in the run's folder export.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -25,11 +25,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Fine-tune, and print where the model is."""
+    """Fine-tune the model, and print where the report is; return 130 if stopped before the end."""
     config = load_config(args.config, overrides)
     keep_private(config)
     result = run_supervised(config, make_console(config, args, sys.stdout), debug=args.debug)
-    if result is None:  # a rank in SPMD mode, and the leader speaks for all
+    if result is None:  # a rank in SPMD mode; the leader reports for all
         return 0
     report_line(config, args)
     return 130 if result.stopped_early else 0

@@ -1,4 +1,4 @@
-"""`offbeat train CONFIG`: reinforcement learning as a configuration says."""
+"""`offbeat train CONFIG`: reinforcement learning according to a configuration."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ A run that was interrupted goes on from its newest checkpoint when it is started
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `train`."""
+    """Add the command `train` to the parser."""
     parser = subparsers.add_parser(
         "train", help="train with reinforcement learning", description="Train a model with asynchronous GRPO.", epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -29,11 +29,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Train, and print where the report is; 130 when stopped before the end, like any interrupted command."""
+    """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
     config = load_config(args.config, overrides)
     keep_private(config)
     result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug)
-    if result is None:  # a rank in SPMD mode, and the leader speaks for all
+    if result is None:  # a rank in SPMD mode; the leader reports for all
         return 0
     report_line(config, args)
     return 130 if result.stopped_early else 0

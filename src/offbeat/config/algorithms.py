@@ -1,4 +1,4 @@
-"""[algorithm]: what is optimised. A preset fills the fields that are not given."""
+"""[algorithm]: the objective. A preset fills in the fields that are not given."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""The base of every configuration section: frozen, unknown keys refused, a sentence under each field."""
+"""Base of all configuration sections: frozen, refuses unknown keys, and has a sentence for each field."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ class Section(BaseModel):
     @classmethod
     def _refuse_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and kind in (int, float):  # pydantic would read true as 1
+        if isinstance(value, bool) and kind in (int, float):  # otherwise pydantic would read true as 1
             raise PydanticKnownError("int_type" if kind is int else "float_type")
         return value
 
 
 def field(default: Any, text: str, **bounds: Any) -> Any:
-    """A configuration field: its default, and one sentence with its unit and the reason for the default."""
+    """Define a configuration field with its default and one sentence that gives its unit and the reason for the default."""
     return Field(default=default, description=text, **bounds)

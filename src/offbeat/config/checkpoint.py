@@ -1,4 +1,4 @@
-"""[checkpoint]: saving to resume, and saving to use."""
+"""[checkpoint]: checkpoints for resuming, and exports for use."""
 
 from offbeat.config.base import Section, field
 

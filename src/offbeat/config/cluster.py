@@ -1,4 +1,4 @@
-"""[cluster]: where worker processes live."""
+"""[cluster]: where worker processes run."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""[data]: prompts to train on and to evaluate with."""
+"""[data]: prompts for training and evaluation."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""[dist]: process groups."""
+"""[dist]: deadlines of process groups."""
 
 from offbeat.config.base import Section, field
 

@@ -1,6 +1,6 @@
-"""The reference of all settings, written from the texts beside the fields.
+"""Generates the reference of all settings from the descriptions of the fields.
 
-`docs/configuration.md` is this text and `offbeat config docs` prints it; a test keeps the file fresh.
+`docs/configuration.md` is this text, and `offbeat config docs` prints it; a test keeps the file up to date.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def render_docs() -> str:
-    """Markdown: a table of name, allowed values, default and meaning for every section."""
+    """Render Markdown: for every section, a table of names, allowed values, defaults and meanings."""
     return "\n".join([_HEAD, *_tables(Config(), ())])
 
 

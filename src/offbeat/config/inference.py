@@ -1,4 +1,4 @@
-"""[inference]: the engines that generate."""
+"""[inference]: the engines that generate samples."""
 
 from typing import Literal
 
@@ -46,7 +46,7 @@ class InferenceConfig(Section):
     @field_validator("arguments")
     @classmethod
     def _refuse_key(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        """Command lines are there for every user of the machine to read."""
+        """Refuse keys in arguments, because every user of the machine can read command lines."""
         if any(argument.partition("=")[0] == "--api-key" for argument in arguments):
             raise ValueError("a server's arguments must not hold --api-key; leave it out, for the run gives its servers a key of its own")
         return arguments

@@ -1,6 +1,6 @@
-"""From a TOML file and command-line overrides to a `Config`, and back to TOML.
+"""Loads a `Config` from a TOML file and command-line overrides, and writes it back as TOML.
 
-Called by the commands, and by the controller to write a run's `config.toml`. Whatever is wrong with a file or an override comes out as one
+Called by the commands, and by the controller to write a run's `config.toml`. Every error in a file or an override becomes one
 `ConfigError` sentence that names the setting, the value, what is allowed and what to do.
 """
 
@@ -23,7 +23,7 @@ Override = tuple[str, str]
 
 _OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
 
-# What to do about a value that is refused, where the bound alone does not say it.
+# Advice about a refused value, where the bound alone does not suffice.
 HINTS = {
     "run.name": "use letters, digits, '.', '_' and '-', starting with a letter or digit",
     "run.total_steps": "use 1 for a single step",
@@ -45,14 +45,14 @@ _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "les
 
 
 def load_config(path: str | None, overrides: Sequence[Override] = ()) -> Config:
-    """Read a TOML file, apply overrides in order, and validate.
+    """Read a TOML file, apply overrides in order, and validate the result.
 
     Args:
         path: a TOML file; None starts from the defaults.
-        overrides: ("section.key", value) as typed; a value is read as TOML and, failing that or for a text setting, taken as it stands.
+        overrides: ("section.key", value) as typed. A value is parsed as TOML; if that fails, or the setting is text, it is used as is.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range. Names the first fault, and how
+        ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range. Names the first error, and how
             many more there are.
     """
     given = _read_toml(Path(path)) if path is not None else {}
@@ -68,10 +68,10 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
     """Separate `--section.key value`, `--section.key=value` and, for true-or-false settings, `--section.key` from the other arguments.
 
     Returns:
-        The overrides in order, and the rest for argparse. Everything after a bare `--` belongs to the rest.
+        The overrides in order, and the other arguments for argparse, which include everything from a bare `--` onwards.
 
     Raises:
-        ConfigError: an override has no value, or names no setting.
+        ConfigError: an override has no value, or does not name a setting.
     """
     overrides: list[Override] = []
     rest: list[str] = []
@@ -94,12 +94,12 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def dump_toml(config: Config) -> str:
-    """All settings as TOML; `load_config` of it gives an equal `Config`."""
+    """Write all settings as TOML; `load_config` turns it back into an equal `Config`."""
     return "\n".join(_toml_tables(config.model_dump(), ())).lstrip("\n") + "\n"
 
 
 def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every leaf setting as ("section.key", field), in the order of the files."""
+    """Yield every leaf setting as ("section.key", field), in the order of the files."""
     for name, info in section.model_fields.items():
         if _is_section(info):
             yield from settings(info.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def _is_section(info: FieldInfo) -> bool:
 
 
 def _following_value(key: str, following: str | None) -> str | None:
-    """The argument after `--key` if it is the key's value; None where the key stands alone and means true."""
+    """Return the argument after `--key` if it is the key's value, or None if the key stands alone and means true."""
     info = dict(settings()).get(key)
     if info is None:
         raise ConfigError(_unknown(key))
@@ -138,7 +138,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """`text` as TOML; as it stands where it is no TOML, or the setting is text and the TOML is not (a run named 12)."""
+    """Parse `text` as TOML; return it unchanged if it is not TOML, or if a text setting's TOML value is not text (a run named 12)."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -160,7 +160,10 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _inherited(section: Section) -> dict[str, Any]:
-    """What a nested default sets beyond its class's own (sft.optimizer.warmup_steps), so that a table that gives one key keeps the rest."""
+    """Return what a nested default sets beyond its class's defaults (sft.optimizer.warmup_steps).
+
+    A table that gives one key then keeps the others.
+    """
     values: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         default = getattr(section, name)
@@ -187,7 +190,7 @@ def _sentence(exc: ValidationError) -> str:
 
 
 def _explain(error: Any) -> str:
-    """One pydantic error as a sentence in this project's form."""
+    """Turn one pydantic error into a sentence in this project's form."""
     key, kind, got = ".".join(map(str, error["loc"])), error["type"], error["input"]
     if kind == "extra_forbidden":
         return _unknown(key)
@@ -211,7 +214,7 @@ def _explain(error: Any) -> str:
 
 
 def _unknown(key: str) -> str:
-    """Name the nearest setting: in the same section, then the same name elsewhere, then the nearest in all."""
+    """Suggest the nearest setting: in the same section, then the same name elsewhere, then the nearest of all."""
     known = [name for name, _ in settings()]
     section, _, name = key.rpartition(".")
     if not section or section.split(".")[0] not in Config.model_fields:
@@ -251,11 +254,11 @@ def _toml_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[s
 
 
 def toml_value(value: bool | int | float | str | Sequence[Any]) -> str:
-    """One value as TOML."""
+    """Format one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, except that JSON writes large code points as surrogate pairs and leaves DEL alone.
+        # JSON's escapes are also TOML's, except that JSON writes large code points as surrogate pairs and does not escape DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
         return repr(value)

@@ -1,4 +1,4 @@
-"""[model]: which causal language model is trained."""
+"""[model]: the causal language model that is trained."""
 
 from typing import Literal
 

@@ -1,7 +1,7 @@
-"""What may change when a run is resumed: the table of all settings, and how a checkpoint's settings compare with those of today.
+"""Defines which settings may change when a run is resumed, and compares a checkpoint's settings with the current ones.
 
-A checkpoint remembers the settings that matter to what it goes on with. The controller compares before it starts anything; what the data,
-the models and the user's code are is told by their contents (`data.identity`), because a path says little.
+A checkpoint stores the settings that matter for continuing. The controller compares them before it starts anything. Data, models and user
+code are compared by their contents (`data.identity`), because a path says little about them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from offbeat.config.root import Config
 
 
 class Change(Enum):
-    """What a setting that is not what it was at the checkpoint means."""
+    """What it means if a setting differs from its value at the checkpoint."""
 
     FREE = "nothing: where and how fast things are done, never what is learnt"
     TOLD = "the run goes on with the new value, which is said in a line"
@@ -25,7 +25,7 @@ class Change(Enum):
 
 
 Part = Literal["rl", "sft"]
-"""Reinforcement learning; or supervised fine-tuning, as `offbeat sft` and as a warm-up."""
+"""Reinforcement learning, or supervised fine-tuning by `offbeat sft` or as a warm-up."""
 
 _OPTIMIZER = ("lr", "beta1", "beta2", "eps", "weight_decay", "warmup_steps", "schedule", "min_lr_ratio", "clip_norm")
 
@@ -39,7 +39,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("run", "name dir private mode warm_up resume"),
         *_of("train", "num_ranks strategy max_tokens_per_microbatch share_prefix gradient_checkpointing threads step_timeout_s"),
         *_of("sft", "evaluate_every_steps"),
-        # Of single_rank_load it is the number of processes that draw data that counts, and that is compared by itself.
+        # For single_rank_load, what matters is the number of processes that draw data, which is compared separately.
         *_of("rollout", "max_concurrent_rollouts single_rank_load balance_batch reward_workers reward_timeout_s reward_memory_bytes"
              " reward_env episode_timeout_s max_retries max_failures_in_a_row batch_timeout_s"),
         *_of("inference", "num_engines min_engines urls python arguments max_running max_queued max_cache_bytes threads max_adapters"
@@ -50,7 +50,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("cluster", "launcher ray_address devices_per_worker start_timeout_s stop_timeout_s"),
         *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),
         *_of("telemetry", "console rollouts_every_steps trace sinks"),
-        *(key for key, _ in settings() if key.startswith("serve.")),  # no run reads them
+        *(key for key, _ in settings() if key.startswith("serve.")),  # no run reads these
     ],
     Change.TOLD: [
         "run.total_steps",
@@ -77,9 +77,9 @@ _TABLE: dict[Change, list[str]] = {
 }
 
 CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for key in keys}
-"""Of every setting."""
+"""What a change of each setting means."""
 
-# What only the other part of a run reads.
+# Settings that only the other part of a run reads.
 _NOT_OF: dict[Part, tuple[str, ...]] = {
     "rl": ("sft.",),
     "sft": (
@@ -90,7 +90,7 @@ _NOT_OF: dict[Part, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Changed:
-    """A setting that is not what it was."""
+    """A setting whose value has changed."""
 
     key: str
     now: Any
@@ -101,15 +101,15 @@ class Changed:
 
 
 def remembered(config: Config) -> dict[str, Any]:
-    """The settings that a checkpoint keeps, by "section.key": all but those that may change freely, some of which are secret."""
+    """Return the settings that a checkpoint stores, by "section.key": all but those that may change freely, some of which are secret."""
     values = config.model_dump(mode="json")
     return {key: _value(values, key) for key, _ in settings() if CHANGES[key] is not Change.FREE}
 
 
 def changes(now: Mapping[str, Any], was: Mapping[str, Any], *, part: Part) -> dict[Change, list[Changed]]:
-    """What differs of `remembered` settings, by what it means, as far as this part of a run reads it.
+    """Return the differences between `remembered` settings, by what they mean, as far as this part of a run reads them.
 
-    A setting that either does not know, as another version of Offbeat wrote it, is none that differs.
+    A setting that is missing on either side, because another version of Offbeat wrote it, does not count as different.
     """
     found: dict[Change, list[Changed]] = {change: [] for change in Change}
     for key, change in CHANGES.items():
@@ -119,7 +119,7 @@ def changes(now: Mapping[str, Any], was: Mapping[str, Any], *, part: Part) -> di
 
 
 def listed(changed: Iterable[Changed]) -> str:
-    """Changed settings in one line."""
+    """Format changed settings in one line."""
     return "; ".join(map(str, changed))
 
 

@@ -1,4 +1,4 @@
-"""[rollout]: drawing prompts, generating, rewarding, and how far behind the trainer that may be."""
+"""[rollout]: drawing prompts, generating and rewarding samples, and how far they may lag behind the trainer."""
 
 from typing import Literal
 

@@ -23,7 +23,7 @@ from offbeat.config.weights import WeightsConfig
 
 
 class Config(Section):
-    """One run, resolved."""
+    """The configuration of one run, with all defaults filled in."""
 
     run: RunConfig = field(RunConfig(), "The run as a whole.")
     model: ModelConfig = field(ModelConfig(), "The model.")
@@ -43,17 +43,17 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        """`run.dir`/`run.name`."""
+        """Folder of the run: `run.dir`/`run.name`."""
         return Path(self.run.dir) / self.run.name
 
     @property
     def weights_dir(self) -> Path:
-        """Where versions are published: `weights.dir`, or `weights` in the run."""
+        """Folder where versions are published: `weights.dir`, or `weights` in the run."""
         return Path(self.weights.dir) if self.weights.dir else self.run_dir / "weights"
 
     @property
     def timed_rollout(self) -> RolloutConfig:
-        """[rollout] with timeouts that the longest answer allowed fits into: an episode holds a request, and a batch an episode."""
+        """[rollout] with timeouts that allow for the longest answer: an episode contains a request, and a batch contains an episode."""
         request_s = self.inference.token_timeout_s * self.rollout.max_new_tokens
         episode_s = max(self.rollout.episode_timeout_s, request_s + self.rollout.reward_timeout_s)
         return self.rollout.model_copy(update={
@@ -61,7 +61,7 @@ class Config(Section):
 
     @property
     def timed_evaluate(self) -> EvaluateConfig:
-        """[evaluate] with a timeout that holds an episode."""
+        """[evaluate] with a timeout that allows for an episode."""
         return self.evaluate.model_copy(update={
             "timeout_s": max(self.evaluate.timeout_s, self.timed_rollout.episode_timeout_s)})
 

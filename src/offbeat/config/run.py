@@ -1,4 +1,4 @@
-"""[run]: what this run is called, how long it lasts and where its files go."""
+"""[run]: the name of the run, how long it lasts, and where its files go."""
 
 from typing import Literal
 

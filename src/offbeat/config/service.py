@@ -90,11 +90,11 @@ class ServeConfig(Section):
     @field_validator("database")
     @classmethod
     def _refuse_password(cls, url: str) -> str:
-        """Command lines are there for every user of the machine to read."""
+        """Refuse a password in the URL, because every user of the machine can read command lines."""
         try:
             given = urlsplit(url)
             has_password = given.password is not None or "password" in parse_qs(given.query)
-        except ValueError:  # no URL at all, which is said when it is opened
+        except ValueError:  # not a URL at all, which is reported when the database is opened
             return url
         if has_password:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""[train] and [sft]: the optimizer step, and supervised warm-up."""
+"""[train] and [sft]: the optimizer step, and supervised fine-tuning."""
 
 from typing import Literal
 

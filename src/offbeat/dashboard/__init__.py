@@ -1,1 +1,1 @@
-"""Reports drawn from run files alone."""
+"""Reports drawn only from the files of a run."""

@@ -1,6 +1,6 @@
 """Line charts as SVG text, drawn without libraries so that a report is one file. Colours are CSS classes of `report.html`.
 
-Every chart is complete without scripts; its points also stand in a `data-chart` attribute, from which the page shows values on hover.
+Every chart is complete without scripts. Its points are also in a `data-chart` attribute, from which the page shows values on hover.
 """
 
 import json
@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One line: its label, its points by rising x, its colour ("c1" to "c4") and how it is drawn."""
+    """One line: its label, its points by increasing x, its colour ("c1" to "c4") and the style in which it is drawn."""
 
     label: str
     points: Sequence[Point]
@@ -40,23 +40,23 @@ class Chart:
     bound_label: str = ""
 
     def points(self) -> list[Point]:
-        """The points that can be drawn: finite, and positive on a log scale."""
+        """Return the points that can be drawn: finite ones, and only positive ones on a log scale."""
         return [point for series in self.series for point in drawable(series.points, log=self.log)]
 
 
 def drawable(points: Sequence[Point], *, log: bool) -> list[Point]:
-    """The finite points, positive ones on a log scale."""
+    """Filter points: finite ones, and only positive ones on a log scale."""
     return [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not log)]
 
 
 def smoothed(points: Sequence[Point], *, window: int) -> list[Point]:
-    """The running mean of y over the last `window` points."""
+    """Return the running mean of y over the last `window` points."""
     ys = [y for _, y in points]
     return [(x, sum(ys[max(0, i - window + 1) : i + 1]) / min(i + 1, window)) for i, (x, _) in enumerate(points)]
 
 
 def thinned(points: Sequence[Point], *, most: int = _MOST_POINTS) -> list[Point]:
-    """At most about `most` points that look the same: the lowest and the highest of each bucket."""
+    """Reduce to about `most` points that look the same: the lowest and the highest point of each bucket."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most // 2))
@@ -68,7 +68,7 @@ def thinned(points: Sequence[Point], *, most: int = _MOST_POINTS) -> list[Point]
 
 
 def linear_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten apart) from `low` to `high`."""
+    """Return round numbers from `low` to `high`, spaced by 1, 2, 2.5 or 5 times a power of ten."""
     rough = (high - low) / about
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * (1 - 1e-9))
@@ -77,13 +77,13 @@ def linear_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten from `low` to `high`, every so many that at most seven remain."""
+    """Return powers of ten that span `low` to `high`, spaced so that at most seven remain."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     return [10.0**i for i in range(first, last + 1, max(1, math.ceil((last - first) / 6)))]
 
 
 def tick_label(value: float, *, log: bool = False) -> str:
-    """A tick in few characters: 0.25, 20k, 1e-5."""
+    """Format a tick in few characters, such as 0.25, 20k or 1e-5."""
     if log:
         return f"1e{round(math.log10(value))}"
     if abs(value) >= 1e6:
@@ -94,7 +94,7 @@ def tick_label(value: float, *, log: bool = False) -> str:
 
 
 def draw(chart: Chart) -> str:
-    """The chart as an `<svg>` element.
+    """Draw the chart as an `<svg>` element.
 
     Raises:
         ValueError: there is no point to draw.
@@ -147,7 +147,7 @@ def _line(series: Series, placed: Sequence[Point]) -> str:
 
 
 def _y_range(chart: Chart, ys: Sequence[float]) -> tuple[float, float]:
-    """Room for all points and the bound; whole decades on a log scale."""
+    """Return a range with room for all points and the bound; whole decades on a log scale."""
     low, high = min(ys), max(ys)
     if chart.bound is not None:
         low, high = min(low, chart.bound), max(high, chart.bound)

@@ -1,7 +1,7 @@
-"""`report.html` of a run: one file that opens anywhere, with key figures, curves, a time line, the configuration and the events.
+"""`report.html` of a run: one file that opens anywhere, with key figures, curves, a timeline, the configuration and the events.
 
-Called by `offbeat report` and at the end of a run. Reads the files in the run's folder and nothing else, so it also works while a run goes
-on and after one has crashed.
+Called by `offbeat report` and at the end of a run. It reads only the files in the run's folder, so it also works while a run continues and
+after one has crashed.
 """
 
 import json
@@ -27,20 +27,20 @@ Card = tuple[Chart, str]
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into a run's folder, over an older one.
+    """Write `report.html` into a run's folder, replacing an older one.
 
     Returns:
         The path of the report.
 
     Raises:
-        DataError: the folder is no run.
+        DataError: the folder is not a run.
         StorageError: the report cannot be written.
     """
     page = render_report(read_run(run_dir))
     path = run_dir / "report.html"
     unfinished = run_dir / ".report.html.tmp"
     try:
-        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")  # a damaged file may hold half a character
+        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")  # a damaged file may contain half a surrogate pair
         unfinished.replace(path)
     except OSError as exc:
         raise StorageError(f"cannot write {path}: {exc.strerror}; make the run's folder writable") from exc
@@ -48,7 +48,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render_report(run: RunFiles) -> str:
-    """The report as HTML; parts without data are left out, and a run without metrics says so."""
+    """Render the report as HTML; parts without data are left out, and a run without metrics says so."""
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         name=escape(run.name),
         subtitle=escape(_subtitle(run)),
@@ -61,7 +61,7 @@ def render_report(run: RunFiles) -> str:
 
 
 def _subtitle(run: RunFiles) -> str:
-    """What was trained, how, and where: "sort_digits · grpo · group 8 × batch 16 · 2 ranks, 2 engines"."""
+    """Say what was trained, how, and where: "tiny model · sort_digits · grpo · 2 train ranks, 2 engines · local"."""
     ranks, engines = run.setting("train", "num_ranks"), run.setting("inference", "num_engines")
     parts = [
         run.setting("model", "path") or ("tiny model" if run.config else ""),
@@ -78,7 +78,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
-    """(label, value, remark) of each figure for which there is data."""
+    """Yield (label, value, remark) of each figure for which there is data."""
     held_out = run.values("eval/accuracy")
     if held_out:
         yield "held-out accuracy", " → ".join(f"{held_out[i]:.2f}" for i in sorted({0, len(held_out) - 1})), "first → last"
@@ -105,7 +105,7 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
 
 
 def _advice(run: RunFiles) -> str:
-    """What the run was told on its console, from the same figures; nothing where its settings are missing or another version's."""
+    """Return the advice that the run's console gave, from the same figures; empty if the settings are missing or from another version."""
     if not run.config:
         return ""
     try:
@@ -127,7 +127,7 @@ def _figure(label: str, value: str, remark: str) -> str:
 
 
 def _cards(run: RunFiles) -> list[Card]:
-    """Every chart with the sentence below it."""
+    """Return every chart with the sentence below it."""
     bound = run.bound("rollout", "max_head_offpolicyness")
     reward, loss = run.points("reward/mean"), run.points("train/loss")
     return [
@@ -246,7 +246,7 @@ def _timeline_html(run: RunFiles) -> str:
 
 
 def _details(run: RunFiles) -> Iterator[str]:
-    """The collapsible parts."""
+    """Yield the collapsible parts of the page."""
     if run.result:
         rows = [(name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for name, value in run.result.items()]
         yield _collapsible("Result", _table(("figure", "value"), rows))

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read leniently: a run that crashed, or goes on, is shown as far as it got."""
+"""Reads the files of a run leniently, so that a run that crashed or still continues is shown as far as it got."""
 
 import json
 import tomllib
@@ -16,7 +16,7 @@ _LARGEST = 1e100
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The records of one run; each is empty where its file is missing."""
+    """Records of one run; each is empty if its file is missing."""
 
     name: str
     config_text: str
@@ -27,21 +27,21 @@ class RunFiles:
     result: Mapping[str, Any]
 
     def points(self, metric: str) -> list[tuple[float, float]]:
-        """A metric as (global step, value); rows without it, or with a value that is no finite number, are left out."""
+        """Return a metric as (global step, value); rows without the metric, or with a value that is not a finite number, are left out."""
         rows = (row for row in self.metrics if "global_step" in row and _finite(row.get(metric)))
         return [(float(row["global_step"]), float(row[metric])) for row in rows]
 
     def values(self, metric: str) -> list[float]:
-        """The values of a metric in the order of the steps."""
+        """Return the values of a metric in the order of steps."""
         return [value for _, value in self.points(metric)]
 
     def setting(self, section: str, key: str) -> Any:
-        """A value of the run's configuration; None if it is not there."""
+        """Return a value of the run's configuration, or None if it is missing."""
         table = self.config.get(section, {})
         return table.get(key) if isinstance(table, Mapping) else None
 
     def bound(self, section: str, key: str) -> float | None:
-        """A number of the run's configuration; None if it is not there, or something else."""
+        """Return a number of the run's configuration, or None if it is missing or not a number."""
         value = self.setting(section, key)
         return value if _finite(value) else None
 
@@ -50,7 +50,7 @@ def read_run(run_dir: Path) -> RunFiles:
     """Read a run's folder.
 
     Raises:
-        DataError: there is no such folder, or it holds neither `config.toml` nor `metrics.jsonl`.
+        DataError: there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`.
     """
     if not run_dir.is_dir():
         raise DataError(f"run folder {run_dir} does not exist; give a folder such as runs/NAME")
@@ -69,7 +69,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def _finite(value: Any) -> bool:
-    """Whether it is a number that can be drawn, which no run reaches the end of."""
+    """Whether a value is a number that can be drawn; no run produces numbers as large as the limit."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 

@@ -1,7 +1,7 @@
-"""The time line of a run as SVG text: one row per track of `trace.json`, coloured by what was done.
+"""Timeline of a run as SVG text: one row per track of `trace.json`, coloured by activity.
 
-Two views: the whole run in columns of half a pixel, each coloured by what took most of it, so that any length of run costs the same; and a
-window of a few steps, where every span is drawn as it was. Colours are CSS classes of `report.html`.
+There are two views. The whole run is drawn in columns of half a pixel, each coloured by the activity that took most of it, so that the
+cost does not depend on the length of the run. A window of a few steps shows every span. Colours are CSS classes of `report.html`.
 """
 
 import re
@@ -14,7 +14,7 @@ from offbeat.telemetry.trace import Span
 
 WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 1136, 92, 8, 22, 30, 20
 
-# What is drawn, in the order of the legend: (name of the span, CSS class, label).
+# Activities in the order of the legend: (name of the span, CSS class, label).
 KINDS = (
     ("rollout", "k-wait", "wait for rollouts"),
     ("score", "k-score", "score"),
@@ -33,9 +33,9 @@ Interval = tuple[float, float]
 
 
 def overlap(spans: Sequence[Span]) -> float | None:
-    """The share of training time during which at least one engine was generating; None without training.
+    """Return the share of training time during which at least one engine was generating; None without training.
 
-    0 is strictly one after the other; 1 is generation that training never held up.
+    0 means strictly alternating; 1 means that training never held up generation.
     """
     training = _union((s.start_s, s.end_s) for s in spans if s.track == "controller" and s.name == "train")
     generating = _union((s.start_s, s.end_s) for s in spans if s.track.startswith("engine") and s.name == "generate")
@@ -45,7 +45,10 @@ def overlap(spans: Sequence[Span]) -> float | None:
 
 
 def middle_window(spans: Sequence[Span], *, num_steps: int = 5) -> Interval:
-    """From the start of a step in the middle of the run to the end of the last of `num_steps`; the whole run if it has no more."""
+    """Return the interval from the start of a step in the middle of the run to the end of the last of `num_steps` steps.
+
+    It is the whole run if there are no more steps.
+    """
     starts = sorted(s.start_s for s in spans if s.track == "controller" and s.name == "rollout")
     if len(starts) <= num_steps:
         return _extent(spans)
@@ -54,14 +57,14 @@ def middle_window(spans: Sequence[Span], *, num_steps: int = 5) -> Interval:
 
 
 def legend(spans: Sequence[Span]) -> str:
-    """The kinds that occur, as HTML."""
+    """Return a legend of the activities that occur, as HTML."""
     present = {s.name for s in spans}
     shown = {label: css for name, css, label in KINDS if name in present}
     return "".join(f'<span class="key"><i class="{css}"></i>{escape(label)}</span>' for label, css in shown.items())
 
 
 def draw_whole(spans: Sequence[Span]) -> str:
-    """The whole run as an `<svg>` element, with the middle window marked."""
+    """Draw the whole run as an `<svg>` element, with the middle window marked."""
     start_s, end_s = _extent(spans)
     rows = _rows(spans)
     num_columns = 2 * (WIDTH - LEFT - RIGHT)
@@ -80,7 +83,7 @@ def draw_whole(spans: Sequence[Span]) -> str:
 
 
 def draw_window(spans: Sequence[Span]) -> str:
-    """The middle of the run as an `<svg>` element: every span, and a line at the start of each step."""
+    """Draw the middle of the run as an `<svg>` element: every span, and a line at the start of each step."""
     low, high = middle_window(spans)
     run_start_s, _ = _extent(spans)
     scale = (WIDTH - LEFT - RIGHT) / (high - low)
@@ -102,7 +105,7 @@ def draw_window(spans: Sequence[Span]) -> str:
 
 
 def _rows(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """Spans by track: the controller, then train ranks, then engines, each by number, then any others."""
+    """Group spans by track: the controller, then train ranks, then engines, each by number, then any others."""
     rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         rows[span.track].append(span)
@@ -121,7 +124,7 @@ def _extent(spans: Sequence[Span]) -> Interval:
 
 
 def _columns(spans: Sequence[Span], start_s: float, column_s: float, num_columns: int) -> list[str]:
-    """For each column the name of what took most of it; "" where nothing took half of it."""
+    """Return, for each column, the name of the activity that took most of it; "" if less than half of the column was used."""
     spent: list[dict[str, float]] = [defaultdict(float) for _ in range(num_columns)]
     for span in spans:
         begin, end = (span.start_s - start_s) / column_s, (span.end_s - start_s) / column_s
@@ -131,7 +134,7 @@ def _columns(spans: Sequence[Span], start_s: float, column_s: float, num_columns
 
 
 def _runs(names: Sequence[str]) -> Iterable[tuple[int, int, str]]:
-    """Neighbouring equal names as (first, one past the last, name); gaps are left out."""
+    """Yield runs of equal adjacent names as (first, one past the last, name); gaps are left out."""
     first = 0
     for i in range(1, len(names) + 1):
         if i == len(names) or names[i] != names[first]:
@@ -147,7 +150,7 @@ def _bar(row: int, x: float, width: float, name: str, tip: str) -> str:
 
 
 def _frame(tracks: Sequence[str], parts: Iterable[str], extent: Interval, label: str) -> str:
-    """Track names, row backgrounds and a scale in seconds around the bars."""
+    """Draw track names, row backgrounds and a scale in seconds around the bars."""
     low, high = extent
     height = TOP + len(tracks) * ROW + 16
     back = []
@@ -170,7 +173,7 @@ def _arguments(args: Mapping[str, object]) -> str:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The intervals sorted, overlapping ones joined."""
+    """Sort the intervals and join overlapping ones."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -181,7 +184,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _meeting(left: Sequence[Interval], right: Sequence[Interval]) -> Iterable[tuple[Interval, Interval]]:
-    """Pairs of intervals from two sorted, disjoint lists that may overlap; every overlapping pair is among them."""
+    """Yield pairs of intervals from two sorted, disjoint lists that may overlap; they include every overlapping pair."""
     i = j = 0
     while i < len(left) and j < len(right):
         yield left[i], right[j]

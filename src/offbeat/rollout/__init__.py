@@ -1,1 +1,1 @@
-"""Admission, execution of workflows, rewards."""
+"""Rollouts: admission of prompts, execution of workflows, and rewards."""

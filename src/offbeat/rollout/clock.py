@@ -1,5 +1,7 @@
-"""The deadline of an episode. It stands still while rewards are computed: each of their calls has a deadline of its own, and what a group
-waits for before them is other groups' rewards. A reward that hangs now and then would else cost the prompts that wait behind it.
+"""The deadline of an episode, which stands still while rewards are computed.
+
+Each reward call has its own deadline, and before it starts, a group waits only for other groups' rewards. If that time counted, a reward
+that hangs now and then would cost the prompts that wait behind it.
 """
 
 import asyncio
@@ -14,17 +16,17 @@ _NUM_TICKS = 20
 
 
 class EpisodeClock:
-    """Bounds its body by `timeout_s` seconds, less those in which it stands still. Use as `async with`.
+    """Limits its body to `timeout_s` seconds, not counting the time in which it stands still. Use as `async with`.
 
-    It counts ticks of the loop instead of reading the time, so that a loop that was held up, or a process that was stopped, ends nothing:
-    the answers that came meanwhile are taken first.
+    It counts ticks of the event loop instead of reading the time, so that a blocked loop or a stopped process does not end episodes:
+    answers that came in the meantime are processed first.
 
     Raises:
         DeadlineError: the deadline passed.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
-        """`name` is what is waited for, for messages."""
+        """`name` says in messages what is waited for."""
         self._name = name
         self._timeout_s = timeout_s
         self._ticks_left = _NUM_TICKS
@@ -44,7 +46,7 @@ class EpisodeClock:
             raise DeadlineError(f"waiting for {self._name} passed its deadline of {self._timeout_s:g} s") from late
 
     async def stand_still(self, waiting: Awaitable[T]) -> T:
-        """What `waiting` gives; its time does not count."""
+        """Return the result of `waiting`; the time it takes does not count."""
         self._num_stopped += 1
         try:
             return await waiting

@@ -1,8 +1,8 @@
-"""Where trajectories come in: what a workflow returned is checked here before anything computes with it. Pure; the executor calls it.
+"""Checks the trajectories that a workflow returns before anything computes with them. Pure; called by the executor.
 
-What a workflow returns is user code's word. `members` takes it apart, and `Door` marks each trajectory that cannot be trained on with the
-reason, so that it alone is left out of its group. What is left has tokens of the vocabulary, log-probabilities that a sampler may have
-given, versions that engines served meanwhile, a finite reward, and a length that fits.
+Workflows are user code and cannot be trusted. `members` takes their result apart, and `Door` marks each trajectory that cannot be trained
+on with the reason, so that only that one is left out of its group. The others have tokens of the vocabulary, log-probabilities that a
+sampler can have returned, versions that engines served in the meantime, a finite reward, and a length that fits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,20 +16,20 @@ from offbeat.errors import CodeError, shorten
 from offbeat.types import Version
 
 LEAST_LOGPROB, MOST_LOGPROB = -104.0, 1e-3
-"""The least float32 probability is exp(-103.3); and a sampler that normalises in a coarse format may come out a little above 0."""
+"""The smallest positive float32 is near exp(-103.3), and a sampler that normalizes in low precision may return slightly more than 0."""
 
 _LIKELY = 1e-3
-"""What another sample was drawn with, where the first is said to have been certain; below it might be a probability that rounds to 0."""
+"""Smallest probability of another sample's token that disproves the certainty; a lower one may itself have been rounded to 0."""
 
 
 def members(returned: object, group_size: int, *, workflow: str) -> tuple[Trajectory, ...]:
-    """The trajectories of a group; what is none is malformed.
+    """Return the trajectories of a group; an element that is not a trajectory is replaced by one marked malformed.
 
     Args:
-        returned: what the workflow of this name gave.
+        returned: the result of the workflow with this name.
 
     Raises:
-        CodeError: it is no series of `group_size` things.
+        CodeError: it is not an iterable of `group_size` elements.
     """
     wanted = f"the workflow {workflow} must return {group_size} trajectories, one for each sample"
     if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | dict):
@@ -47,22 +47,22 @@ def _no_trajectory(thing: object) -> Trajectory:
 
 @dataclass(frozen=True)
 class Door:
-    """What trajectories have to be like.
+    """Requirements that trajectories must meet.
 
     Attributes:
-        vocab_size: of the model; token ids are below it.
-        too_long: why a trajectory cannot be trained on for its length; empty where it can.
+        vocab_size: vocabulary size of the model; upper bound (exclusive) of token IDs.
+        too_long: returns why a trajectory is too long to be trained on; empty if it is not.
     """
 
     vocab_size: int = 2**31 - 1
     too_long: Callable[[Trajectory], str] = lambda _trajectory: ""
 
     def check(self, trajectories: Sequence[Trajectory], *, oldest: Version, newest: Version) -> tuple[Trajectory, ...]:
-        """A group's trajectories, those that cannot be trained on marked with the reason.
+        """Return a group's trajectories, with the reason marked on those that cannot be trained on.
 
         Args:
             oldest: version that engines served when the group was admitted; the gate counts the age of its tokens from there.
-            newest: version that they may serve by now.
+            newest: latest version that engines may serve by now.
         """
         checked = [t if t.unusable else _mark(t, *self._fault(t, oldest, newest)) for t in trajectories]
         for index, why in _false_certainties(checked):
@@ -92,7 +92,7 @@ class Door:
 
 
 ANY = Door()
-"""Knows no vocabulary and no length."""
+"""Accepts any vocabulary and any length."""
 
 
 def _mark(trajectory: Trajectory, kind: Unusable, why: str) -> Trajectory:
@@ -100,11 +100,11 @@ def _mark(trajectory: Trajectory, kind: Unusable, why: str) -> Trajectory:
 
 
 def _false_certainties(group: Sequence[Trajectory]) -> list[tuple[int, str]]:
-    """Positions of trajectories whose log-probabilities are all 0 and cannot be, each with the proof.
+    """Find trajectories whose log-probabilities are all 0 although that is impossible; return their positions, each with the proof.
 
-    A log-probability of 0 is a probability of 1. That is what a sure policy, top_k = 1 or a single choice give, so it is no fault by
-    itself, even of a whole answer. But after the same tokens and under the same version, no other sample can then have drawn another token
-    with any probability.
+    A log-probability of 0 is a probability of 1. A confident policy, top_k = 1 or a single choice produce it, so by itself it is no error,
+    even for a whole answer. But then no other sample can have drawn a different token with any probability after the same tokens and under
+    the same version.
     """
     certain = [i for i, t in enumerate(group) if not t.unusable and t.loss_mask.any() and (t.rollout_logprobs[t.loss_mask] >= 0).all()]
     if not certain:

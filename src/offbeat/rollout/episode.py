@@ -1,6 +1,6 @@
-"""What a workflow is given, and what it gives back.
+"""Input and output of workflows.
 
-A workflow is one async function, `async def workflow(episode: Episode) -> Sequence[Trajectory]`: it plays the G samples of one prompt and
+A workflow is an async function, `async def workflow(episode: Episode) -> Sequence[Trajectory]`: it plays the G samples of one prompt and
 may call the engines and the reward as often as it likes.
 """
 
@@ -18,7 +18,7 @@ from offbeat.types import PROMPT_VERSION
 
 
 class Generate(Protocol):
-    """n continuations of a prompt of token ids. Calls of one session, such as a conversation's, go to one engine if the load allows."""
+    """Generates n continuations of a prompt of token IDs. Calls of one session, such as a chat's, go to one engine if the load allows."""
 
     def __call__(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> Awaitable[list[Sample]]: ...
 
@@ -28,15 +28,15 @@ class Episode:
     """One prompt to play.
 
     Attributes:
-        row: the dataset's row, with the reference answer.
-        prompt: its token ids, chat template applied.
-        group_size: samples wanted, G.
-        sampling: how to sample, as configured.
+        row: the dataset's row, including the reference answer.
+        prompt: token IDs of the prompt, with the chat template applied.
+        group_size: number of samples wanted, G.
+        sampling: the configured sampling parameters.
         generate: calls the engines.
-        score: rewards of completions, one each, from the reward processes; where one failed, a NaN that knows why (`FailedReward`), which
-            makes a trajectory that counts nowhere.
-        tokenizer: to encode further turns.
-        context: most tokens that a prompt and the `max_new_tokens` asked for may have together; `generate` refuses more.
+        score: returns one reward per completion, from the reward processes; where scoring failed, a NaN that carries the reason
+            (`FailedReward`), which makes a trajectory that is not trained on.
+        tokenizer: encodes further turns.
+        context: largest number of tokens of a prompt and its `max_new_tokens` together; `generate` refuses more.
     """
 
     row: Row
@@ -53,7 +53,7 @@ Workflow = Callable[[Episode], Awaitable[Sequence[Trajectory]]]
 
 
 def single_turn_trajectory(prompt: tuple[int, ...], sample: Sample, reward: float) -> Trajectory:
-    """The trajectory of one prompt and one continuation."""
+    """Return the trajectory of one prompt and one continuation."""
     before, after = len(prompt), len(sample.token_ids)
     return Trajectory(
         tokens=np.array([*prompt, *sample.token_ids], dtype=np.int32),

@@ -1,13 +1,13 @@
-"""Plays groups of episodes while the trainer learns. The gate decides how many and which; this drives it.
+"""Plays groups of episodes while the trainer learns. The gate decides how many and which; this module carries that out.
 
     _admit         consumes capacity and prompts; produces running groups; waits for nothing; called after every event that frees capacity
     _play          consumes engines and rewards; produces one settled group; waits for both under the episode's deadline
     prepare_batch  consumes ready groups; produces a step's batch; woken by every settled group
 
-There is no producer loop that could miss a wake-up: whoever frees capacity admits. What user code gives is checked at the door, and a
-sample that cannot be trained on is left out alone. A group that failed, or has fewer than two samples left, is drawn again, at most
-`rollout.max_retries` times, so that what engines, deadlines and rewards lose are not the long and hard prompts; only a prompt that cannot
-be asked is rejected at once.
+There is no producer loop that could miss a wake-up: the code that frees capacity also admits. Results of user code are checked, and a
+sample that cannot be trained on is left out alone. A group that failed, or has fewer than two samples left, is drawn again at most
+`rollout.max_retries` times. Otherwise failures of engines, deadlines and rewards would mostly remove long and hard prompts. Only a prompt
+that cannot be asked is rejected at once.
 """
 
 import asyncio
@@ -52,11 +52,11 @@ Accept = Callable[[Group], bool]
 
 @dataclass(frozen=True)
 class Settled:
-    """How a group ended that is not trained on, for the event log.
+    """How a group ended that is not trained on; recorded in the event log.
 
     Attributes:
         kind: the reason in two words.
-        drawn_again: its prompt comes again.
+        drawn_again: whether its prompt is drawn again.
     """
 
     prompt_id: str
@@ -66,7 +66,7 @@ class Settled:
 
 
 class RolloutExecutor:
-    """Asynchronous rollouts over one prompt stream. Use as `async with`; leaving cancels what still runs."""
+    """Asynchronous rollouts over one prompt stream. Use as `async with`; on leaving, groups that still run are cancelled."""
 
     def __init__(
         self,
@@ -83,13 +83,14 @@ class RolloutExecutor:
         on_unusable: Callable[[str, list[str]], None] = lambda _prompt_id, _reasons: None,
         warn: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        """
+        """Set up the executor; admission starts on entering it.
+
         Args:
             make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
-            door: what trajectories have to be like.
-            on_rejected: hears of every group that is not trained on.
-            on_unusable: hears the reasons of trajectories that are not trained on, by prompt, where others of their group are.
-            warn: hears of what too many prompts or samples are lost to.
+            door: checks trajectories.
+            on_rejected: called for every group that is not trained on.
+            on_unusable: called with a prompt and the reasons of its trajectories that are not trained on, if others of the group are.
+            warn: called with a warning when too many prompts or samples are lost for one reason.
         """
         self._gate = gate
         self._stream = stream
@@ -134,12 +135,12 @@ class RolloutExecutor:
         return (*self._gate.ready, *self._gate.running)
 
     async def prepare_batch(self) -> list[Group]:
-        """The groups of the next step, as soon as the gate lets them go.
+        """Return the groups of the next step as soon as the gate releases them.
 
         Raises:
-            RolloutError: `max_failures_in_a_row` groups failed in a row, for a reason of ours; shows the first.
-            CodeError: likewise, where the reason is the user's reward or workflow.
-            DeadlineError: no group finished for `batch_timeout_s`.
+            RolloutError: `max_failures_in_a_row` groups failed in a row, not because of user code; shows the first failure.
+            CodeError: likewise, but the user's reward or workflow was at fault.
+            DeadlineError: no group finished within `batch_timeout_s`.
         """
         with phase("waiting for rollouts", describe=self._progress):
             return await self._take_batch()
@@ -156,7 +157,7 @@ class RolloutExecutor:
                 return [self._ready.pop(key) for key in keys]
             if self._config.on_stale == "requeue" and (slow := self._gate.too_slow()):
                 self._requeue(slow)
-                continue  # without them the batch may be taken now
+                continue  # without the slow groups, the batch may be taken now
             if len(self._gate.ready) > ready:
                 ready, idle_since = len(self._gate.ready), time.monotonic()
             await self._wait_for_change(idle_since)
@@ -173,16 +174,16 @@ class RolloutExecutor:
                 f" {self._num_rejected} were rejected in this run, events.jsonl says why") from exc
 
     def publish(self, version: Version) -> None:
-        """Engines serve `version`: its admissions may start, unless the executor was left meanwhile."""
+        """Note that engines serve `version`, and admit groups for it unless the executor was left meanwhile."""
         self._gate.publish(version)
         self._admit()
 
     def take_stats(self) -> StatsPart:
-        """What became of prompts since the last call; see `Outcomes.take`."""
+        """Return statistics on prompts since the last call; see `Outcomes.take`."""
         return self._outcomes.take()
 
     async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:
-        """Play the given rows now, past the gate, and wait for all: for evaluation and debugging. Groups come in the order of rows."""
+        """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order."""
         slots = asyncio.Semaphore(self._config.max_concurrent_rollouts)
 
         async def play(index: int, row: Row) -> Group:
@@ -206,7 +207,10 @@ class RolloutExecutor:
             task.add_done_callback(self._notice_crash)
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:
-        """A failed episode is data; an exception that gets here is a defect, or a prompt that cannot be drawn: the next batch raises it."""
+        """Let the next batch raise an unexpected exception.
+
+        A failed episode is data; an exception that gets here is a defect, or a prompt that cannot be drawn.
+        """
         if not task.cancelled() and (crash := task.exception()) is not None:
             self._crash = crash
             self._changed.set()
@@ -214,7 +218,7 @@ class RolloutExecutor:
     async def _play(self, prompt_id: str, row: Row) -> None:
         group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
-            return  # cancelled, but user code swallowed that: this prompt is another task's now
+            return  # cancelled, but user code swallowed that; by now this prompt belongs to another task
         group, failure = _screen(self._check(group), failure)
         accepted = True
         if failure is None:
@@ -235,7 +239,7 @@ class RolloutExecutor:
         self._changed.set()
 
     def _check(self, group: Group) -> Group:
-        # A publish is proven on the engines a moment before the gate hears of it.
+        # A publish is verified on the engines a moment before the gate is told of it.
         trajectories = self._door.check(group.trajectories, oldest=group.admitted_version, newest=self._gate.version + 1)
         self._outcomes.played(group.prompt_id, trajectories)
         return replace(group, trajectories=trajectories)
@@ -249,7 +253,7 @@ class RolloutExecutor:
             self._on_unusable(group.prompt_id, unusable)
 
     def _drop(self, group: Group, kind: Kind, *, again: bool) -> None:
-        """Draw the prompt of a group again, where that may help and was not done too often, or reject it for good."""
+        """Draw the prompt of a group again if that may help and has not been done too often; otherwise reject it for good."""
         prompt_id, reason = group.prompt_id, str(group.rejected)
         self._gate.release(prompt_id)
         self._num_tries[prompt_id] += 1
@@ -266,11 +270,11 @@ class RolloutExecutor:
         self._on_rejected(Settled(prompt_id, reason, kind))
 
     async def _settle(self, prompt_id: str, row: Row, group_size: int, sampling: Sampling) -> tuple[Group, Failure | None]:
-        """Play one group. A failure is data: the group carries its reason, and the failure comes beside it."""
+        """Play one group. A failure is data: the group carries the reason, and the failure is returned with it."""
         version = self._gate.version
         try:
             episode = self._make_episode(row, group_size, sampling)
-        except Exception as exc:  # a prompt that a tokenizer or a chat template cannot take
+        except Exception as exc:  # the tokenizer or the chat template cannot handle the prompt
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
         try:
             async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s) as clock:
@@ -281,10 +285,10 @@ class RolloutExecutor:
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
             if task is None or task.cancelling():
-                raise  # ours, not the workflow's
+                raise  # the cancellation is ours, not the workflow's
             failure = CodeError(f"the workflow {self._config.workflow} let a cancellation of its own escape: {exc!r}")
             return Group(prompt_id, version, rejected=str(failure)), failure_of(failure)
-        except (Exception, SystemExit) as exc:  # the boundary to user code: whatever a workflow raises rejects its own group only
+        except (Exception, SystemExit) as exc:  # boundary to user code: any error of a workflow rejects only its own group
             error = _unwrap(exc)
             return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
 
@@ -295,7 +299,7 @@ class RolloutExecutor:
         return await playing
 
     def _judge(self, group: Group) -> tuple[Group, Failure | None, bool]:
-        """Ask the user's filter; one that raises, or does not say yes or no, fails the group."""
+        """Ask the user's filter; if it raises, or does not return a yes or no, the group fails."""
         try:
             answer: object = self._accept(group)
             accepted = None if answer is None else bool(answer)
@@ -323,14 +327,14 @@ class RolloutExecutor:
         if len(self._failures) < self._config.max_failures_in_a_row:
             return
         first = self._failures[0]
-        # What is neither ours nor an engine's was raised by user code: the reward, or the workflow itself.
+        # An error that is not a RunError was raised by user code: the reward, or the workflow itself.
         kind = RolloutError if isinstance(first, RunError) else CodeError
         said = f"{type(first).__name__}: {first}" if isinstance(first, OffbeatError) else describe(first)
         raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {said}") from first
 
 
 def _screen(group: Group, failure: Failure | None) -> tuple[Group, Failure | None]:
-    """A group that was played fails if fewer than two of its trajectories can be trained on: one alone has no baseline."""
+    """Fail a played group if fewer than two of its trajectories can be trained on, because a single one has no baseline."""
     if failure is not None or len(group.usable) >= min(2, len(group.trajectories)):
         return group, failure
     unusable = [t for t in group.trajectories if t.unusable is not None]
@@ -340,7 +344,7 @@ def _screen(group: Group, failure: Failure | None) -> tuple[Group, Failure | Non
 
 
 def _unwrap(exc: BaseException) -> Exception:
-    """What a workflow's own task group wraps up, so that an engine's failure is known as such; an error of user code comes first."""
+    """Unwrap the exception groups of a workflow's task groups, to recognize an engine's failure; errors of user code come first."""
     while isinstance(exc, BaseExceptionGroup):
         exc = next((each for each in exc.exceptions if not isinstance(each, RunError)), exc.exceptions[0])
     return exc if isinstance(exc, Exception) else CodeError(describe(exc))

@@ -1,7 +1,7 @@
-"""Functions named in the configuration: rewards, workflows, filters. Called once per process, at its start.
+"""Loads functions named in the configuration: rewards, workflows and filters. Called once per process, when it starts.
 
-A name is `package.module:function`, or `path/to/file.py:function` for code that is not installed. Everything that can be wrong with a name
-is said in one sentence, with the nearest name that exists.
+A name is `package.module:function`, or `path/to/file.py:function` for code that is not installed. Every error in a name is reported in one
+sentence, with the nearest name that exists.
 """
 
 import difflib
@@ -18,14 +18,14 @@ from offbeat.errors import CodeError, describe
 
 
 def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
-    """The function behind a name.
+    """Return the function that a name refers to.
 
     Args:
         dotted: "module:function" or "file.py:function".
-        kind: what it is for ("reward", "workflow"), for messages.
+        kind: its purpose ("reward", "workflow"), for messages.
 
     Raises:
-        CodeError: the form is wrong, the module or function does not exist, importing fails, or it cannot be called.
+        CodeError: the form is wrong, the module or function does not exist, importing fails, or the object is not callable.
     """
     module_name, _, function_name = dotted.rpartition(":")
     if not module_name or not function_name.isidentifier():
@@ -53,7 +53,7 @@ def _import(name: str, kind: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as exc:
-        # A parent of `name` missing is a wrong name; anything else is an import inside the module that failed.
+        # If a parent of `name` is missing, the name is wrong; otherwise an import inside the module failed.
         if exc.name is None or not f"{name}.".startswith(f"{exc.name}."):
             raise CodeError(f"{kind} module {name!r} needs the module {exc.name!r}, which is not installed") from exc
         raise CodeError(
@@ -62,13 +62,13 @@ def _import(name: str, kind: str) -> ModuleType:
         raise CodeError(f"{kind} module {name!r} failed on import: {describe(exc)}") from exc
 
 
-@functools.cache  # a file's functions share its state
+@functools.cache  # so that functions from one file share its state
 def _load_file(path: Path) -> ModuleType:
     name = f"offbeat_user_{path.stem}_{abs(hash(path)):x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look their module up here
+    sys.modules[name] = module  # dataclasses and pickle look up the module here
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as exc:

@@ -1,9 +1,9 @@
-"""User code that holds the event loop up: a workflow or filter that blocks where it should await stops everything that its process does.
+"""Detects user code that blocks the event loop: a workflow or filter that blocks instead of awaiting stops everything in its process.
 
-    _look   a thread; consumes time; produces a signal where the loop has not turned for long; waits for nothing but its interval
+    _look   a thread; consumes time; produces a signal when the loop has not run for long; waits only for its interval
 
-The signal's handler runs in the main thread, on top of whatever holds the loop. If that was called by user code, it tells people where,
-and after the deadline raises there. If it was not, it does nothing.
+The signal's handler runs in the main thread, on top of the code that blocks the loop. If user code called that code, the handler reports
+where the loop is blocked, and raises an error there after the deadline. Otherwise it does nothing.
 """
 
 import asyncio
@@ -20,14 +20,15 @@ _SIGNAL = signal.SIGUSR2
 
 
 class HoldupGuard:
-    """Watches the running loop of the main thread while it is `on`; elsewhere signals do not arrive, and it does nothing."""
+    """Watches the running loop of the main thread while it is `on`. In other threads it does nothing, as signals do not arrive there."""
 
     def __init__(self, *, timeout_s: float, callers: tuple[CodeType, ...], tell: Callable[[str], None]) -> None:
-        """
+        """Prepare the guard.
+
         Args:
-            timeout_s: after which what holds the loop is ended.
-            callers: functions of ours that call user code.
-            tell: hears once where it is held.
+            timeout_s: for how long the loop may be blocked before the blocking code is interrupted.
+            callers: our functions that call user code.
+            tell: called once with the place where the loop is blocked.
         """
         self._timeout_s = timeout_s
         self._callers = callers
@@ -39,12 +40,12 @@ class HoldupGuard:
 
     @property
     def _held_s(self) -> float:
-        """Since the loop has turned; by a count of looks, for a clock runs on while the process is stopped."""
+        """Seconds since the loop last ran, by a count of looks, because a clock also runs while the process is stopped."""
         return self._num_looks * self._interval_s
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watch in the body, which may be entered while it is on already."""
+        """Watch the loop during the body; may be nested."""
         if self._turning is not None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -57,7 +58,7 @@ class HoldupGuard:
             yield
         finally:
             done.set()
-            looking.join()  # then no signal comes that nobody handles
+            looking.join()  # no signal can come after this, when nobody would handle it
             signal.signal(_SIGNAL, before)
             if self._turning is not None:
                 self._turning.cancel()
@@ -81,7 +82,7 @@ class HoldupGuard:
             return
         where = f"{holder.f_code.co_filename}, line {holder.f_lineno}, in {holder.f_code.co_name}"
         if held_s > self._timeout_s:
-            self._num_looks = 0  # if it catches this, it has as long again
+            self._num_looks = 0  # if user code catches this, it has the same time again
             raise CodeError(f"it held up the whole process for {held_s:.1f} s at {where}; await there, or use asyncio.to_thread")
         if held_s > _TELL_AFTER_S and not self._told:
             self._told = True
@@ -89,7 +90,7 @@ class HoldupGuard:
 
 
 def _user_frame(frame: FrameType | None, callers: tuple[CodeType, ...]) -> FrameType | None:
-    """The innermost frame of what one of `callers` has called; None if none is running."""
+    """Return the innermost frame of user code called by one of `callers`, or None if there is none."""
     inner = None
     while frame is not None and frame.f_code not in callers:
         inner, frame = inner or frame, frame.f_back

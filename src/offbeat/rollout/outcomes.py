@@ -1,4 +1,4 @@
-"""What becomes of prompts and samples, and why: kinds of reasons, who is drawn again, shares and warnings. Pure; the executor drives it."""
+"""Outcomes of prompts and samples: kinds of reasons, who is drawn again, shares and warnings. Pure; driven by the executor."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 WARN_SHARE = 0.05
 _FEWEST = 20
-"""A share of fewer says nothing."""
+"""Smallest number of prompts or samples for which a share is meaningful."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Failure:
     """Why a group failed.
 
     Attributes:
-        again: whether another try may succeed: engines, deadlines, rewards and samples differ each time, a prompt that cannot be asked
-            does not.
+        again: whether another try may succeed. Engines, deadlines, rewards and samples differ each time; a prompt that cannot be asked
+            stays so.
     """
 
     error: Exception
@@ -32,17 +32,17 @@ class Failure:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it was neither user code's nor the request's, but an engine, a deadline or a reward process that failed by chance."""
+        """Whether an engine, a deadline or a reward process failed by chance, rather than user code or the request itself."""
         return isinstance(self.error, RunError) and not isinstance(self.error, RefusedError)
 
 
 def failure_of(error: Exception) -> Failure:
-    """Of a group that was played."""
+    """Return the failure of a group that was played."""
     return Failure(error, _kind_of(error))
 
 
 def failure_to_ask(error: Exception) -> Failure:
-    """Of a prompt of which no episode could be made."""
+    """Return the failure of a prompt for which no episode could be made."""
     return Failure(error, "too long" if isinstance(error, TooLongError) else "prompt refused", again=False)
 
 
@@ -50,7 +50,7 @@ def _kind_of(error: Exception) -> Kind:
     match error:
         case TooLongError():
             return "too long"
-        case RewardError() | WorkerError():  # the only workers that rollouts wait for are reward processes
+        case RewardError() | WorkerError():  # rollouts wait for no other workers than reward processes
             return "reward failed"
         case DeadlineError():
             return "timed out"
@@ -61,10 +61,10 @@ def _kind_of(error: Exception) -> Kind:
 
 
 class Outcomes:
-    """Counts prompts that are settled and samples that were played, since the last `take` and since the start."""
+    """Counts settled prompts and played samples, since the last `take` and since the start."""
 
     def __init__(self, warn: Callable[[str], None] = lambda _text: None) -> None:
-        """`warn` hears once of every kind that more than `WARN_SHARE` of all prompts, or of all samples, were lost to since the start."""
+        """`warn` is called once for each kind of reason that has cost more than `WARN_SHARE` of all prompts, or of all samples."""
         self._warn = warn
         self._warned: set[str] = set()
         self._prompts, self._step_prompts = Lost(), Lost()
@@ -72,7 +72,7 @@ class Outcomes:
         self._num_drawn_again = 0
 
     def played(self, prompt_id: str, trajectories: Iterable[Trajectory]) -> None:
-        """A group has ended with these."""
+        """Count the trajectories of a group that has ended."""
         for trajectory in trajectories:
             kind = trajectory.unusable
             self._step_samples.count(kind)
@@ -81,18 +81,18 @@ class Outcomes:
                 self._warn_of(kind, self._samples, "samples cannot be trained on")
 
     def settled(self, prompt_id: str, kind: Kind | None, reason: str = "") -> None:
-        """A prompt is ready to be trained on, or was rejected because of `kind`."""
+        """Count a prompt that is ready to be trained on, or that was rejected because of `kind`."""
         self._step_prompts.count(kind)
         self._prompts.count(kind, example=f"{prompt_id}: {reason}")
-        if kind is not None and kind != "not accepted":  # which is what the user asked for
+        if kind is not None and kind != "not accepted":  # the user's filter rejects on purpose
             self._warn_of(kind, self._prompts, "prompts were rejected")
 
     def drawn_again(self) -> None:
-        """A prompt has failed and is drawn again."""
+        """Count a prompt that failed and is drawn again."""
         self._num_drawn_again += 1
 
     def take(self) -> StatsPart:
-        """Shares of the prompts that were settled, and of the samples that were played, since the last call."""
+        """Return the shares of settled prompts and of played samples since the last call."""
         prompts, samples = self._step_prompts, self._step_samples
         means = prompts.shares("rollout/rejected", KINDS) | samples.shares("rollout/unusable", UNUSABLE)
         part = StatsPart(sums={"rollout/drawn_again_prompts": float(self._num_drawn_again)}, means=means)
@@ -109,7 +109,7 @@ class Outcomes:
 
 
 class Lost:
-    """How many of a total were lost, by kind, and the first of each."""
+    """Counts how many of a total were lost, by kind, and keeps the first example of each kind."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -117,13 +117,13 @@ class Lost:
         self.examples: dict[str, str] = {}
 
     def count(self, kind: str | None, *, example: str = "") -> None:
-        """One more, lost because of `kind` or not lost."""
+        """Count one more, lost because of `kind`, or not lost if that is None."""
         self.total += 1
         if kind is not None:
             self.lost[kind] += 1
             self.examples.setdefault(kind, example)
 
     def shares(self, name: str, kinds: Iterable[str]) -> dict[str, tuple[float, float]]:
-        """What was lost in all and by kind, with the total: means for `StatsPart`."""
+        """Return the lost share, in total and by kind, as means for `StatsPart`: pairs of the number lost and the total."""
         shares = {f"{name}_share": (float(self.lost.total()), float(self.total))}
         return shares | {f"{name}_{kind.replace(' ', '_')}_share": (float(self.lost[kind]), float(self.total)) for kind in kinds}

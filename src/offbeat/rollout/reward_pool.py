@@ -1,8 +1,8 @@
-"""Rewards in processes of their own: user code cannot block, crash or leak into the controller, nor read its secrets by accident.
+"""Runs rewards in separate processes, so that user code cannot block, crash or leak into the controller, nor read its secrets by accident.
 
-A worker scores the completions of one group, one call after the other, each under a deadline. One that cannot be scored fails alone: the
-others of its group are. A call that is late has its process killed, and a new one goes on with the next completion. A process that dies is
-replaced, and what it was scoring is scored once more, for it may have been killed by something else.
+A worker scores the completions of one group in successive calls, each under a deadline. A completion that cannot be scored fails alone;
+the others of its group are scored. If a call is late, its process is killed, and a new one continues with the next completion. A process
+that dies is replaced, and the completion that it was scoring is tried once more, because something else may have killed the process.
 """
 
 import asyncio
@@ -26,22 +26,23 @@ _SECRET_NAME = re.compile(
     r"^(AWS|AZURE)_|PASSWORD|SECRET|CREDENTIAL|APIKEY|(^|_)(KEY|KEYS|TOKEN|PASSWD|PASS|PASSPHRASE|AUTH|COOKIE|PAT|DSN)(_|$)|_PWD$",
     re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")
-"""A URL with a password in it."""
+"""Matches a URL that contains a password."""
 
 
 class RewardPool:
-    """`num_workers` processes that run one reward function."""
+    """A pool of `num_workers` processes that run one reward function."""
 
     def __init__(
         self, dotted: str, *, num_workers: int, timeout_s: float, log_dir: Path | None, memory_bytes: int = 0,
         allowed: Collection[str] = (),
     ) -> None:
-        """
+        """Prepare the pool; its processes start on entering it.
+
         Args:
             dotted: "module:function".
-            timeout_s: for scoring one completion.
-            memory_bytes: that each process may take; 0 for any.
-            allowed: environment variables that it sees although they look like secrets.
+            timeout_s: limit for scoring one completion.
+            memory_bytes: memory limit of each process; 0 for none.
+            allowed: environment variables that the processes see although they look like secrets.
         """
         self._dotted = dotted
         self._memory_bytes = memory_bytes
@@ -66,11 +67,11 @@ class RewardPool:
         await asyncio.gather(*(child.stop(timeout_s=_STOP_TIMEOUT_S) for child in self._children.values()))
 
     async def check(self, row: Row) -> float:
-        """Score the row's own answer, so that a broken reward is found before anything is trained.
+        """Score the row's own answer, so that a broken reward is found before any training.
 
         Raises:
             CodeError: it cannot be scored.
-            WorkerError, DeadlineError: as `score`.
+            WorkerError, DeadlineError: as in `score`.
         """
         [reward] = await self.score([row.answer], row)
         if isinstance(reward, FailedReward):
@@ -80,11 +81,11 @@ class RewardPool:
         return reward
 
     async def score(self, completions: Sequence[str], row: Row) -> list[float]:
-        """One reward per completion; a `FailedReward` where it raised, was late, ended its process or is not a number to train on.
+        """Return one reward per completion; a `FailedReward` where the function raised, was late, ended its process or gave no valid one.
 
         Raises:
-            CodeError: a workflow asks for the reward of what is no text, or of no row.
-            WorkerError, DeadlineError: a process that had to be replaced does not start.
+            CodeError: a workflow passes completions that are not text, or something other than a row.
+            WorkerError, DeadlineError: a replacement process does not start.
         """
         if wrong := [each for each in completions if not isinstance(each, str)] or ([] if isinstance(row, Row) else [row]):
             raise CodeError(f"score takes a list of texts and the episode's row, got {shorten(wrong[0])} among them")
@@ -96,14 +97,14 @@ class RewardPool:
 
     async def _score(self, index: int, requests: Sequence[bytes]) -> list[float]:
         rewards: list[float] = []
-        died_at = -1  # the position of the completion at which a process died last
+        died_at = -1  # index of the completion at which a process last died
         while rest := requests[len(rewards):]:
             child = self._children.get(index) or await self._start(index)
             try:
                 async for answer in child.call_each("score", rest, timeout_s=self._timeout_s):
                     scored = wire.decode(Scored, answer)
                     rewards.append(FailedReward(scored.failure) if scored.failure else scored.reward)
-            except BaseException as exc:  # late, dead, or cancelled in mid-call: this process cannot be used again
+            except BaseException as exc:  # late, dead, or cancelled during a call: this process cannot be used again
                 del self._children[index]
                 await child.kill()
                 if isinstance(exc, DeadlineError):
@@ -133,7 +134,7 @@ class RewardPool:
 
 
 def secret_variables(environ: Mapping[str, str], *, allowed: Collection[str]) -> frozenset[str]:
-    """Names of the variables that look like secrets, by name or by value, and are not allowed by name."""
+    """Return the names of variables that look like secrets, by name or value, and are not in `allowed`."""
     return frozenset(
         name for name, value in environ.items()
         if name not in allowed and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value)))

@@ -1,6 +1,6 @@
-"""The reward process: loads one function by its dotted name and scores completions with it. Runs user code and nothing else of ours.
+"""The reward process: loads one function by its dotted name and scores completions with it. Apart from this, only user code runs in it.
 
-It sets its own limit of memory before any user code runs. A call that exceeds it ends the process, for nobody knows what is left behind.
+It sets its own memory limit before any user code runs. A call that exceeds the limit ends the process, because its state is then unknown.
 """
 
 import math
@@ -18,7 +18,7 @@ from offbeat.rollout.functions import resolve
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The name of a reward, and the memory that its process may take; 0 for any."""
+    """Name of a reward function, and the memory limit of its process; 0 for none."""
 
     reward: str
     memory_bytes: int = 0
@@ -26,7 +26,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A completion of a prompt."""
+    """A completion to score, with the row of its prompt."""
 
     completion: str
     row: Row
@@ -34,14 +34,14 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class Scored:
-    """Its reward, or why there is none."""
+    """Reward of a completion, or the reason why there is none."""
 
     reward: float
     failure: str = ""
 
 
 class RewardWorker:
-    """Handler of a reward child: `load` once, then `score`."""
+    """Handler of a reward process: `load` once, then `score`."""
 
     def __init__(self) -> None:
         self._reward: Callable[[str, Row], Any] | None = None
@@ -62,18 +62,19 @@ class RewardWorker:
         self._reward = resolve(self._name, kind="reward")
 
     def _score(self, completion: str, row: Row) -> Scored:
-        """
+        """Score one completion.
+
         Raises:
-            WorkerError: there was not enough memory; this process is to be ended.
+            WorkerError: memory ran out; this process must be ended.
         """
         assert self._reward is not None, "score before load"
         try:
             reward = check_reward(self._reward(completion, row))
         except MemoryError:
             reward = None
-        except BaseException as exc:  # sys.exit(), too: a process costs a second
+        except BaseException as exc:  # sys.exit() too, since restarting a process takes a second
             return self._failed(f"raised {describe(exc)}", completion)
-        if reward is None:  # out of the handler, where what the call has taken is free again
+        if reward is None:  # checked outside the handler, where the memory that the call took is free again
             raise WorkerError(f"it took more memory than rollout.reward_memory_bytes = {self._memory_bytes}")
         if isinstance(reward, FailedReward):
             return self._failed(f"returned what cannot be trained on: {reward.reason}", completion)

@@ -1,13 +1,14 @@
-"""The admission gate: how many groups may be in flight, and which finished ones a step may take. Pure; the executor drives it.
+"""The admission gate: how many groups may be in flight, and which finished ones a step may take. Pure; driven by the executor.
 
 With eta = `max_head_offpolicyness`, B = `consumer_batch_size`, M = `max_concurrent_rollouts`, all counted in groups:
 
     capacity = min(M - running, (eta + 1) * B - (running + ready + training), B * steps left - (running + ready + training))
 
-`ready` groups are finished and not yet taken; `training` ones were taken by the step whose version is not published yet. A group admitted
-at version a may be trained on up to version a + eta, its deadline. A step takes the B ready groups with the earliest deadlines, but only if
-what remains can still meet its own: for every deadline d, at most B * (d - version) unconsumed groups have a deadline <= d.
-Otherwise it waits for the urgent ones that still run. Admission alone, as in AReaL, does not bound what a straggler costs.
+`ready` groups are finished and not yet taken; `training` groups were taken by the step whose version is not published yet. A group
+admitted at version a may be trained on up to version a + eta, its deadline. A step takes the B ready groups with the earliest deadlines,
+but only if the remaining groups can still meet theirs: for every deadline d, at most B * (d - version) unconsumed groups have a
+deadline <= d. Otherwise it waits for the urgent groups that still run. Admission alone, as in AReaL, does not bound the staleness of
+stragglers.
 """
 
 from collections import Counter
@@ -28,9 +29,12 @@ class Gate:
         batch_size: B.
         max_running: M.
         eta: largest allowed difference between the version of a step and the version at which its groups were admitted.
-        version: weights the engines serve.
-        last_version: version after the final step; nothing is admitted that no step would take. None admits for ever.
-        on_stale: "keep" takes ready groups whatever their age; the others hold the bound.
+        version: version of the weights that the engines serve.
+        last_version: version after the final step; groups that no step would take are not admitted. None admits without end.
+        on_stale: "keep" takes ready groups whatever their age; the other values enforce the bound.
+        running: deadlines of running groups, by key.
+        ready: deadlines of ready groups, by key.
+        training: number of groups in the step being trained.
     """
 
     batch_size: int
@@ -45,7 +49,7 @@ class Gate:
 
     @property
     def capacity(self) -> int:
-        """Groups that may be admitted now; see the module's formula."""
+        """Number of groups that may be admitted now; see the formula in the module."""
         held = len(self.running) + len(self.ready) + self.training
         room = min(self.max_running - len(self.running), (self.eta + 1) * self.batch_size - held)
         if self.last_version is not None:
@@ -53,21 +57,21 @@ class Gate:
         return max(room, 0)
 
     def admit(self, key: Key) -> None:
-        """Start a group; its deadline is the current version plus eta."""
+        """Admit a group; its deadline is the current version plus eta."""
         assert self.capacity > 0, "admit without capacity"
         assert key not in self.running and key not in self.ready, f"group {key} is already in flight"
         self.running[key] = self.version + self.eta
 
     def finish(self, key: Key) -> None:
-        """A running group is ready to be trained on."""
+        """Note that a running group is ready to be trained on."""
         self.ready[key] = self.running.pop(key)
 
     def release(self, key: Key) -> None:
-        """A running group was rejected, failed or cancelled: its place is free."""
+        """Free the place of a running group that was rejected, failed or cancelled."""
         del self.running[key]
 
     def take(self) -> list[Key] | None:
-        """The B groups of the next step, earliest deadline first; None while the step has to wait."""
+        """Take the B groups of the next step, earliest deadline first; None while the step has to wait."""
         assert self.training == 0, "a step was taken before the one before it was published"
         if len(self.ready) < self.batch_size:
             return None
@@ -80,7 +84,10 @@ class Gate:
         return chosen
 
     def too_slow(self) -> list[Key]:
-        """Running groups that alone keep a full batch waiting, for `on_stale = "requeue"`: cancel them and draw their prompts again."""
+        """Return the running groups that alone hold up a full batch, for `on_stale = "requeue"`.
+
+        They are to be cancelled, and their prompts drawn again.
+        """
         if len(self.ready) < self.batch_size:
             return []
         chosen = sorted(self.ready, key=self.ready.__getitem__)[: self.batch_size]
@@ -88,7 +95,7 @@ class Gate:
         return [] if deadline is None else [key for key, due in self.running.items() if due <= deadline]
 
     def publish(self, version: Version) -> None:
-        """The weights of the step in training are served."""
+        """Note that the weights of the step in training are served."""
         assert version > self.version, f"version must rise, got {version} after {self.version}"
         self.version = version
         self.training = 0

@@ -1,6 +1,6 @@
-"""Carries out what the service decides: the only place that knows both its terms and those of `offbeat.cluster.tenants`.
+"""Carries out what the service decides. This is the only module that knows both its terms and those of `offbeat.cluster.tenants`.
 
-A model is a tenant; the weights that a sampler samples are a pinned version of it. Errors are those of the layers below.
+A model of the service is a tenant there; a sampler samples a pinned version of it. Errors are those of the layers below.
 """
 
 import time
@@ -22,25 +22,28 @@ from offbeat.trainer.adapter_types import DatumPass
 from offbeat.weights.adapters import AdapterManifest
 
 _MAX_FAILURES = 3
-"""Engines that a tenant's request may have failed on, whatever became of them: it may itself be what ends them, and others are on them."""
+"""Number of engines on which one tenant's request may fail, whether or not they survived.
+
+The request may itself be what crashes engines, and other tenants' requests run on them.
+"""
 
 
 class Backend:
-    """Trainers and engines with one base model, and other models that are only sampled.
+    """Trainers and engines of one base model, and other models that are only sampled.
 
     Attributes:
-        base_model: what clients call it.
-        base_models: what they call all of them.
-        others: those that are only sampled, by name; they know best how.
-        max_rank: of an adapter.
-        max_length: tokens of a sequence that is trained on.
+        base_model: name by which clients call the trained model.
+        base_models: names by which clients call all models.
+        others: models that are only sampled, by name.
+        max_rank: largest rank of an adapter.
+        max_length: largest number of tokens in a sequence to train on.
     """
 
     def __init__(
         self, tenants: Tenants, config: Config, *, base_model: str, others: Mapping[str, SamplingModel] = MappingProxyType({}),
         on_event: Callable[..., None] = lambda _kind, **_fields: None,
     ) -> None:
-        """`on_event` hears "trainers_failed" (dead: names of ranks) and "trainers_restarted" (seconds)."""
+        """`on_event` receives "trainers_failed" (dead: names of ranks) and "trainers_restarted" (seconds)."""
         self.base_model = base_model
         self.base_models = BaseModels.of(base_model, config.serve)
         self.others = others
@@ -51,7 +54,7 @@ class Backend:
 
     @property
     def context(self) -> int:
-        """Tokens of a prompt and its continuation."""
+        """Largest number of tokens in a prompt and its continuation."""
         return self._tenants.limits.context
 
     @property
@@ -60,18 +63,18 @@ class Backend:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sample."""
+        """Token IDs that end a sample."""
         return self._tenants.limits.end_token_ids
 
     # -- training ----------------------------------------------------------------------------------------------------------------------
 
     @property
     def trainers_alive(self) -> bool:
-        """Whether the trainers can work; if not, they have forgotten every model, and want `restart_trainers`."""
+        """Whether the trainers can work. If not, they have lost every model and need `restart_trainers`."""
         return self._tenants.trainers_alive
 
     async def restart_trainers(self) -> None:
-        """Start them anew, without any model; raises WorkerError or DeadlineError if they do not start."""
+        """Restart the trainers, which then hold no models; raises WorkerError or DeadlineError if they do not start."""
         start = time.monotonic()
         self._on_event("trainers_failed", dead=self._tenants.dead_trainers)
         await self._tenants.restart_trainers()
@@ -85,7 +88,7 @@ class Backend:
             raise ModelError("an adapter needs train_attn or train_mlp; the output head alone cannot be trained here")
 
     def check_batch(self, batch: DatumBatch) -> None:
-        """Raise DataError for one that would fail in a pass, and the work of others with it."""
+        """Raise DataError for a batch that would fail in a pass, and would make other models' work fail with it."""
         if (longest := int(batch.lengths.max(initial=0))) > self.max_length:
             raise DataError(f"a datum has {longest} tokens, more than the {self.max_length} that fit; cut it")
         for what, ids in (("token", batch.tokens), ("target", batch.targets)):
@@ -93,56 +96,56 @@ class Backend:
                 raise DataError(f"a {what} is outside the vocabulary of {self.vocab_size}; use the tokenizer of {self.base_model}")
 
     async def create(self, model_id: str, lora: LoraSpec) -> None:
-        """Give the trainers a fresh model."""
+        """Create a fresh model in the trainers."""
         await self._tenants.add(
             tenant_of(model_id), rank=lora.rank, alpha=lora.alpha, seed=lora.seed, train_attn=lora.train_attn, train_mlp=lora.train_mlp)
 
     async def load(self, model_id: str, folder: Path, *, optimizer: bool = True) -> None:
-        """Give the trainers a model as `save` wrote it, in place of the one they have of this id; without `optimizer`, with a fresh one."""
+        """Load a model that `save` wrote, replacing the trainers' model of this ID; without `optimizer`, its optimizer state is fresh."""
         await self._tenants.restore(tenant_of(model_id), folder, optimizer=optimizer)
 
     async def save(self, model_id: str, folder: Path) -> None:
-        """Write all that training needs to go on exactly, into a new folder."""
+        """Write everything that is needed to resume training exactly into a new folder."""
         await self._tenants.save(tenant_of(model_id), folder)
 
     async def remove(self, model_id: str) -> None:
-        """Make the trainers forget a model; what was pinned of it stays."""
+        """Remove a model from the trainers; its pinned versions stay."""
         await self._tenants.remove(tenant_of(model_id))
 
     async def run(self, batches: Mapping[str, DatumBatch], *, learn: bool) -> Mapping[str, DatumPass]:
-        """One pass over the datums of many models, by model id."""
+        """Run one pass over the datums of many models, given and returned by model ID."""
         passes = await self._tenants.run_datums({tenant_of(model_id): batch for model_id, batch in batches.items()}, learn=learn)
         return {model_id: passes[tenant_of(model_id)] for model_id in batches}
 
     async def discard(self, model_ids: Iterable[str]) -> None:
-        """Drop the gradients that models have gathered."""
+        """Drop the accumulated gradients of these models."""
         await self._tenants.discard([tenant_of(model_id) for model_id in model_ids])
 
     async def step(self, params: Mapping[str, AdamParams]) -> Mapping[str, float]:
-        """One optimizer step of many models; norms of their gradients by model id, not finite where the step was left out."""
+        """Run one optimizer step of many models. Returns gradient norms by model ID; a norm is not finite where the step was skipped."""
         norms = await self._tenants.update({tenant_of(model_id): its for model_id, its in params.items()})
         return {model_id: norms[tenant_of(model_id)] for model_id in params}
 
     async def export(self, model_id: str, folder: Path, *, version: int) -> AdapterManifest:
-        """Write a model's adapter into a new PEFT folder."""
+        """Write a model's adapter to a new PEFT folder."""
         return await self._tenants.write(tenant_of(model_id), folder, version=version)
 
     # -- sampling ----------------------------------------------------------------------------------------------------------------------
 
     async def publish(self, manifest: AdapterManifest) -> None:
-        """Bring an adapter to the engines, to stay known until `unpin`; raises PublishError if none takes it."""
+        """Load an adapter into the engines and keep it known until `unpin`; raises PublishError if no engine accepts it."""
         await self._tenants.serving.fleet.publish(manifest, pinned=True)
 
     def pin(self, manifest: AdapterManifest) -> None:
-        """Make an adapter known, which an engine loads when it is first sampled."""
+        """Make an adapter known; an engine loads it when it is first sampled."""
         self._tenants.serving.fleet.pin(manifest)
 
     def unpin(self, name: str) -> None:
-        """Forget an adapter once its last request is done; one that is not known is no error."""
+        """Forget an adapter once its last request is done; does nothing for an unknown one."""
         self._tenants.serving.fleet.unpin(name)
 
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
-        """n continuations by an adapter, or by the base model for ""; requests of one session share cached prefixes."""
+        """Generate n continuations with an adapter, or with the base model for ""; requests of one session share cached prefixes."""
         return await self._tenants.serving.fleet.generate(
             adapter, prompt, sampling, n=n, session=session, max_failures=_MAX_FAILURES)
 
@@ -150,18 +153,18 @@ class Backend:
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
         draws: Draws | None = None,
     ) -> PromptScore:
-        """What an adapter, or the base model for "", says of tokens."""
+        """Score tokens with an adapter, or with the base model for ""."""
         return await self._tenants.serving.fleet.score(
             adapter, tokens, top_k=top_k, targets=targets, draws=draws, max_failures=_MAX_FAILURES)
 
     @property
     def sampled_tokens(self) -> int:
-        """That engines have generated."""
+        """Number of tokens that engines have generated."""
         return sum(pool.generated_tokens for pool in self._pools)
 
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
-        """Their standing."""
+        """Status of every engine."""
         held = self._tenants.serving.fleet.held
         return tuple(
             EngineStatus(name, state.value, tuple(held.get(name, ())), pool.outstanding[name])
@@ -173,5 +176,5 @@ class Backend:
 
 
 def tenant_of(model_id: str) -> str:
-    """The name by which the layers below know a model."""
+    """Return the name by which the layers below know a model."""
     return model_id.replace(":", ".")

@@ -1,6 +1,6 @@
-"""What clients call the models of this server: one that is trained, under any of its names, and others that are only sampled.
+"""Names of the models on this server: the trained one with its aliases, and others that are only sampled.
 
-Made once by `serve`; asked wherever a request names a base model.
+Created once by `serve`; consulted wherever a request names a base model.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from offbeat.service.errors import BadRequestError
 
 @dataclass(frozen=True)
 class BaseModels:
-    """Names of models.
+    """Names of the models on this server.
 
     Attributes:
-        name: of the one that is trained, as the server itself calls it.
-        aliases: its other names.
-        sampled: of those that are only sampled.
+        name: the server's own name for the trained model.
+        aliases: other names of the trained model.
+        sampled: names of the models that are only sampled.
     """
 
     name: str
@@ -27,10 +27,10 @@ class BaseModels:
 
     @classmethod
     def of(cls, name: str, settings: ServeConfig) -> Self:
-        """Those of a server.
+        """Collect the names from a server's settings.
 
         Raises:
-            ConfigError: two models have one name.
+            ConfigError: two models have the same name.
         """
         models = cls(name, tuple(alias for alias in dict.fromkeys(settings.aliases) if alias != name), tuple(settings.sampling_urls))
         if both := {models.name, *models.aliases}.intersection(models.sampled):
@@ -38,14 +38,14 @@ class BaseModels:
         return models
 
     def check_trained(self, name: str | None) -> None:
-        """Raise BadRequestError unless the name, if there is one, is that of the model that is trained."""
+        """Raise BadRequestError if a name is given and is not one of the trained model's."""
         if name in self.sampled:
             raise BadRequestError(f"{name!r} can only be sampled on this server; train {self.name!r}")
         if name is not None and name != self.name and name not in self.aliases:
             raise self._unknown(name, (self.name, *self.aliases))
 
     def resolve(self, name: str) -> str:
-        """What the server itself calls the model that a sampler is to sample; raises BadRequestError if there is none."""
+        """Return the server's own name for a model that is to be sampled; raises BadRequestError if there is no such model."""
         if name in self.sampled:
             return name
         if name != self.name and name not in self.aliases:

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: folders with names of our own and a manifest of checksums, and the rows that make them exist for clients.
+"""Checkpoints on disk: folders with random names and a manifest of checksums, and the database rows that make them visible to clients.
 
-A folder is written once, and synced to the disk before its row is stored. It counts from that moment, so a checkpoint is complete or
-absent, after a power cut too; what no row names is put aside at the next start. Its files stay as long as a checkpoint, a model's saved
-state, a sampler, a copy or a load that runs needs them. Rows in memory change when the database has committed, one after the other.
+A folder is written once and synced to disk before its row is stored, and counts from then on. So a checkpoint is complete or absent, even
+after a power cut. Folders that no row names are set aside at the next start. Files stay as long as a checkpoint, a model's saved state, a
+sampler, or a running copy or load needs them. Rows in memory change one after another, each after its database commit.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Checkpoints:
     """All checkpoints of all owners.
 
     Attributes:
-        users: each says whether something needs a folder; `release` is called when that may have ended.
+        users: functions that say whether something needs a folder; `release` is called when that may have ended.
     """
 
     def __init__(
@@ -46,12 +46,13 @@ class Checkpoints:
         on_removed: Callable[[AdapterManifest], None] = lambda _: None, orphan_retention_s: float = 7 * 86400.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """
+        """Start from the stored rows, and charge their owners for the disk space.
+
         Args:
-            rows: those that there were before.
-            folder: for all of them.
-            on_removed: hears of each adapter whose files are about to go.
-            orphan_retention_s: how long folders that no row names stay aside; 0 for until somebody removes them.
+            rows: checkpoints found in the database.
+            folder: parent of all checkpoint folders.
+            on_removed: called with each adapter whose files are about to be deleted.
+            orphan_retention_s: how long folders that no row names are kept aside; 0 keeps them until someone deletes them.
         """
         self.users: list[Callable[[str], bool]] = []
         self._rows = CheckpointRows(rows)
@@ -70,7 +71,7 @@ class Checkpoints:
 
     @asynccontextmanager
     async def making(self) -> AsyncIterator[str]:
-        """The name of a folder that is to be written; it is removed unless something needs it when the body ends."""
+        """Yield the name of a new folder to write; the folder is deleted unless something needs it when the body ends."""
         async with self.holding(uuid.uuid4().hex) as folder:
             make_folder(self._root)
             yield folder
@@ -88,22 +89,22 @@ class Checkpoints:
             await self.release(folder)
 
     def path(self, folder: str) -> Path:
-        """Where it is."""
+        """Return the path of a folder."""
         return self._root / folder
 
     async def seal(self, folder: str, *, adapter: AdapterManifest | None = None) -> int:
-        """Write the manifest of a complete folder, and bring all of it to the disk; its size in bytes."""
+        """Write the manifest of a complete folder and sync everything to disk. Returns its size in bytes."""
         return await asyncio.to_thread(seal, self.path(folder), adapter)
 
     async def verify(self, folder: str) -> None:
-        """Raise CheckpointError unless every file is what was written."""
+        """Raise CheckpointError unless every file has the contents that were written."""
         await asyncio.to_thread(verify, self.path(folder))
 
     async def adapter(self, folder: str) -> AdapterManifest:
-        """The adapter in a folder of verified files.
+        """Verify a folder's files and return its adapter.
 
         Raises:
-            CheckpointError: they are damaged or gone, or engines cannot load them.
+            CheckpointError: files are damaged or missing, or engines cannot load the checkpoint.
         """
         manifest = await asyncio.to_thread(verify, self.path(folder))
         if manifest.adapter is None:
@@ -111,7 +112,7 @@ class Checkpoints:
         return replace(manifest.adapter, folder=str(self.path(folder)))
 
     async def release(self, folder: str) -> None:
-        """Remove a folder's files if nothing needs them any more."""
+        """Delete a folder's files if nothing needs them any more."""
         if folder and not self._is_needed(folder):
             await self._remove(folder)
 
@@ -119,7 +120,7 @@ class Checkpoints:
         return folder in self._held or self._rows.has_folder(folder) or any(uses(folder) for uses in self.users)
 
     async def clean(self) -> None:
-        """Put aside what no row names, as a killed server or another database leaves it, and bring back what a row names again."""
+        """Set aside folders that no row names, left by a killed server or another database, and restore those that a row names again."""
         found, aside = await asyncio.to_thread(lambda: (_names(self._root) - {FOLDER}, self._orphans.names()))
         for name in aside:
             if self._is_needed(name):
@@ -135,16 +136,16 @@ class Checkpoints:
             if manifest.adapter is not None:
                 self._on_removed(manifest.adapter)
         except CheckpointError:
-            pass  # it was never complete
-        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)  # what is left is an orphan at the next start
+            pass  # the folder was never complete
+        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)  # anything left over is an orphan at the next start
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------------
 
     async def add(self, row: CheckpointRow, *, overwrite: bool) -> None:
-        """Make a sealed folder exist for clients.
+        """Make a sealed folder visible to clients as a checkpoint.
 
         Raises:
-            RequestError: the name is taken, or its owner may not have that much on disk.
+            RequestError: the name is taken, or the checkpoint would exceed its owner's disk limit.
         """
         path = _path(row)
         async with self._changing:
@@ -156,7 +157,7 @@ class Checkpoints:
             except StorageError:
                 self._usage.release(row.owner, disk_bytes=row.size_bytes)
                 raise
-            except asyncio.CancelledError:  # the row may well be there, and needs its files
+            except asyncio.CancelledError:  # the row may have been stored, and then needs its files
                 self._rows[path] = row
                 raise
             before = self._rows.get(path)
@@ -166,62 +167,62 @@ class Checkpoints:
             await self.release(before.folder)
 
     def check_free(self, path: CheckpointPath) -> None:
-        """Raise RequestError if there is a checkpoint of this name."""
+        """Raise RequestError if a checkpoint of this name exists."""
         if self._find(path) is not None:
             raise RequestError(f"there is a checkpoint {path} already; choose another name, or ask to overwrite it")
 
     def readable(self, caller: Caller, path: CheckpointPath) -> CheckpointRow:
-        """A checkpoint that is the caller's or public; raises UnknownError if there is none."""
+        """Return a checkpoint that is public or belongs to the caller; raises UnknownError if there is none."""
         row = self._find(path)
         if row is None or not (row.public or row.owner == caller.owner):
             raise _unknown(path)
         return row
 
     def owned(self, caller: Caller, path: CheckpointPath) -> CheckpointRow:
-        """A checkpoint of the caller's; raises UnknownError if there is none."""
+        """Return a checkpoint that belongs to the caller; raises UnknownError if there is none."""
         row = self.readable(caller, path)
         if row.owner != caller.owner:
             raise _unknown(path)
         return row
 
     def select(self, *, owner: str | None = None, run_id: str | None = None) -> list[CheckpointRow]:
-        """Those of an owner, of a run, or both; the newest first."""
+        """Return the checkpoints of an owner, of a run, or of an owner within a run, newest first."""
         return sorted(self._lasting(self._rows.of(owner=owner, run_id=run_id)), key=lambda row: -row.created)
 
     @property
     def owners(self) -> set[str]:
-        """Those who have checkpoints."""
+        """Names of the owners who have checkpoints."""
         return self._rows.owners
 
     def count_of(self, owner: str) -> int:
-        """How many an owner has, those that expire in a moment included."""
+        """Return the number of an owner's checkpoints, including expired ones that are not yet deleted."""
         return self._rows.count_of(owner)
 
     def public_runs(self) -> set[str]:
-        """Runs with checkpoints that anybody may read."""
+        """Return the IDs of runs with public checkpoints."""
         return {row.run_id for row in self._lasting(self._rows.public)}
 
     def newest(self, run_id: str, *, owner: str) -> dict[CheckpointKind, CheckpointRow]:
-        """The last checkpoint of each kind that a run has, of those that an owner may read."""
+        """Return the latest checkpoint of each kind in a run, among those that the owner may read."""
         found = [row for row in self._lasting(self._rows.of(run_id=run_id)) if row.public or row.owner == owner]
         return {row.kind: row for row in sorted(found, key=lambda row: row.created)}
 
     def _lasting(self, rows: Iterable[CheckpointRow]) -> list[CheckpointRow]:
-        """Those that have not expired."""
+        """Return the rows that have not expired."""
         now = self._clock()
         return [row for row in rows if row.expires is None or row.expires > now]
 
     @property
     def run_ids(self) -> Set[str]:
-        """Runs of which there are checkpoints."""
+        """IDs of the runs that have checkpoints."""
         return {path.run_id for path in self._rows}
 
     async def publish(self, row: CheckpointRow, *, public: bool) -> None:
-        """Let everybody read a checkpoint, or nobody else; raises UnknownError if it is gone by now."""
+        """Make a checkpoint public, or private again; raises UnknownError if it no longer exists."""
         await self._change(row, public=public)
 
     async def set_ttl(self, row: CheckpointRow, ttl_s: float | None) -> None:
-        """Let a checkpoint expire so long from now, or never; raises UnknownError if it is gone by now."""
+        """Let a checkpoint expire `ttl_s` seconds from now, or never for None; raises UnknownError if it no longer exists."""
         await self._change(row, expires=self.expiry(ttl_s))
 
     async def _change(self, row: CheckpointRow, **changes: Any) -> None:
@@ -234,34 +235,34 @@ class Checkpoints:
             self._rows[_path(row)] = changed
 
     async def copy(self, row: CheckpointRow, *, run_id: str, owner: str, ttl_s: float | None) -> str:
-        """Make a checkpoint exist a second time, of another run and owner; its path."""
+        """Add a checkpoint with the same files to another run and owner. Returns its path."""
         copied = replace(row, run_id=run_id, owner=owner, public=False, created=self._clock(), expires=self.expiry(ttl_s))
-        async with self.holding(row.folder):  # it may be deleted meanwhile
+        async with self.holding(row.folder):  # the original may be deleted meanwhile
             await self.add(copied, overwrite=False)
         return str(_path(copied))
 
     def expiry(self, ttl_s: float | None) -> float | None:
-        """When what is made now expires."""
+        """Return when something created now expires, in seconds since the epoch; None for never."""
         return None if ttl_s is None else self._clock() + ttl_s
 
     async def delete(self, row: CheckpointRow) -> None:
-        """Make a checkpoint exist no more, if it is there still; its files go with their last use.
+        """Delete a checkpoint if it still exists; its files are deleted after their last use.
 
         Raises:
-            StorageError: the database fails. It is there as before.
+            StorageError: the database failed, and the checkpoint is unchanged.
         """
         path = _path(row)
         async with self._changing:
             now = self._rows.get(path)
             if now is None or now.folder != row.folder:
-                return  # another one may have its name by now
+                return  # by now another checkpoint may have its name
             await self._store.delete(now)
             del self._rows[path]
             self._usage.release(now.owner, disk_bytes=now.size_bytes)
         await self.release(row.folder)
 
     async def sweep(self) -> None:
-        """Delete what has expired, and orphans that are old."""
+        """Delete expired checkpoints and old orphans."""
         now = self._clock()
         for row in [row for row in self._rows.values() if row.expires is not None and row.expires <= now]:
             _log.info("the checkpoint %s has expired", _path(row))
@@ -269,7 +270,7 @@ class Checkpoints:
         await asyncio.to_thread(self._orphans.sweep)
 
     def files(self, row: CheckpointRow) -> Mapping[str, Path]:
-        """A checkpoint's files by their names, without the manifest."""
+        """Return the paths of a checkpoint's files by name, without the manifest."""
         folder = self.path(row.folder)
         return {name: folder / name for name in sorted(read_manifest(folder).files)}
 

@@ -1,9 +1,9 @@
-"""What a request costs, known before any of it is worked on: the one place where tokens, cells and bytes are weighed against each other.
+"""Computes the cost of a request before any work on it. This is the only place that weighs tokens, cells and bytes against each other.
 
-Work is counted in tokens: by it queues are bounded and shares are fair. A cell is an entry of targets, listed or not, or of the likeliest
-tokens that an answer tells; four of them cost as much as a token. What trains nothing, a step, a saving or a loading, has a price as well,
-so that nobody has it for nothing. Memory is the most that a request holds at once, in the controller, in a rank and as its answer. Called
-by `work` and `sampling` for each request before it is taken, and by `serve` for how many models may be resident.
+Work is counted in tokens, which bound queues and determine fair shares. A cell is one entry of the targets, stored or implied, or one of
+the top tokens in an answer; four cells cost as much as one token. Optimizer steps, saves and loads have a price too, so that nobody gets
+them for free. Memory is the peak that a request holds in the controller, in a rank and as its answer. `work` and `sampling` compute the
+cost of each request before they accept it, and `serve` computes how many models may be resident.
 """
 
 import math
@@ -19,40 +19,44 @@ from offbeat.service.types import SampleRequest, TrainingData
 CELLS_PER_TOKEN = 4
 STEP_TOKENS = 256
 FOLDER_TOKENS = 16_384
-"""Of a saving or loading: as much as a quarter of the default pass, so that four of them are one turn."""
+"""Price of a save or load: a quarter of the default pass, so that one turn takes four of them."""
 
 ANSWER_ROW_BYTES = 256
-"""Of each answer in the database."""
+"""Bytes of one answer's row in the database."""
 
 REQUEST_BYTES = 4096
-"""Of each request under way, whatever it asks for."""
+"""Bytes of any request under way, whatever it contains."""
 
-# Of a batch in the controller: tokens and offsets; targets, their four inputs, their cells, and the results of passes and all together.
+# Bytes in the controller for each token (with offset) and each target (four inputs, its cells, and the results of passes and joined).
 _TOKEN_BYTES, _TARGET_BYTES = 12, 33
-# Of an answer while it is written: as an array, as a message, and as a record.
+# Copies of an answer while it is written: as an array, as a message, and as a record.
 _ANSWER_COPIES = 3
-# Of each target in the pass that has it: a dozen index arrays of int64, and logits that are gathered and differentiated.
+# Bytes in a rank for each target of the current pass: a dozen int64 index arrays, and logits that are gathered and differentiated.
 _RANK_TARGET_BYTES, _RANK_TOKEN_BYTES = 160, 64
-# Of what engines say, as JSON and as Python's numbers on both sides; of one sampled token, and of one of the likeliest beside it.
+# Bytes of an engine's answer, as JSON and as Python numbers on both sides, for each sampled token and for each of its top tokens.
 _SAMPLED_BYTES, _TOP_BYTES = 200, 400
-# Of a token of a prompt, as a Python number.
+# Bytes of a prompt token as a Python number.
 _PROMPT_BYTES = 40
 SLOT_BYTES = 4 << 20
-"""Of one sample of ordinary length while an engine answers with it. One that may take more counts as several of those in flight, which
-bounds what all of them take; what waits takes none of it."""
+"""Bytes of one sample of ordinary length while an engine answers it.
+
+A sample that may take more counts as several of the samples in flight, which bounds their total memory. Waiting samples take none.
+"""
 MOST_TOGETHER = 32
-"""Samples that are asked for in one call of an engine, which nobody can take apart any more: larger requests are cut. It is a quarter of
-those in flight where these are few."""
+"""Largest number of samples in one engine call. A call cannot be split later, so larger requests are cut into parts.
+
+Where few samples may be in flight, the limit is a quarter of that number.
+"""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one request.
+    """Cost of one request.
 
     Attributes:
-        tokens: of work.
-        controller_bytes, rank_bytes: the most that it holds in the memory of this process, and of one that computes it.
-        answer_bytes: the most that its answer takes up on disk.
+        tokens: amount of work.
+        controller_bytes, rank_bytes: peak memory in this process, and in one rank that computes the request.
+        answer_bytes: largest size of its answer on disk.
     """
 
     tokens: int
@@ -62,27 +66,27 @@ class Cost:
 
     @property
     def memory_bytes(self) -> int:
-        """In all processes, the answer while it is written included."""
+        """Peak memory in all processes, including the answer while it is written."""
         return self.controller_bytes + self.rank_bytes + _ANSWER_COPIES * self.answer_bytes
 
     @property
     def charge(self) -> dict[str, int]:
-        """What its owner's use is charged with until it has ended; from then on the answer is counted as it is."""
+        """Amounts charged to the owner until the request ends; from then on, the answer counts with its actual size."""
         return {"queued_tokens": self.tokens, "queued_bytes": self.memory_bytes, "disk_bytes": self.answer_bytes}
 
 
 def datum_sizes(data: TrainingData) -> np.ndarray:
-    """[N] int64, of each datum the larger of its tokens and a quarter of its cells, at least 1."""
+    """Return [N] int64: for each datum, the larger of its tokens and a quarter of its cells, at least 1."""
     cells = np.array([math.prod(layout.shape) for layout in data.layouts], np.int64)
     return np.maximum(np.maximum(data.batch.lengths, -(-cells // CELLS_PER_TOKEN)), 1)
 
 
 def cost_of_pass(data: TrainingData, sizes: np.ndarray, *, pass_tokens: int) -> Cost:
-    """Of a forward, or forward and backward, over datums.
+    """Return the cost of a forward pass, or of a forward and backward pass, over datums.
 
     Args:
-        sizes: as `datum_sizes` gives them.
-        pass_tokens: most of all sizes in one pass, unless a single datum has more.
+        sizes: [N] int64 from `datum_sizes`.
+        pass_tokens: largest sum of sizes in one pass, unless a single datum is larger.
     """
     batch, work = data.batch, int(sizes.sum())
     at_once = min(work, max(pass_tokens, int(sizes.max(initial=0))))
@@ -95,23 +99,23 @@ def cost_of_pass(data: TrainingData, sizes: np.ndarray, *, pass_tokens: int) -> 
 
 
 def cost_of_step() -> Cost:
-    """Of an optimizer step."""
+    """Return the cost of an optimizer step."""
     return Cost(STEP_TOKENS, REQUEST_BYTES, answer_bytes=ANSWER_ROW_BYTES)
 
 
 def cost_of_folder() -> Cost:
-    """Of what the trainers write or read a folder for."""
+    """Return the cost of a folder that the trainers write or read."""
     return Cost(FOLDER_TOKENS, REQUEST_BYTES, answer_bytes=ANSWER_ROW_BYTES)
 
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Of one call for samples, and of the parts in which it is carried out.
+    """Cost of one sampling request, and how it is split into parts.
 
     Attributes:
-        whole: all of it.
-        together: samples of one part; the last has what is left.
-        sample_bytes: of one sample while an engine answers with it.
+        whole: cost of the whole request.
+        together: number of samples in each part; the last part has the remainder.
+        sample_bytes: memory of one sample while an engine answers it.
     """
 
     whole: Cost
@@ -119,12 +123,12 @@ class SampleCost:
     sample_bytes: int
 
     def slots(self, num_samples: int) -> int:
-        """Of those that samples in flight may have, what a part takes."""
+        """Return how many of the samples in flight a part with this many samples counts as."""
         return max(num_samples, -(-num_samples * self.sample_bytes // SLOT_BYTES))
 
 
 def cost_of_samples(request: SampleRequest, *, room: int, max_in_flight: int) -> SampleCost:
-    """Of a call whose samples may have up to `room` tokens each, where so many samples of all calls are in flight at most."""
+    """Return the cost of a request with up to `room` tokens per sample, where all requests share `max_in_flight` samples in flight."""
     prompt, num = len(request.prompt), request.num_samples
     targets = request.target_prompt_logprobs
     target_cells = 0 if targets is None else math.prod(targets.shape)
@@ -151,20 +155,23 @@ _LEAST_RESIDENT = 4
 
 
 def max_resident(config: Mapping[str, Any], *, rank: int, num_ranks: int, memory_bytes: int = 0) -> int:
-    """Models that ranks on this machine may hold at once, in a quarter of its memory.
+    """Return how many models the ranks on this machine may hold at once in a quarter of its memory.
 
     Args:
         config: the base model's config.json.
-        rank: the largest of an adapter, which is what each takes up.
-        memory_bytes: of the machine; 0 asks it.
+        rank: the largest rank of an adapter, which every model is assumed to have.
+        memory_bytes: memory of the machine; 0 asks the machine.
     """
     each = _COPIES_OF_ADAPTER * 4 * adapter_size(config, rank=rank) * num_ranks
-    # A rank that is full makes room for twice as many, so that half of its places may be empty.
+    # A full rank makes room for twice as many models, so half of its places may be empty.
     return max((memory_bytes or machine_bytes()) // _MEMORY_SHARE // max(2 * each, 1), _LEAST_RESIDENT)
 
 
 def adapter_size(config: Mapping[str, Any], *, rank: int) -> int:
-    """Numbers of an adapter of all linear layers of a decoder; of experts, which few families adapt, as if all were adapted."""
+    """Return the number of weights in an adapter on all linear layers of a decoder.
+
+    Experts count as if all were adapted, although few families adapt them.
+    """
     text: Mapping[str, Any] = config.get("text_config") or config
     width, layers = _number(text, "hidden_size", "n_embd", "d_model"), _number(text, "num_hidden_layers", "n_layer", "num_layers")
     heads = _number(text, "num_attention_heads", "n_head") or 1

@@ -1,6 +1,6 @@
-"""How a request to the service can be refused at once. The HTTP layer turns each into its status and one sentence.
+"""Errors that refuse a request to the service at once. The HTTP layer turns each into its status code and one sentence.
 
-409 and 5xx are not among them: clients repeat those for minutes. They repeat 408, too, which is for what did not arrive.
+409 and 5xx are not among them, because clients retry those for minutes. They also retry 408, which is for bodies that did not arrive.
 """
 
 import re
@@ -8,14 +8,14 @@ import re
 from offbeat.errors import OffbeatError, UserError
 
 _INSIDES = re.compile(r"(?<![\w:/])/[\w.]|\bhttps?://|\n")
-"""A path, an address, or more than a sentence; `tinker://` paths are neither."""
+"""Matches a file path, an address, or text of more than one line; `tinker://` paths do not match."""
 
 
 class RequestError(UserError):
     """A request that cannot be carried out as it is.
 
     Attributes:
-        model_id, seq_id: of a training request where they could be read, so that later ones need not wait for it; "" and 0 elsewhere.
+        model_id, seq_id: of a training request, if they could be read, so that later requests need not wait for it; otherwise "" and 0.
     """
 
     status = 400
@@ -30,43 +30,43 @@ class BadRequestError(RequestError, ValueError):
 
 
 class UnknownKeyError(RequestError):
-    """No API key, or one that this server does not know."""
+    """The API key is missing or unknown to this server."""
 
     status = 401
 
 
 class NameRefusedError(RequestError):
-    """A request to a name that is none of this server's."""
+    """A request addressed to a host name that this server does not have."""
 
     status = 403
 
 
 class UnknownError(RequestError, LookupError):
-    """There is no such thing, or it is another owner's, which is the same answer."""
+    """The object does not exist or belongs to another owner; the answer is the same in both cases."""
 
     status = 404
 
 
 class LostError(RequestError):
-    """A request whose outcome this server does not know any more; the sentence says whether to send it again."""
+    """The server no longer knows the outcome of a request; the sentence says whether to send it again."""
 
     status = 410
 
 
 class TooLargeError(RequestError):
-    """A body, or what it unpacks to, exceeds the limit."""
+    """A body, compressed or unpacked, exceeds the limit."""
 
     status = 413
 
 
 class SlowBodyError(RequestError):
-    """A body that arrives too slowly to be waited for; clients send it again."""
+    """A body arrives too slowly to wait for; clients send it again."""
 
     status = 408
 
 
 class OverLimitError(OffbeatError):
-    """An owner has too much under way; the same request will be taken later."""
+    """An owner has too much under way; the same request will be accepted later."""
 
     status = 429
 
@@ -76,9 +76,9 @@ class OverLimitError(OffbeatError):
 
 
 def outside(sentence: str, *, name: str) -> str:
-    """A sentence for the client whose request is called `name`, if it shows nothing of where and how this server keeps things.
+    """Return a sentence for the client, replaced by a reference to the log entry `name` if it reveals paths or addresses of this server.
 
-    The last line of defence: what an error says is chosen where it is explained.
+    This is the last line of defence: the texts of errors are already chosen with clients in mind.
     """
     if _INSIDES.search(sentence):
         return f"the server cannot do this; its log has the reason under {name}"

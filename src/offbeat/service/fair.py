@@ -1,8 +1,8 @@
-"""A queue that shares what is served over owners by cost, not by count: who sends large items, or many, does not keep others waiting.
+"""A queue that shares service fairly between owners by cost, not by count: an owner with large or many items does not delay the others.
 
-Pure: start-time fair queueing (Goyal, Vin, Cheng 1996). Each owner has a virtual time that its served costs move on, and the owner
-furthest behind comes next. While two owners both wait, what they were served differs by at most their largest items. An owner that was away
-comes back at the present virtual time: idleness saves up nothing.
+It is pure and implements start-time fair queueing (Goyal, Vin, Cheng 1996). Each owner has a virtual time, which advances by the cost of
+its served items; the owner with the lowest comes next. While two owners both wait, the costs served to them differ by at most their
+largest items. An owner that was idle resumes at the current virtual time, so idle time earns no credit.
 """
 
 from collections import deque
@@ -17,14 +17,14 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[tuple[int, T]]] = {}
-        self._times: dict[str, int] = {}  # of those who wait, and of those who were served more than the present
+        self._times: dict[str, int] = {}  # of owners that wait, and of those ahead of the current virtual time
         self._now = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
     def push(self, owner: str, cost: int, item: T) -> None:
-        """Add an item; the cost, of 1 or more, is what serving it takes, in any unit."""
+        """Add an item; `cost` is the price of serving it in any unit, at least 1."""
         if owner not in self._queues:
             self._queues[owner] = deque()
             self._times[owner] = max(self._now, self._times.get(owner, 0))
@@ -32,17 +32,17 @@ class FairQueue(Generic[T]):
 
     @property
     def owners(self) -> Collection[str]:
-        """Those who wait."""
+        """Owners that have waiting items."""
         return self._queues.keys()
 
     def pop(self, may: Callable[[str, T], bool] = lambda _owner, _item: True) -> T:
-        """Take the item that is next.
+        """Remove and return the next item.
 
         Args:
-            may: whether an owner's first item can be served now; where it cannot, others' come before it, and it makes up for that later.
+            may: whether an owner's first item can be served now. If not, other owners go first, and this owner catches up later.
 
         Raises:
-            LookupError: nothing waits that may be served.
+            LookupError: no waiting item may be served.
         """
         ranking = sorted(self._queues, key=lambda name: self._times[name])
         owner = next((name for name in ranking if may(name, self._queues[name][0][1])), None)

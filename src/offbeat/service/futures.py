@@ -1,9 +1,9 @@
-"""Requests that end later: opened under the id that their nature gives them, finished once and for good, waited for by long polls.
+"""Requests that end later: each is opened under an ID that follows from what it is, ended exactly once, and awaited by long polls.
 
-A request that has not ended exists in memory alone: if the server dies, it is lost, and its client is told so and may send it again.
-One that has ended is on disk before anybody hears of it, and is found again, after a restart too, until its retention has passed. Used
-by the core, which opens and finishes, and by the HTTP layer, which retrieves; all on one event loop. Encoding, files and commits are
-the work of the store's thread.
+A request that has not ended exists only in memory: if the server dies, the request is lost, and its client is told so and may send it
+again. A request that has ended is on disk before anybody hears of it, and can be found, even after a restart, until its retention has
+passed. The core opens and ends requests, and the HTTP layer retrieves them, all on one event loop. Encoding, files and commits are the
+work of the store's thread.
 """
 
 import asyncio
@@ -26,15 +26,17 @@ _KEPT_AFTER_FETCH_S = 600
 
 
 class Future:
-    """A request under way, or one that has ended.
+    """A request that is under way or has ended.
 
     Attributes:
-        kind: of the request, for people.
-        pending: what its pollers are told while it has not ended; whoever carries it out may set it.
+        kind: kind of the request, to show to people.
+        pending: what pollers are told until the request ends; whoever carries it out may set this.
     """
 
     def __init__(self, request_id: str, *, owner: str, kind: str, created: float, answer: asyncio.Future[Payload] | None) -> None:
-        """Args:
+        """Create a future.
+
+        Args:
             answer: None if the answer is on disk.
         """
         self.request_id = request_id
@@ -47,21 +49,21 @@ class Future:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self._answer is None or self._answer.done()
 
     def claim_end(self) -> bool:
-        """True for the first who wants to end it."""
+        """Return True for the first caller, who is to end the request, and False for all others."""
         first, self._ending = not self._ending and not self.done, True
         return first
 
     def end(self, answer: Payload) -> None:
-        """Give the answer to all who wait."""
+        """Give the answer to everyone who waits."""
         assert self._answer is not None and not self._answer.done(), f"request {self.request_id} ended twice"
         self._answer.set_result(answer)
 
     async def wait(self, timeout_s: float) -> Payload | Pending:
-        """Give the answer once it is there, or, after a while, why it is not."""
+        """Return the answer if it arrives within `timeout_s` seconds, otherwise why the request has not ended."""
         assert self._answer is not None, f"the answer of request {self.request_id} is on disk"
         await asyncio.wait([self._answer], timeout=timeout_s)
         return self._answer.result() if self._answer.done() else self.pending
@@ -74,13 +76,13 @@ class Futures:
         self, store: Store, results: Results, *, encode: Callable[[Outcome], Payload], owner_of: Callable[[str], str | None],
         usage: Usage, retention_s: float = 3600.0, clock: Callable[[], float] = time.time,
     ) -> None:
-        """Learn which requests have ended before. Answers are part of their owners' disk until they are swept.
+        """Find out which requests have ended before. Answers count towards their owners' disk use until they are swept.
 
         Args:
-            encode: makes the answer of an outcome; called on the store's thread.
-            owner_of: of a session, None if there is no such.
-            retention_s: how long an answer stays after its request ended, and at least ten minutes after it was fetched again.
-            clock: seconds since the epoch.
+            encode: turns an outcome into its answer; called on the store's thread.
+            owner_of: returns the owner of a session, or None if there is no such session.
+            retention_s: how long an answer is kept after its request ended; it is also kept for ten minutes after each fetch.
+            clock: returns seconds since the epoch.
 
         Raises:
             StorageError: the database cannot be read.
@@ -93,21 +95,21 @@ class Futures:
         self._retention_s = retention_s
         self._clock = clock
         self._open: dict[str, Future] = {}
-        # Hashes of ids, in little memory: most requests are new, and need no question to the database.
+        # Hashes of IDs take little memory, and spare a database query for most requests, which are new.
         self._on_disk = {hash(request_id) for request_id in store.future_ids()}
         self._fetched: dict[str, float] = {}
         for owner, (num_answers, num_bytes) in store.answer_sizes().items():
             usage.add(owner, disk_bytes=num_bytes + num_answers * ANSWER_ROW_BYTES)
 
     def __len__(self) -> int:
-        """How many have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._open)
 
     def open(self, request_id: str, *, owner: str, kind: str) -> tuple[Future, bool]:
-        """Give the future of a request, and whether it is new, so that its work is to be done.
+        """Return the future of a request, and whether it is new, in which case the caller must carry it out.
 
         Raises:
-            UnknownError: the id is of another owner's request.
+            UnknownError: the ID belongs to another owner's request.
             StorageError: the database cannot be read.
         """
         if (found := self._look(request_id)) is not None:
@@ -119,7 +121,7 @@ class Futures:
         return future, True
 
     def find(self, request_id: str, owner: str) -> Future | None:
-        """Give an owner's request; None if there is none, or it is forgotten.
+        """Return an owner's request, or None if it does not exist or has been forgotten.
 
         Raises:
             StorageError: the database cannot be read.
@@ -128,19 +130,19 @@ class Futures:
         return found if found is not None and found.owner == owner else None
 
     async def finish(self, future: Future, outcome: Outcome) -> None:
-        """End a request and wake all who wait for it, once its answer is on disk; a later outcome of the same request is dropped.
+        """End a request, and wake everyone who waits for it once its answer is on disk; a later outcome of the same request is dropped.
 
-        If the answer cannot be encoded or stored, the request ends as failed, and the reason, which is not the owner's business, is logged.
+        If the answer cannot be encoded or stored, the request ends as failed. The reason is logged and not shown to the owner.
         """
         if future.claim_end():
-            await asyncio.shield(asyncio.ensure_future(self._end(future, outcome)))  # others wait, even if this caller does not any more
+            await asyncio.shield(asyncio.ensure_future(self._end(future, outcome)))  # others wait for it, even if this caller is cancelled
 
     async def retrieve(self, request_id: str, owner: str, *, timeout_s: float) -> Payload | Pending:
-        """Give the answer of a request, or, if it has not ended within `timeout_s` seconds, why.
+        """Return the answer of a request, or why the request has not ended within `timeout_s` seconds.
 
         Raises:
             UnknownError: the owner has no such request.
-            LostError: it was lost at a restart, or forgotten, or what is on disk is damaged.
+            LostError: the request was lost in a restart or forgotten, or its answer on disk is damaged.
             StorageError: the database cannot be read.
         """
         if (future := self._open.get(request_id)) is not None:
@@ -153,17 +155,17 @@ class Futures:
         return answer
 
     async def sweep(self) -> None:
-        """Forget the answers whose retention has passed, and delete the files that nobody needs any more.
+        """Forget the answers whose retention has passed, and delete the files that are no longer needed.
 
         Raises:
             StorageError: the database cannot be read or written.
         """
         now = self._clock()
         self._fetched = {request_id: fetched for request_id, fetched in self._fetched.items() if fetched >= now - _KEPT_AFTER_FETCH_S}
-        active = self._results.active  # answers that are stored from here on are in this file or a later one
+        active = self._results.active  # answers stored from here on are in this file or a later one
         rows = [row for row in await asyncio.to_thread(self._store.futures_before, now - self._retention_s)
                 if row.request_id not in self._fetched]
-        await self._store.delete(*rows)  # after which all answers that were stored before are in the database
+        await self._store.delete(*rows)  # afterwards, all answers stored earlier are in the database
         self._on_disk.difference_update([hash(row.request_id) for row in rows])
         for row in rows:
             self._usage.release(row.owner, disk_bytes=row.length + ANSWER_ROW_BYTES)
@@ -185,7 +187,7 @@ class Futures:
             self._usage.add(future.owner, disk_bytes=len(answer.data) + ANSWER_ROW_BYTES)
         except Exception as exc:
             _log.error("request %s: its answer could not be kept: %s", future.request_id, exc, exc_info=not isinstance(exc, StorageError))
-            # Those who wait hear of a failure all the same: it may be the one that tells what their model has lost.
+            # Those who wait hear of a failure all the same, because it may be the one that tells what their model has lost.
             answer = self._encode(outcome if isinstance(outcome, Failed) else Failed(
                 f"request {future.request_id} has ended, but its answer could not be kept; the server's log says why", "server"))
         del self._open[future.request_id]

@@ -1,8 +1,8 @@
-"""Whether a database and a data folder belong together: both hold one random identity, made at their first start.
+"""Checks that a database and a data folder belong together: both hold the same random identity, created at their first start.
 
-A database that is beside the wrong folder names none of its checkpoints, and would be taken for the truth about them. So `store` asks
-here before it changes anything, and `serve` leaves the identity in the folder once the database has it. A start that dies in between is
-repeated: then one of the two has the identity, and nothing is in the other that could be lost.
+Next to the wrong folder, a database would name none of the folder's checkpoints, and yet be believed. So `store` asks here before it
+changes anything, and `serve` writes the identity into the folder once the database has it. If the start dies in between, the next one
+repeats it: only one of the two then has the identity, and the other has nothing that could be lost.
 """
 
 import uuid
@@ -18,12 +18,12 @@ _FILE = "identity"
 
 @dataclass(frozen=True)
 class Known:
-    """What a database knows of its folder.
+    """What a database knows of its data folder.
 
     Attributes:
-        database: what people call it.
-        identity: empty if it has none.
-        folders: of checkpoints, saved states and snapshots that its rows name.
+        database: name of the database, to show to people.
+        identity: identity in the database; empty if it has none.
+        folders: folders of checkpoints, saved states and snapshots that its rows name.
     """
 
     database: str
@@ -32,10 +32,10 @@ class Known:
 
 
 def agree(known: Known, data_dir: Path) -> str:
-    """The identity of a database and a data folder, or the one to give to both; changes nothing.
+    """Return the identity shared by a database and a data folder, or a new one for both. Changes nothing.
 
-    Where one of them has none, as before there were identities, it gets one if the other cannot be a stranger: the database names a
-    checkpoint that is there, or neither of them has any.
+    If either has no identity, as in data from before there were any, it gets one if the two evidently belong together: the database names
+    a checkpoint that exists, or neither has any.
 
     Raises:
         ConfigError: they do not belong together.
@@ -63,7 +63,7 @@ def agree(known: Known, data_dir: Path) -> str:
 
 
 def keep(data_dir: Path, identity: str) -> None:
-    """Leave the identity in the folder, for good.
+    """Write the identity into the folder durably.
 
     Raises:
         StorageError: it cannot be written.
@@ -71,6 +71,6 @@ def keep(data_dir: Path, identity: str) -> None:
     try:
         if not (data_dir / _FILE).exists():
             write_file(data_dir / _FILE, f"{identity}\n".encode())
-            sync(data_dir.parent)  # where the folder itself is new
+            sync(data_dir.parent)  # the folder itself may be new
     except OSError as exc:
         raise StorageError(f"the data folder {str(data_dir)!r} cannot be written: {exc.strerror}; free space, or give another one") from exc

@@ -1,7 +1,8 @@
-"""Ids and `tinker://` paths: how they are made, read and checked.
+"""Makes, parses and checks IDs and `tinker://` paths.
 
-An id is what identifies a thing by its nature, so a request that is sent again finds what it began: a model is its session and a number,
-a training request its model and a number. Sessions are random and cannot be guessed. What users give is checked here before it is used.
+An ID follows from what it identifies, so that a request sent again finds what it began: the ID of a model is its session's and a
+number, that of a training request its model's and a number. Session IDs are random and cannot be guessed. Users' input is checked
+here before use.
 """
 
 import re
@@ -23,40 +24,40 @@ _SEGMENT_OF = {kind: segment for segment, kind in _SEGMENTS.items()}
 
 
 def new_session_id() -> str:
-    """A session nobody can guess."""
+    """Return a random session ID that cannot be guessed."""
     return str(uuid.uuid4())
 
 
 def model_id(session_id: str, seq: int) -> str:
-    """The id of a session's model, which clients compute too; it is the id of the training run as well."""
+    """Return the ID of a session's model, which is also that of the training run. Clients compute it themselves, too."""
     return f"{session_id}:train:{seq}"
 
 
 def sampler_id(session_id: str, seq: int) -> str:
-    """The id of a session's sampler."""
+    """Return the ID of a session's sampler."""
     return f"{session_id}:sample:{seq}"
 
 
 def create_request(model_id: str) -> str:
-    """The request that creates a model, fresh or from a checkpoint."""
+    """Return the ID of the request that creates a model, fresh or from a checkpoint."""
     return f"{model_id}:create"
 
 
 def training_request(model_id: str, seq: int) -> str:
-    """A request to a model."""
+    """Return the ID of a request to a model."""
     return f"{model_id}:{seq}"
 
 
 def sample_request(sampler_id: str, seq: int) -> str:
-    """A request to a sampler."""
+    """Return the ID of a request to a sampler."""
     return f"{sampler_id}:{seq}"
 
 
 def session_of(some_id: str) -> str:
-    """The session that a session, model, sampler or request id belongs to.
+    """Return the session that a session, model, sampler or request ID belongs to.
 
     Raises:
-        BadRequestError: it is none of these.
+        BadRequestError: the text is not such an ID.
     """
     if (match := _ANY_ID.fullmatch(some_id)) is None:
         raise BadRequestError(f"{some_id[:100]!r} is not an id that this server gives out; use one from an answer of its")
@@ -64,10 +65,10 @@ def session_of(some_id: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Give back the name of a checkpoint.
+    """Return the name of a checkpoint unchanged if it is valid.
 
     Raises:
-        BadRequestError: it cannot be one.
+        BadRequestError: the name is invalid.
     """
     if _NAME.fullmatch(name) is None:
         raise BadRequestError(
@@ -77,7 +78,7 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """Where a checkpoint is, for clients: `tinker://<run>/<weights|sampler_weights|external_weights>/<name>`."""
+    """Path of a checkpoint for clients: `tinker://<run>/<weights|sampler_weights|external_weights>/<name>`."""
 
     run_id: str
     kind: CheckpointKind
@@ -85,10 +86,10 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a path.
+        """Parse a path.
 
         Raises:
-            BadRequestError: it is not one.
+            BadRequestError: the text is not a checkpoint's path.
         """
         parts = text.removeprefix(_SCHEME).split("/")
         if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in _SEGMENTS or _MODEL_ID.fullmatch(parts[0]) is None:

@@ -1,4 +1,4 @@
-"""What went wrong with ranks and engines, for the status page and metrics: heard from the record of events, counted, the last ones kept."""
+"""Counts what went wrong with ranks and engines and keeps the latest incidents, for the status page and metrics. Fed by the event log."""
 
 import time
 from collections import Counter, deque
@@ -11,7 +11,7 @@ _KEPT = 50
 
 
 class Incidents:
-    """Hears of every event; `hear` is given to `offbeat.telemetry.events.EventLog`."""
+    """Counts and latest incidents. Its `hear` is a listener of `offbeat.telemetry.events.EventLog`."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -20,16 +20,16 @@ class Incidents:
 
     @property
     def last(self) -> tuple[Incident, ...]:
-        """The newest first."""
+        """Latest incidents, newest first."""
         return tuple(self._kept)
 
     @property
     def counts(self) -> IncidentCounts:
-        """Since the start."""
+        """Counts of incidents since the start."""
         return IncidentCounts(**self._counts)
 
     def hear(self, kind: str, fields: dict[str, Any]) -> None:
-        """One event; most are none of ours."""
+        """Take in one event; most kinds are ignored."""
         match kind:
             case "trainers_failed":
                 dead = ", ".join(fields["dead"])

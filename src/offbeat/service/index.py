@@ -1,4 +1,4 @@
-"""Rows of checkpoints by what is asked for: path, run, owner and folder. Used by `checkpoints`; a question costs what its answer holds."""
+"""Indexes of checkpoint rows by path, run, owner and folder. Used by `checkpoints`; a lookup takes time proportional to its result."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping
@@ -8,7 +8,7 @@ from offbeat.service.tables import CheckpointRow
 
 
 class CheckpointRows(MutableMapping[CheckpointPath, CheckpointRow]):
-    """A dictionary of rows that knows more than their paths."""
+    """A dictionary of rows by path, with further indexes."""
 
     def __init__(self, rows: Iterable[CheckpointRow] = ()) -> None:
         self._rows: dict[CheckpointPath, CheckpointRow] = {}
@@ -51,24 +51,24 @@ class CheckpointRows(MutableMapping[CheckpointPath, CheckpointRow]):
 
     @property
     def owners(self) -> set[str]:
-        """Those who have any."""
+        """Names of the owners who have checkpoints."""
         return set(self._of_owner)
 
     def count_of(self, owner: str) -> int:
-        """How many an owner has."""
+        """Return the number of an owner's checkpoints."""
         return len(self._of_owner.get(owner, {}))
 
     @property
     def public(self) -> Iterable[CheckpointRow]:
-        """Those that anybody may read."""
+        """Rows of public checkpoints."""
         return self._public.values()
 
     def has_folder(self, folder: str) -> bool:
-        """Whether a checkpoint is in this folder."""
+        """Whether a checkpoint uses this folder."""
         return folder in self._folders
 
     def of(self, *, owner: str | None = None, run_id: str | None = None) -> Iterable[CheckpointRow]:
-        """Those of an owner, of a run, of both, or all."""
+        """Return the rows of an owner, of a run, of an owner within a run, or all rows."""
         if run_id is not None:
             found = self._of_run.get(run_id, {}).values()
             return found if owner is None else [row for row in found if row.owner == owner]
@@ -76,5 +76,5 @@ class CheckpointRows(MutableMapping[CheckpointPath, CheckpointRow]):
 
 
 def path_of(row: CheckpointRow) -> CheckpointPath:
-    """Where clients find it."""
+    """Return the path by which clients find a checkpoint."""
     return CheckpointPath(row.run_id, row.kind, row.name)

@@ -1,7 +1,7 @@
-"""API keys: who calls, and what they may take up.
+"""API keys: who the caller is, and which limits apply.
 
-Keys stand in a TOML file, or, in an open house, any key is an owner of its own. Only digests are kept and compared, so that neither
-memory nor the time a comparison takes gives a key away. Used by the HTTP layer for each request.
+Keys are listed in a TOML file; in an open house, any key is an owner of its own. Only digests are kept and compared, so that neither
+memory nor the time of a comparison reveals a key. Used by the HTTP layer for each request.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from offbeat.service.types import Caller
 
 _PREFIX = "tml-"
 _MIN_CHARS = 16
-"""Of a key in the file, after the prefix: as hexadecimal digits 64 bits, which nobody guesses over a network."""
+"""Minimum length of a key in the file, after the prefix: as hexadecimal digits 64 bits, too many to guess over a network."""
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DEFAULT = Limits()
 _EXAMPLE = '[owners.NAME] with key = "tml-..."'
 
 
 class _Owner(msgspec.Struct, forbid_unknown_fields=True):
-    """An owner's table in the file; what is not given is as for everybody."""
+    """An owner's table in the file; limits that are not given have their default."""
 
     key: str
     max_models: int | None = None
@@ -44,14 +44,14 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Keys:
-    """Owners by key."""
+    """Finds the owner of an API key, and an owner's limits."""
 
     def __init__(self, owners: Mapping[str, str] | None, limits: Mapping[str, Limits], default: Limits) -> None:
         """Use `load` or `open_house` instead.
 
         Args:
-            owners: by digest of their key; None for an open house.
-            limits: by owner, where they differ from the default.
+            owners: owners by the digest of their key; None for an open house.
+            limits: limits by owner, where they differ from the default.
         """
         self._owners = owners
         self._limits = limits
@@ -59,10 +59,10 @@ class Keys:
 
     @classmethod
     def load(cls, path: Path, *, default: Limits = _DEFAULT) -> Self:
-        """Read a file of owners: `[owners.NAME]` with `key = "tml-..."`, and the fields of `Limits` where one's differ from the default.
+        """Read a file of owners: tables `[owners.NAME]` with `key = "tml-..."`, and fields of `Limits` that differ from the default.
 
         Raises:
-            ConfigError: the file cannot be read, or is not such a file.
+            ConfigError: the file cannot be read, or its contents are invalid.
         """
         try:
             entries = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File).owners
@@ -79,19 +79,19 @@ class Keys:
 
     @classmethod
     def open_house(cls, *, default: Limits = _DEFAULT) -> Self:
-        """Let in everybody with a key of the right form; equal keys are the same owner."""
+        """Accept every key that has the right form; equal keys are the same owner."""
         return cls(None, {}, default)
 
     @property
     def any_will_do(self) -> bool:
-        """Whether this is an open house."""
+        """Whether this is an open house, which accepts any key."""
         return self._owners is None
 
     def caller(self, api_key: str) -> Caller:
-        """Tell who has this key.
+        """Return the caller to whom a key belongs.
 
         Raises:
-            UnknownKeyError: nobody.
+            UnknownKeyError: the key belongs to nobody.
         """
         digest = _digest(api_key)
         if not api_key.startswith(_PREFIX):
@@ -102,7 +102,7 @@ class Keys:
         return Caller(owner)
 
     def limits_of(self, owner: str) -> Limits:
-        """What an owner may take up."""
+        """Return the limits of an owner."""
         return self._limits.get(owner, self._default)
 
 

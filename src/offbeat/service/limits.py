@@ -1,7 +1,7 @@
-"""What one owner may take up at a time, and the accounting of it.
+"""Limits of what one owner may use at a time, and the accounting of it.
 
-The core charges before it takes work on and releases when that is done. A queue that is full is a matter of time, and clients wait; too
-many models, sessions or samplers, or too much on disk, last until the owner mends it, so that is refused for good. For one event loop.
+The core charges before it accepts work, and releases when the work is done. A full queue is temporary, so clients wait. Too many models,
+sessions or samplers, or too much on disk, last until the owner acts, so such requests are refused for good. For one event loop.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from offbeat.service.errors import OverLimitError, RequestError, TooLargeError
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one owner.
+    """Limits of one owner.
 
     Attributes:
-        max_models: that have not ended.
-        max_queued_tokens: of all requests that have not ended.
-        max_disk_bytes: of all checkpoints and unnamed samplers, and of answers until they are swept.
-        max_queued_bytes: of memory, the most that all requests that have not ended may take.
-        max_sessions: that are remembered.
-        max_samplers: that have not ended.
+        max_models: number of models that have not ended.
+        max_queued_tokens: tokens of all requests that have not ended.
+        max_disk_bytes: size of all checkpoints and unnamed samplers, and of answers until they are swept.
+        max_queued_bytes: peak memory of all requests that have not ended.
+        max_sessions: number of sessions that are remembered.
+        max_samplers: number of samplers that have not ended.
     """
 
     max_models: int = 64
@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass
 class Use:
-    """What an owner takes up now."""
+    """Amounts that an owner uses now."""
 
     models: int = 0
     queued_tokens: int = 0
@@ -44,28 +44,28 @@ class Use:
 
 
 class Usage:
-    """What all owners take up. Amounts are given by the names of the fields of `Use`."""
+    """Amounts that all owners use. They are given by the field names of `Use`."""
 
     def __init__(self, limits_of: Callable[[str], Limits]) -> None:
         self._limits_of = limits_of
         self._uses: dict[str, Use] = {}
 
     def of(self, owner: str) -> Use:
-        """What an owner takes up; to be read only."""
+        """Return what an owner uses now; read only."""
         return self._uses.get(owner, Use())
 
     def is_full(self, owner: str, *, sessions: int = 0, samplers: int = 0) -> bool:
-        """Whether so many more would be refused."""
+        """Whether this many more would be refused."""
         use, limits = self.of(owner), self._limits_of(owner)
         return use.sessions + sessions > limits.max_sessions or use.samplers + samplers > limits.max_samplers
 
     def charge(self, owner: str, **amounts: int) -> None:
-        """Add to what an owner takes up, or raise and add nothing.
+        """Add to what an owner uses, or raise an error and add nothing.
 
         Raises:
             OverLimitError: the queue is full for now.
-            TooLargeError: the queue will never hold that much.
-            RequestError: there is no room for more models, sessions or samplers, or on disk.
+            TooLargeError: the queue could never hold this much.
+            RequestError: no more models, sessions or samplers are allowed, or no more disk space.
         """
         use, limits = self.of(owner), self._limits_of(owner)
         for name, amount in amounts.items():
@@ -74,7 +74,7 @@ class Usage:
         self.add(owner, **amounts)
 
     def add(self, owner: str, **amounts: int) -> None:
-        """Add what is there anyway, as at a start, even beyond the limits; negative numbers release."""
+        """Add what exists in any case, as at a start, even beyond the limits; negative amounts release."""
         use = self._uses.setdefault(owner, Use())
         for name, amount in amounts.items():
             setattr(use, name, getattr(use, name) + amount)
@@ -83,7 +83,7 @@ class Usage:
             del self._uses[owner]
 
     def release(self, owner: str, **amounts: int) -> None:
-        """Take back what was charged."""
+        """Subtract amounts that were charged."""
         self.add(owner, **{name: -amount for name, amount in amounts.items()})
 
 

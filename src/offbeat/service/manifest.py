@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint's folder: what files it holds, with their checksums. A folder is complete from the moment it has one.
+"""Manifest of a checkpoint's folder: its files with their checksums. A folder is complete once it has a manifest.
 
 Called by `checkpoints`, on its threads.
 """
@@ -28,14 +28,14 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds; `adapter` is None if engines cannot load it."""
+    """Contents of a folder; `adapter` is None if engines cannot load it."""
 
     files: dict[str, File]
     adapter: AdapterManifest | None = None
 
 
 class CheckpointError(StorageError):
-    """A checkpoint's files are damaged, gone, or cannot be written. Its sentence is for clients, and does not say where they are."""
+    """A checkpoint's files are damaged or missing, or cannot be written. The message is for clients, and does not say where they are."""
 
 
 def _digest(path: Path) -> File:
@@ -44,10 +44,10 @@ def _digest(path: Path) -> File:
 
 
 def seal(folder: Path, adapter: AdapterManifest | None) -> int:
-    """Write the manifest of a folder and sync all of it, whoever wrote it; the size of its files in bytes.
+    """Write the manifest of a folder and sync everything in it, whichever process wrote it. Returns the size of its files in bytes.
 
     Raises:
-        CheckpointError: it cannot be read or written.
+        CheckpointError: the folder cannot be read or written.
     """
     try:
         files = {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
@@ -60,7 +60,7 @@ def seal(folder: Path, adapter: AdapterManifest | None) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a folder holds; raises CheckpointError if there is no manifest that can be read."""
+    """Read a folder's manifest; raises CheckpointError if it is missing or unreadable."""
     try:
         manifest = msgspec.convert(_with_canary(msgspec.json.decode((folder / MANIFEST).read_bytes())), Manifest)
     except (OSError, msgspec.DecodeError) as exc:
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _with_canary(manifest: Any) -> Any:
-    """A manifest in which an earlier Offbeat has written the mean of the canary's log-probabilities alone."""
+    """Upgrade a manifest by an earlier Offbeat, which stored only the mean of the canary's log-probabilities."""
     adapter = manifest.get("adapter") if isinstance(manifest, dict) else None
     if isinstance(adapter, dict) and "canary_logprob" in adapter:
         adapter.setdefault("canary_logprobs", [adapter["canary_logprob"]])
@@ -78,7 +78,7 @@ def _with_canary(manifest: Any) -> Any:
 
 
 def verify(folder: Path) -> Manifest:
-    """What a folder holds, after a look at every byte; raises CheckpointError unless all is as it was sealed."""
+    """Compare every file with the manifest and return it; raises CheckpointError unless all contents are as they were sealed."""
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
         try:
@@ -91,5 +91,5 @@ def verify(folder: Path) -> Manifest:
 
 
 def sealed_folders(root: Path) -> frozenset[str]:
-    """Names of the folders that are complete, those that were put aside included."""
+    """Return the names of all complete folders, including those set aside."""
     return frozenset(path.parent.name for pattern in ("*", f"{FOLDER}/*/*") for path in root.glob(f"{pattern}/{MANIFEST}"))

@@ -1,8 +1,8 @@
-"""Models, and where each is: in the trainers, or parked as a folder on disk, or fresh, which is its seed.
+"""Models and their residency: in the trainers, saved in a folder on disk (parked), or fresh, which takes no more than the seed.
 
-A model enters the trainers when it is first needed and leaves them, saved, when its session is silent or its place is needed. What is
-trained is lost if the trainers or the server die before it is saved; a model then goes back to its last saved state, and what its client
-sends until it has heard of that is not carried out. Only `training` changes models, one turn at a time.
+A model enters the trainers when it is first needed, and is saved and leaves when its session is silent or its place is needed. Training
+since the last save is lost if the trainers or the server die. The model then goes back to its last saved state, and requests that its
+client sends before hearing of the loss are not carried out. Only `training` changes models, one turn at a time.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from offbeat.service.types import Caller, ModelInfo
 
 
 class Loss:
-    """What a model's client has to hear of before more is done.
+    """A loss of training that the client must hear of before the model continues.
 
     Attributes:
-        message: for the client.
-        told_by: failed requests that tell the client when it fetches them.
-        heard_at: the number of the first request that was sent afterwards; None until it has heard.
+        message: text for the client.
+        told_by: failed requests whose outcome tells the client when it is fetched.
+        heard_at: number of the first request sent after the client heard; None until then.
     """
 
     def __init__(self, message: str) -> None:
@@ -41,7 +41,7 @@ class Loss:
         self.heard_at: int | None = None
 
     def concerns(self, number: int) -> bool:
-        """Whether a request was sent before the client heard."""
+        """Whether a request was sent before the client heard of the loss."""
         return self.heard_at is None or number < self.heard_at
 
 
@@ -49,17 +49,17 @@ class Model:
     """One model.
 
     Attributes:
-        row: as stored; it changes when the database has committed.
-        marked: what is stored, or about to be, says that a restart would lose something.
-        storing: held while what is stored changes.
-        numbers: of its requests, those that have come to an outcome.
-        step: optimizer steps so far, those before its checkpoint included.
-        resident: the trainers have it.
-        last_used: rises with each turn that has needed it, over all models.
-        counted: among those that its owner may have.
-        has_gradient: passes have added to a gradient that no step has used.
-        num_changes: of its state by steps and loads; `saved_changes` of them are in its saved state.
-        loss: None if all is well.
+        row: the stored row; it changes once the database has committed.
+        marked: whether the stored row says, or is about to say, that a restart would lose something.
+        storing: lock held while the stored row changes.
+        numbers: numbers of its requests that have an outcome.
+        step: number of optimizer steps so far, including those before its checkpoint.
+        resident: whether the trainers hold it.
+        last_used: counter of turns over all models, as of the last turn that needed this one.
+        counted: whether it counts towards its owner's limit of models.
+        has_gradient: whether passes have added to a gradient that no step has used yet.
+        num_changes: number of changes by steps and loads; its saved state includes `saved_changes` of them.
+        loss: None if nothing was lost.
     """
 
     def __init__(self, row: ModelRow, *, counted: bool) -> None:
@@ -82,15 +82,15 @@ class Model:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether a restart from here on would lose something, or has, which its client has not heard of."""
+        """Whether a restart now would lose something, or something is lost already and the client has not heard of it."""
         return self.would_lose(self.saved_changes)
 
     def would_lose(self, saved_changes: int) -> bool:
-        """The same, if so many changes were in its saved state."""
+        """Whether that would be so if the saved state included this many changes."""
         return self.loss is not None or self.has_gradient or self.num_changes > saved_changes
 
     def check_unused(self, seq: int) -> None:
-        """Raise LostError for a number whose request has come to an outcome that is not kept any more."""
+        """Raise LostError if the request with this number has an outcome that is no longer kept."""
         if seq in self.numbers:
             raise LostError(
                 f"request {training_request(self.id, seq)} was carried out, and its answer is not kept any more; a number is used once, so "
@@ -98,7 +98,7 @@ class Model:
 
     @property
     def info(self) -> ModelInfo:
-        """For clients."""
+        """The model as clients see it."""
         row = self.row
         return ModelInfo(row.id, row.owner, row.base_model, row.lora, row.last_request, row.metadata)
 
@@ -107,17 +107,18 @@ class Models:
     """All models of all owners.
 
     Attributes:
-        max_resident: models that the trainers hold at once, and so the most that one turn may need.
+        max_resident: number of models that the trainers hold at once, and so the most that one turn may need.
     """
 
     def __init__(
         self, rows: Iterable[ModelRow], *, backend: Backend, store: Store, usage: Usage, checkpoints: Checkpoints,
         max_resident: int = sys.maxsize,
     ) -> None:
-        """
+        """Start from the stored rows.
+
         Args:
-            rows: those that there were before.
-            max_resident: models that the trainers hold at once.
+            rows: models found in the database.
+            max_resident: number of models that the trainers hold at once.
         """
         self.max_resident = max_resident
         self._num_uses = 0
@@ -132,21 +133,21 @@ class Models:
         return iter(tuple(self._models.values()))
 
     def find(self, caller: Caller, model_id: str) -> Model:
-        """A model of the caller's; raises UnknownError if there is none."""
+        """Return a model of the caller; raises UnknownError if there is none."""
         model = self._models.get(model_id)
         if model is None or model.row.owner != caller.owner:
             raise UnknownError(f"there is no model {model_id[:120]!r}; create one")
         return model
 
     def get(self, model_id: str) -> Model | None:
-        """A model of anybody's."""
+        """Return a model of any owner, or None."""
         return self._models.get(model_id)
 
     def admit(self, row: ModelRow) -> Model:
-        """Make a model exist, in memory as yet; `store` it, or `dismiss` it.
+        """Create a model in memory only; `store` it or `dismiss` it afterwards.
 
         Raises:
-            RequestError: its owner may have no more.
+            RequestError: its owner may have no more models.
             ModelError: such an adapter cannot be trained here.
         """
         self._backend.check_lora(row.lora)
@@ -155,7 +156,7 @@ class Models:
         return self._models[row.id]
 
     async def dismiss(self, model: Model) -> None:
-        """Forget a model that was admitted, but could not be made."""
+        """Forget a model that was admitted but could not be created."""
         del self._models[model.id]
         self._uncount(model)
         if model.resident and self._backend.trainers_alive:
@@ -163,12 +164,12 @@ class Models:
         await self._checkpoints.release(model.row.state_folder)
 
     async def store(self, model: Model, **changes: Any) -> None:
-        """Change what is stored of a model, and then what is known of it; raises StorageError, and nothing is changed."""
+        """Change the stored row of a model, and then the one in memory; raises StorageError and changes nothing."""
         async with model.storing:
             await self._put(model, **changes)
 
     async def store_progress(self, model: Model) -> None:
-        """Store how far a model has come, unless that was stored with another request's."""
+        """Store a model's progress, unless it was already stored along with another request's."""
         async with model.storing:
             if (model.numbers.last, model.is_dirty) != (model.row.last_seq, model.row.dirty):
                 await self._put(model, last_request=time.time(), dirty=model.is_dirty)
@@ -179,8 +180,8 @@ class Models:
         try:
             await self._store.put(row)
         except BaseException as exc:
-            model.marked = False  # nobody knows, so it is marked again
-            if not isinstance(exc, StorageError):  # cancelled: it may well be stored, and then needs its folder
+            model.marked = False  # the database's state is unknown, so the row is marked again later
+            if not isinstance(exc, StorageError):  # cancelled: the row may have been stored, and then needs its folder
                 model.row = row
             raise
         model.row = row
@@ -188,10 +189,10 @@ class Models:
     # -- residency ---------------------------------------------------------------------------------------------------------------------
 
     async def enter(self, model: Model) -> None:
-        """See that the trainers have a model.
+        """Make sure that the trainers hold a model.
 
         Raises:
-            StorageError: its saved state is damaged or gone.
+            StorageError: its saved state is damaged or missing.
             OffbeatError: the trainers failed.
         """
         if model.resident:
@@ -203,21 +204,21 @@ class Models:
         else:
             await self._backend.create(model.id, model.row.lora)
         model.resident = True
-        if not model.counted:  # its session was silent, and is not any more
+        if not model.counted:  # its session was silent and is active again
             model.counted = True
             self._usage.add(model.row.owner, models=1)
 
     async def make_room(self, model: Model, wanted: Set[Model], *, busy: Set[Model]) -> None:
-        """See that the trainers have a place for a model: of those that have none, park the least recently used.
+        """Make sure that the trainers have room for a model, by parking the least recently used ones.
 
-        A gradient is lost by that, so that those who have one go last, and first from the owner who holds the most places.
+        Parking loses a gradient, so models that have one are parked last, and first among them those of the owner with the most places.
 
         Args:
-            wanted: stay where they are.
-            busy: have been asked for something; they come back for it.
+            wanted: models that stay.
+            busy: models with requests under way; they would come back soon.
 
         Raises:
-            StorageError: what is to leave cannot be saved.
+            StorageError: a model to be parked cannot be saved.
         """
         self._num_uses += 1
         model.last_used = self._num_uses
@@ -225,13 +226,13 @@ class Models:
             places = Counter(other.row.owner for other in held)
             idle = [other for other in held if other not in wanted and not (other.has_gradient and other in busy)]
             if not idle:
-                return  # each is in the middle of something, so that there are no more than requests under way
+                return  # each is in the middle of something, so no more are resident than there are requests under way
             await self.park(min(idle, key=lambda other: (
                 other.has_gradient, other in busy, -places[other.row.owner] if other.has_gradient else 0, other.last_used)),
                 "its place in the trainers was needed, where it had waited for a step")
 
     async def mark(self, models: Sequence[Model]) -> None:
-        """These are about to be trained, so that a restart from here on would lose something; stored before it is true."""
+        """Store that these models are about to be trained, so that a restart would lose something. Returns before that becomes true."""
         async with AsyncExitStack() as stack:
             clean = [model for model in models if not model.marked]
             for model in clean:
@@ -243,10 +244,10 @@ class Models:
                 model.row, model.marked = row, True
 
     async def keep(self, model: Model, folder: str, *, step: int, num_changes: int) -> None:
-        """A sealed folder is a model's state as it was after that many changes, and from now on its saved one."""
+        """Make a sealed folder, written after `num_changes` changes, a model's saved state."""
         async with model.storing:
             if model.row.ended or num_changes < model.saved_changes:
-                return  # it needs none any more, or a later one came first
+                return  # it needs no state any more, or a later one was stored first
             before = model.row.state_folder
             await self._put(model, state_folder=folder, step=step, dirty=model.would_lose(num_changes))
             model.saved_changes = num_changes
@@ -254,14 +255,14 @@ class Models:
             await self._checkpoints.release(before)
 
     async def save(self, model: Model) -> None:
-        """Write a model's state where only it uses it."""
+        """Write a model's state to a folder that only the model itself uses."""
         async with self._checkpoints.making() as folder:
             await self._backend.save(model.id, self._checkpoints.path(folder))
             await self._checkpoints.seal(folder)
             await self.keep(model, folder, step=model.step, num_changes=model.num_changes)
 
     async def park(self, model: Model, reason: str) -> None:
-        """Take a model from the trainers, saved, to come back when it is needed; the reason is for who loses a gradient by it."""
+        """Save a model and remove it from the trainers until it is needed again; a client that loses a gradient is told the reason."""
         if model.num_changes > model.saved_changes:
             await self.save(model)
         await self._backend.remove(model.id)
@@ -270,13 +271,13 @@ class Models:
             self._fall_back(model, reason)
 
     async def leave(self, model: Model) -> None:
-        """Take a model of a silent session from the trainers, saved, and from those that its owner may have."""
+        """Park a model whose session is silent, and stop counting it towards its owner's limit."""
         if model.resident:
             await self.park(model, "nothing was heard of its session for long")
         self._uncount(model)
 
     async def end(self, model: Model) -> None:
-        """Its session has ended for good: forget its state, though not that there was this run."""
+        """Delete the state of a model whose session has ended for good; the run itself stays known."""
         state, model.loss = model.row.state_folder, None
         if model.resident:
             await self._backend.remove(model.id)
@@ -286,12 +287,12 @@ class Models:
         await self._checkpoints.release(state)
 
     async def forget(self, model: Model) -> None:
-        """Of a session that has ended, with no checkpoints: not even that there was this run."""
+        """Forget a run whose session has ended and which has no checkpoints."""
         del self._models[model.id]
         await self._store.delete(model.row)
 
     def lose_all(self, reason: str) -> None:
-        """The trainers have forgotten every model."""
+        """Note that the trainers have lost every model."""
         for model in self._models.values():
             if model.resident:
                 model.resident = False
@@ -313,7 +314,7 @@ class Models:
 
 
 def _lost(row: ModelRow, reason: str, *, step: int = 0) -> str:
-    """`step` is where it was, 0 if nobody knows."""
+    """Return the client's message; `step` is the step that the model had reached, 0 if unknown."""
     where = f"step {row.step}, where it had come to step {step}" if step > row.step else f"step {row.step}"
     return (
         f"the model {row.id} went back to its last checkpoint ({where}) because {reason}; steps and gradients since then are lost, "

@@ -1,7 +1,7 @@
-"""Puts what arrives in any order back into the order of its numbers, and does not wait for ever for numbers that never come.
+"""Restores the order of numbered items that arrive in any order, without waiting forever for numbers that never come.
 
-Pure: times are given. Clients number their requests to a model and send them at once, so a later one may arrive first; and a request
-that was lost or refused leaves a gap. Each item is given once, and none is held back longer than the patience.
+It is pure: times are given by the caller. Clients number their requests to a model and send them at once, so a later one may arrive
+first, and a lost or refused request leaves a gap. Each item is returned once, and none is held back longer than the patience.
 """
 
 from typing import Generic, NamedTuple, TypeVar
@@ -11,27 +11,27 @@ T = TypeVar("T")
 
 
 class _Held(NamedTuple, Generic[T]):
-    """What came for a number: one item, or none if it is skipped."""
+    """What is known for a number: one item, or none if the number is skipped."""
 
     due: float
     items: tuple[T, ...]
 
 
 class Numbers:
-    """Which numbers have been used up: each by an outcome, whatever became of it. One that came late has not, though later ones have.
+    """Numbers that are used up, each by an outcome of any kind. A number that is still missing is unused, although later ones are used.
 
     Attributes:
-        last: the highest one that has been.
+        last: highest number that is used up.
     """
 
     def __init__(self, last: int) -> None:
-        """`last` was used before, and what is below it counts as used, too."""
+        """All numbers up to `last` count as used."""
         self.last = last
         self._missing: set[int] = set()
 
     def use(self, number: int) -> None:
-        """This one is used up."""
-        # A client may jump as far as it likes, at no cost; what it left out long ago counts as used.
+        """Mark a number as used up."""
+        # A client may skip any range of numbers at no cost to the server; numbers left out long ago count as used.
         self._missing.update(range(max(self.last + 1, number - _MISSING), number))
         self._missing.discard(number)
         self.last = max(self.last, number)
@@ -43,12 +43,14 @@ class Numbers:
 
 
 class Sequencer(Generic[T]):
-    """Items with numbers in, the same items in order out."""
+    """Takes numbered items in any order and returns them in order."""
 
     def __init__(self, patience_s: float, next_seq: int = 1) -> None:
-        """Args:
+        """Create an empty sequencer.
+
+        Args:
             patience_s: how long an item is held back for missing ones before it.
-            next_seq: the number of the first item.
+            next_seq: number of the first item.
         """
         self._patience_s = patience_s
         self._next = next_seq
@@ -56,24 +58,24 @@ class Sequencer(Generic[T]):
 
     @property
     def next_seq(self) -> int:
-        """The lowest number that is still waited for."""
+        """Lowest number that is still awaited."""
         return self._next
 
     @property
     def next_due(self) -> float | None:
-        """When `ready` will give more although nothing arrives; None if it will not. To be asked after `ready`."""
+        """When `ready` will return more even if nothing arrives; None for never. Valid after a call of `ready`."""
         return min((held.due for held in self._held.values()), default=None)
 
     def offer(self, seq: int, item: T, now: float) -> None:
-        """Take an item. One whose number was given up already is ready at once."""
+        """Take an item. If its number was already given up, the item is ready at once."""
         self._held[seq] = _Held(now + self._patience_s, (item,))
 
     def skip(self, seq: int, now: float) -> None:
-        """Take note that nothing will come for this number. An item that did come stays."""
+        """Note that nothing will come for this number. An item that has already come stays."""
         self._held.setdefault(seq, _Held(now + self._patience_s, ()))
 
     def ready(self, now: float) -> list[T]:
-        """Give, in order, the items that may run: no number before them is missing, or the patience of one at or behind them has ended."""
+        """Return, in order, the items that may run: no earlier number is missing, or the patience with this or a later item has ended."""
         overdue = (seq for seq, held in self._held.items() if held.due <= now)
         self._next = max((self._next, *overdue))
         while self._next in self._held:

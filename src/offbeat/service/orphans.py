@@ -1,7 +1,7 @@
-"""Checkpoint folders that no row of the database names: put aside under a date, brought back if a row names them again, removed when old.
+"""Checkpoint folders that no database row names: set aside under a date, restored if a row names them again, and deleted when old.
 
-A server that was killed leaves some, and so does an older database that was put in place of the newer one: then they are what somebody
-was told is kept. So nothing is removed at once. Called by `checkpoints`, on its threads.
+A killed server leaves some, and so does restoring an older database, in which case they hold checkpoints that clients were told are
+safe. So nothing is deleted at once. Called by `checkpoints`, on its threads.
 """
 
 import logging
@@ -17,21 +17,21 @@ _log = logging.getLogger(__name__)
 
 
 class Orphans:
-    """The folder `orphans` below that of all checkpoints."""
+    """The folder `orphans` below the folder of all checkpoints."""
 
     def __init__(self, root: Path, *, retention_s: float, clock: Callable[[], float]) -> None:
-        """`retention_s` is for how long they stay, 0 for until somebody removes them."""
+        """`retention_s` is how long folders are kept; 0 keeps them until someone deletes them."""
         self._root = root
         self._folder = root / FOLDER
         self._retention_s = retention_s
         self._clock = clock
 
     def names(self) -> set[str]:
-        """Of all that were put aside."""
+        """Return the names of all folders set aside."""
         return {path.name for path in self._folder.glob("*/*")}
 
     def put_aside(self, names: Collection[str]) -> None:
-        """Move folders here, and say so in the log."""
+        """Move folders here, and log it."""
         now = self._clock()
         aside = self._folder / datetime.fromtimestamp(now, UTC).strftime(_DATE)
         aside.mkdir(parents=True, exist_ok=True)
@@ -46,14 +46,14 @@ class Orphans:
             len(names), aside, fate)
 
     def bring_back(self, name: str) -> None:
-        """Move a folder to where it was, unless there is one."""
+        """Move a folder back to where it was, unless it exists there."""
         for path in self._folder.glob(f"*/{name}"):
             if not (self._root / name).exists():
                 path.rename(self._root / name)
                 _log.warning("the checkpoint folder %s, which the database names again, is back from %s", name, path.parent)
 
     def sweep(self) -> None:
-        """Remove what was put aside long ago; what people have put here under other names stays."""
+        """Delete folders set aside long ago; anything that people have put here under other names stays."""
         if not self._retention_s or not self._folder.is_dir():
             return
         for path in self._folder.iterdir():

@@ -1,10 +1,10 @@
-"""Answers of finished requests on disk: files that only grow, of records with a checksum; the database knows where each answer is.
+"""Answers of ended requests on disk: append-only files of records with checksums. The database knows where each answer is.
 
-Written by one thread, read by any. A file is begun at every start and whenever one is full, so that what a crash tore off at the end of
-a file is never built upon; files that nobody needs any more are deleted as a whole. A record that is not what was written is refused.
+One thread writes, and any thread reads. Every start begins a new file, and so does a full one; nothing is ever appended after a part
+that a crash tore off. Files that are no longer needed are deleted as a whole. A record that is not what was written is refused.
 
-Records are not synced: a power cut may take the last half a minute of answers, of which the database still says that their requests have
-ended. But no file's number is used twice, whatever is lost: else such a request might be given another one's answer.
+Records are not synced: a power cut may lose the last half minute of answers, whose requests the database still lists as ended. No file
+number is used twice, whatever is lost, because such a request could otherwise be given another one's answer.
 """
 
 import os
@@ -17,12 +17,12 @@ from typing import NamedTuple
 from offbeat.disk import make_folder, sync
 from offbeat.errors import StorageError
 
-_HEADER = struct.Struct("<QI")  # length and CRC-32 of the data behind it
+_HEADER = struct.Struct("<QI")  # length and CRC-32 of the data that follows
 _FILE = re.compile(r"(\d{8})\.results")
 
 
 class Location(NamedTuple):
-    """Where a record is: the number of its file, the offset of its header, the bytes of its data."""
+    """Place of a record: the number of its file, the offset of its header, and the size of its data in bytes."""
 
     segment: int
     start: int
@@ -30,14 +30,14 @@ class Location(NamedTuple):
 
 
 class Results:
-    """A folder of records."""
+    """A folder of record files with one writer and any number of readers."""
 
     def __init__(self, folder: Path, *, after: int = 0, segment_bytes: int = 64 * 2**20) -> None:
-        """Open the folder, making it, and begin a file.
+        """Open or create the folder, and begin a file.
 
         Args:
-            after: the last file that the database names, which may be lost.
-            segment_bytes: a file that has grown beyond this is followed by another.
+            after: last file number in the database; the file itself may be lost.
+            segment_bytes: a file larger than this is followed by another.
 
         Raises:
             StorageError: the folder cannot be written.
@@ -52,19 +52,19 @@ class Results:
 
     @property
     def active(self) -> int:
-        """The number of the file that grows."""
+        """Number of the file that grows."""
         return self._active
 
     def append(self, data: bytes) -> Location:
-        """Write a record.
+        """Append a record.
 
         Raises:
-            StorageError: the disk is full, or fails; what was written before is intact.
+            StorageError: the disk is full or fails; everything written before is intact.
         """
         try:
             if self._end > self._segment_bytes:
                 full = self._fd
-                self._begin(self._active + 1)  # first: what is closed twice may be somebody else's by then
+                self._begin(self._active + 1)  # first, because closing a descriptor twice might close one that was reused
                 os.close(full)
             rest = memoryview(_HEADER.pack(len(data), zlib.crc32(data)) + data)
             end = self._end
@@ -74,14 +74,14 @@ class Results:
         except OSError as exc:
             raise StorageError(f"a result cannot be written to {self._folder}: {exc.strerror}; free space") from exc
         location = Location(self._active, self._end, len(data))
-        self._end = end  # only now: what a failed write left is written over
+        self._end = end  # only now, so that the rest of a failed write is overwritten
         return location
 
     def read(self, location: Location) -> bytes:
-        """Give the data of a record.
+        """Return the data of a record.
 
         Raises:
-            StorageError: it is gone, or not what was written.
+            StorageError: the record is missing, or not what was written.
         """
         path = self._path(location.segment)
         try:
@@ -96,13 +96,13 @@ class Results:
         return data
 
     def delete_before(self, segment: int) -> None:
-        """Delete the files with lower numbers than this, but not the one that grows."""
+        """Delete the files with numbers below `segment`, except the one that grows."""
         for number in self._segments():
             if number < min(segment, self._active):
                 self._path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file that grows; nothing more is written."""
         os.close(self._fd)
 
     def _begin(self, segment: int) -> None:

@@ -1,8 +1,8 @@
-"""Which samplers there are, and the weights that each samples: the base model's, a checkpoint's, or a snapshot without a name.
+"""Samplers and the weights that each samples: those of the base model, of a checkpoint, or of an unnamed snapshot.
 
-A sampler never drifts: it is bound to one folder, whose adapter is pinned on the engines from its first use to its last. A checkpoint
-that is deleted, replaced or made private ends the samplers of it; a snapshot ends with its session, or when it is old and nobody uses it.
-Called by `sampling`, by the HTTP layer, and by the core, which makes snapshots.
+A sampler never drifts: it is bound to one folder, whose adapter is pinned on the engines from first use to last. When a checkpoint is
+deleted, replaced or made private, its samplers end; a snapshot ends with its session, or when it is old and unused. Called by `sampling`,
+by the HTTP layer, and by the core, which makes snapshots.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from offbeat.weights.adapters import AdapterManifest
 
 
 class Engines(Protocol):
-    """What samplers need of `offbeat.service.backend.Backend`."""
+    """The part of `offbeat.service.backend.Backend` that samplers need."""
 
     @property
     def base_models(self) -> BaseModels: ...
@@ -36,7 +36,7 @@ class Engines(Protocol):
 
 
 class Sessions(Protocol):
-    """What samplers need of `offbeat.service.sessions.Sessions`."""
+    """The part of `offbeat.service.sessions.Sessions` that samplers need."""
 
     def check(self, caller: Caller, session_id: str) -> object: ...
 
@@ -44,7 +44,7 @@ class Sessions(Protocol):
 
 
 class Checkpoints(Protocol):
-    """What samplers need of `offbeat.service.checkpoints.Checkpoints`."""
+    """The part of `offbeat.service.checkpoints.Checkpoints` that samplers need."""
 
     def readable(self, caller: Caller, path: CheckpointPath) -> CheckpointRow: ...
 
@@ -60,11 +60,12 @@ class Samplers:
         self, rows: Iterable[SamplerRow], *, engines: Engines, store: Store, usage: Usage, sessions: Sessions, checkpoints: Checkpoints,
         timeout_s: float, retention_s: float = 86400.0, clock: Callable[[], float] = time.time,
     ) -> None:
-        """
+        """Start from the stored rows.
+
         Args:
-            rows: those that there were before.
-            timeout_s: after so long without use, a snapshot ends, unless it is the newest of its model and its session is not silent.
-            retention_s: after so long without use, any sampler of a session that is silent ends.
+            rows: samplers found in the database.
+            timeout_s: a snapshot ends after this long without use, unless it is the newest of its model and its session is not silent.
+            retention_s: any sampler of a silent session ends after this long without use.
         """
         self._rows = {row.id: row for row in rows}
         self._engines = engines
@@ -86,12 +87,12 @@ class Samplers:
     # -- making and finding ------------------------------------------------------------------------------------------------------------
 
     async def create(self, caller: Caller, *, session_id: str, seq: int, base_model: str | None, model_path: str | None) -> str:
-        """A sampler of a base model, or of the checkpoint at a path; asked for again, the same.
+        """Create a sampler of a base model, or of the checkpoint at a path; a repeated request returns the same sampler.
 
         Raises:
             UnknownError: there is no such session or checkpoint.
-            BadRequestError: the checkpoint cannot be sampled, the base model is not this server's, or the number is another sampler's.
-            RequestError: the owner may have no more.
+            BadRequestError: the checkpoint cannot be sampled, this server has no such base model, or another sampler has the number.
+            RequestError: the owner may have no more samplers.
         """
         self._sessions.check(caller, session_id)
         models = self._engines.base_models
@@ -115,11 +116,11 @@ class Samplers:
     async def add_ephemeral(
         self, *, session_id: str, seq: int, owner: str, base_model: str, run_id: str, version: int, folder: str, size_bytes: int,
     ) -> str:
-        """The sampler of a snapshot: weights in `folder` that have no name, and are part of its owner's disk as long as it lasts.
+        """Create the sampler of a snapshot: unnamed weights in `folder`, which count towards the owner's disk use as long as it exists.
 
         Raises:
-            BadRequestError: the number is another sampler's.
-            RequestError: its owner may not have that much on disk, or no more samplers.
+            BadRequestError: the number is taken by another sampler.
+            RequestError: the owner may have no more samplers, or not that much on disk.
         """
         row = SamplerRow(
             sampler_id(session_id, seq), session_id, owner, base_model, run_id=run_id, version=version, folder=folder,
@@ -127,7 +128,7 @@ class Samplers:
         return await self._add(row)
 
     async def _add(self, row: SamplerRow) -> str:
-        """Make a sampler exist, once it is stored; whoever asks for the same number meanwhile waits."""
+        """Store a sampler and make it visible; concurrent calls for the same number wait."""
         async with self._adding.setdefault(row.id, asyncio.Lock()):
             try:
                 if (known := self._rows.get(row.id)) is not None:
@@ -147,10 +148,10 @@ class Samplers:
         return row.id
 
     def find(self, caller: Caller, sampler: str) -> SamplerRow:
-        """A sampler of the caller's.
+        """Return a sampler of the caller.
 
         Raises:
-            UnknownError: there is none.
+            UnknownError: there is no such sampler.
         """
         row = self._rows.get(sampler)
         if row is None or row.owner != caller.owner:
@@ -164,40 +165,40 @@ class Samplers:
             f" {self._retention_s:g} s")
 
     def info(self, caller: Caller, sampler: str) -> SamplerInfo:
-        """What a sampler samples; raises as `find`."""
+        """Return what a sampler samples; raises the same errors as `find`."""
         row = self.find(caller, sampler)
         return SamplerInfo(row.id, row.base_model, row.path or None)
 
     @property
     def session_ids(self) -> Collection[str]:
-        """Sessions that have samplers."""
+        """IDs of the sessions that have samplers."""
         return {row.session_id for row in self._rows.values()}
 
     def count_by_owner(self) -> Mapping[str, int]:
-        """How many each owner has."""
+        """Return the number of each owner's samplers."""
         return Counter(row.owner for row in self._rows.values())
 
     def ids_of(self, session_id: str) -> Collection[str]:
-        """Samplers of a session."""
+        """Return the IDs of a session's samplers."""
         return [row.id for row in self._rows.values() if row.session_id == session_id]
 
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def using(self, row: SamplerRow) -> AsyncIterator[str]:
-        """The name of the adapter that engines know the sampler's weights by, empty for the base model; they stay while the block runs.
+        """Yield the name of the sampler's adapter on engines, "" for the base model; the weights stay while the block runs.
 
         Raises:
-            UnknownError: it has ended.
+            UnknownError: the sampler has ended.
             RequestError: its checkpoint is gone.
             StorageError: its files are damaged.
-            BadRequestError: this server has its base model no more.
+            BadRequestError: this server no longer has its base model.
         """
         if row.id not in self._rows:
             raise self._unknown(row.id)
         self._last_used[row.id] = self._clock()
         if not row.folder:
-            self._engines.base_models.resolve(row.base_model)  # it may have been another server's
+            self._engines.base_models.resolve(row.base_model)  # the model may have been on another server
             yield ""
             return
         self._demand_checkpoint(row)
@@ -205,11 +206,11 @@ class Samplers:
             with counted(self._busy, row.folder):
                 yield await self._pin(row.folder)
         finally:
-            if row.id not in self._rows or (row.path and not self._stands(row)):  # it has ended meanwhile
+            if row.id not in self._rows or (row.path and not self._stands(row)):  # the sampler has ended meanwhile
                 await self._let_go(row.folder)
 
     def uses(self, folder: str) -> bool:
-        """Whether a snapshot is this folder, or a sample is being made of it. `Checkpoints.release` is called when that ends."""
+        """Whether a snapshot is in this folder, or a sample is being made from it. `Checkpoints.release` is called when that ends."""
         return folder in self._busy or any(row.folder == folder and not row.path for row in self._rows.values())
 
     def _demand_checkpoint(self, row: SamplerRow) -> None:
@@ -217,7 +218,7 @@ class Samplers:
             raise RequestError(f"the checkpoint {row.path} was deleted, replaced or made private, so this sampler has ended")
 
     def _stands(self, row: SamplerRow) -> bool:
-        """Whether the checkpoint that a sampler was made of is there, the same, for its owner."""
+        """Whether the checkpoint from which a sampler was made still exists unchanged and its owner may read it."""
         try:
             return self._checkpoints.readable(Caller(row.owner), CheckpointPath.parse(row.path)).folder == row.folder
         except RequestError:
@@ -234,11 +235,11 @@ class Samplers:
     # -- ends --------------------------------------------------------------------------------------------------------------------------
 
     async def end_session(self, session_id: str) -> None:
-        """The session's snapshots are wanted no more."""
+        """End all snapshots of a session."""
         await self._end([row for row in self._rows.values() if row.session_id == session_id and row.folder and not row.path])
 
     async def sweep(self) -> None:
-        """End old samplers that nobody uses, and unpin what no sampler may sample any more. To be called every minute or so."""
+        """End old unused samplers, and unpin weights that no sampler may sample any more. To be called about once a minute."""
         snapshots = [row for row in self._rows.values() if row.folder and not row.path]
         newest = {row.run_id: row.id for row in sorted(snapshots, key=lambda row: row.version)}
         since = self._clock() - self._timeout_s
@@ -265,7 +266,7 @@ class Samplers:
                 await self._let_go(row.folder)
 
     async def _let_go(self, folder: str) -> None:
-        """Unpin a folder and let its files go, unless a sampler may still want it."""
+        """Unpin a folder and release its files, unless a sampler may still need it."""
         if folder in self._busy or any(row.folder == folder and (not row.path or self._stands(row)) for row in self._rows.values()):
             return
         if (name := self._pinned.pop(folder, None)) is not None:
@@ -275,7 +276,7 @@ class Samplers:
 
 
 def _same(known: SamplerRow, wanted: SamplerRow) -> SamplerRow:
-    """The sampler that is there, if it is what is wanted now."""
+    """Return the existing sampler if it is the one wanted now; raises BadRequestError if not."""
     if (known.owner, known.path, known.run_id if not known.path else "") != (wanted.owner, wanted.path, wanted.run_id) or (
             not known.folder and known.base_model != wanted.base_model):
         raise BadRequestError(f"{known.id} is another sampler already; number them anew")

@@ -1,9 +1,9 @@
-"""Requests for samples: queued fairly over owners, generated and scored by the engines, and answered through futures.
+"""Sampling requests: queued fairly between owners, generated and scored by the engines, and answered through futures.
 
-A request for many samples is carried out in parts, so that it never has the engines for itself. An owner with nothing in flight begins at
-once, even where others fill the engines, which then get no more until that owner has an equal share. While several owners sample, now or a
-moment ago, none may fill the engines alone: long samples of many rows would slow every step of the others' short ones. What a request wants
-of its prompt is scored beside its first part. A request ends in an outcome whatever happens, unless the server ends before it.
+A request for many samples is carried out in parts, so that it never has the engines to itself. An owner with nothing in flight starts at
+once, even if others fill the engines; those get no more until that owner has an equal share. While several owners sample, now or within the
+last seconds, none of them may fill the engines alone, because long samples of many rows slow every step of the others' short ones. What a
+request asks about its prompt is scored along with its first part. Every request ends in an outcome, unless the server ends first.
 
     Sampling._start   consumes the fair queue; produces one task per part, up to a number of samples in flight; woken by `sample` and by
                       each part that ends
@@ -54,17 +54,17 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FAILURES_KEPT = 50
 _MOST_BEYOND = 2
-"""Times the samples that may be in flight: so many are while those who came late begin beside those who filled the engines."""
+"""Multiple of the allowed samples in flight that may be reached while new owners start and earlier ones still fill the engines."""
 _RECENT_S = 10.0
-"""An owner counts as one of several for this long after its last request: most clients sample a little, train, and sample again."""
+"""How long after its last request an owner still counts: most clients sample a little, train, and sample again."""
 _BURST = 16
-"""What one of several owners may have in flight: an equal share, or this part of all, whichever is more."""
+"""One of several owners may have an equal share of the samples in flight, or this fraction of all, whichever is more."""
 _CELLS_AT_ONCE = 20_000
-"""Likeliest tokens that are put into an answer on the event loop, in about 10 ms; more are on a thread."""
+"""Number of top tokens that the event loop puts into an answer, in about 10 ms; more are handled on a thread."""
 
 
 class Engines(Protocol):
-    """What sampling needs of `offbeat.service.backend.Backend`."""
+    """The part of `offbeat.service.backend.Backend` that sampling needs."""
 
     @property
     def context(self) -> int: ...
@@ -83,12 +83,11 @@ class Engines(Protocol):
 class Job:
     """One request under way.
 
-    Attributes:
-        sequences: of the samples so far, by number.
-        score: of the prompt, once that is there.
-        left: parts that have not ended.
-        failed: the first of its parts that did.
-        context: of the call that asked for it, so that log lines carry that call's id.
+    sequences: samples so far, by number.
+    score: score of the prompt, once known.
+    left: number of parts that have not ended.
+    failed: outcome of the first part that failed.
+    context: context of the call that asked for it, so that log lines carry that call's ID.
     """
 
     request: SampleRequest
@@ -103,7 +102,7 @@ class Job:
     context: Context = field(default_factory=copy_context)
 
     def parts(self) -> "list[Part]":
-        """All of it, in parts."""
+        """Split the request into parts."""
         num, together = self.request.num_samples, self.cost.together
         return [Part(self, first, min(together, num - first)) for first in range(0, num, together)]
 
@@ -118,27 +117,28 @@ class Part:
 
     @property
     def slots(self) -> int:
-        """That it takes of those in flight."""
+        """Number of samples in flight that this part counts as."""
         return self.job.cost.slots(self.num)
 
 
 class Sampling:
-    """Takes requests for samples, and carries them out.
+    """Accepts sampling requests and carries them out.
 
     Attributes:
-        samplers: that can be sampled.
-        failures: the last requests that failed, the newest first.
-        speeds: of generated tokens, by model, or by base model where it was that.
+        samplers: the samplers that may be sampled.
+        failures: latest failed requests, newest first.
+        speeds: generated tokens per second, by model, or by base model where that was sampled.
     """
 
     def __init__(
         self, samplers: Samplers, *, engines: Engines, futures: Futures, usage: Usage, max_in_flight: int,
         others: Mapping[str, Engines] = MappingProxyType({}),
     ) -> None:
-        """
+        """Set up an empty queue.
+
         Args:
-            max_in_flight: how many samples are generated at once; large ones count as several.
-            others: engines of base models that are only sampled, by their names.
+            max_in_flight: number of samples generated at once; large ones count as several.
+            others: engines of base models that are only sampled, by name.
         """
         self.samplers = samplers
         self.speeds = Speeds()
@@ -155,12 +155,12 @@ class Sampling:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def sample(self, caller: Caller, request: SampleRequest) -> str:
-        """Begin a request, and give its id; one that is sent again is not begun again.
+        """Begin a request and return its ID; a request sent again is not begun again.
 
         Raises:
             UnknownError: there is no such sampler.
-            OverLimitError: too much of the owner's is under way.
-            RequestError: it costs more than will ever be taken, or there is no room on disk for its answer.
+            OverLimitError: the owner has too much under way.
+            RequestError: the request costs more than will ever be accepted, or there is no room on disk for its answer.
         """
         row = self.samplers.find(caller, request.sampling_session_id)
         request_id = sample_request(row.id, request.seq_id)
@@ -186,13 +186,13 @@ class Sampling:
         return request_id
 
     def standing(self) -> QueueStatus:
-        """Requests that wait or run."""
+        """Return the state of the queue: requests that wait or run."""
         oldest = min((job.since for job in self._jobs), default=time.monotonic())
         tokens = sum(job.cost.whole.tokens for job in self._jobs)
         return QueueStatus(len(self._jobs), tokens, round(time.monotonic() - oldest, 2))
 
     async def close(self) -> None:
-        """Drop what has not ended; its clients learn that it is lost when they ask a server that runs."""
+        """Drop what has not ended; clients learn that it is lost when they ask the next server."""
         self._max_in_flight = 0
         for task in self._tasks:
             task.cancel()
@@ -210,7 +210,11 @@ class Sampling:
             task.add_done_callback(self._tasks.discard)
 
     def _next(self) -> Part | None:
-        """The next part, if one may begin; see the module for what an owner may have in flight."""
+        """Return the next part that may begin, or None.
+
+        A part within its owner's share, or of an owner with nothing in flight, may exceed the limit. A part beyond the share may begin
+        only within the limit, and only if its owner has few others in flight or no other owner has sampled lately.
+        """
         total, most, long_ago = self._in_flight.total(), self._max_in_flight, time.monotonic() - _RECENT_S
         while self._asked and next(iter(self._asked.values())) < long_ago:
             del self._asked[next(iter(self._asked))]
@@ -257,7 +261,7 @@ class Sampling:
         await self._futures.finish(job.future, outcome)
 
     async def _try(self, part: Part) -> None:
-        """Carry out a part; the first that fails says how its request ends."""
+        """Carry out a part; the first part that fails determines how its request ends."""
         job = part.job
         try:
             self._check(job.row, job.request)
@@ -270,13 +274,13 @@ class Sampling:
         return self._engines if row.folder else self._others.get(row.base_model, self._engines)
 
     def _check(self, row: SamplerRow, request: SampleRequest) -> None:
-        """Refuse what no engine can do; that the tokens are the model's, whoever read the request has seen to."""
+        """Refuse what no engine can do. Whoever parsed the request has already checked that its tokens are in the vocabulary."""
         length, context = len(request.prompt), self._engines_of(row).context
         if length >= context:
             raise RequestError(f"the prompt has {length} tokens, which leaves no room in the model's context of {context}; shorten it")
 
     def _room(self, row: SamplerRow, request: SampleRequest) -> int:
-        """Tokens that a sample may have: as many as asked for, up to the end of the context."""
+        """Return the number of tokens that a sample may have: as many as requested, up to the end of the context."""
         room = max(self._engines_of(row).context - len(request.prompt), 1)
         return room if request.max_tokens is None else min(request.max_tokens, room)
 
@@ -290,13 +294,13 @@ class Sampling:
         else:
             samples, job.score = await both(asking, self._score(engines, adapter, request))
         self.speeds.note(job.row.run_id or job.row.base_model, sum(len(sample.token_ids) for sample in samples))
-        # As arrays at once: what engines say of the likeliest tokens takes fifty times as much memory.
+        # Converted to arrays at once, because engines' answers about top tokens take fifty times as much memory.
         num_cells = sum(len(top) for sample in samples for top in sample.top_logprobs)
         sequences = await _made(num_cells, lambda: [sequence_of(sample, request.topk_sample_logprobs) for sample in samples])
         job.sequences.update(enumerate(sequences, part.first))
 
     async def _score(self, engines: Engines, adapter: str, request: SampleRequest) -> PromptScore | None:
-        """What is wanted of the prompt; None if nothing is, or nothing can be said of a single token."""
+        """Score what the request asks about its prompt; None if it asks nothing, or the prompt is a single token, which has no score."""
         top_k, targets, draws = request.topk_prompt_logprobs, request.target_prompt_logprobs, draws_of(request)
         if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None or draws is not None):
             return None
@@ -305,12 +309,12 @@ class Sampling:
 
 
 async def _made(num_cells: int, make: Callable[..., T], *args: object) -> T:
-    """Call `make`, on a thread if there are many of the likeliest tokens to put into an answer."""
+    """Call `make`, on a thread if it has to put many top tokens into an answer."""
     return make(*args) if num_cells <= _CELLS_AT_ONCE else await asyncio.to_thread(make, *args)
 
 
 def _explain(request_id: str, exc: Exception) -> Failed:
-    """An error as an outcome, and in the log."""
+    """Log an error and turn it into an outcome."""
     if isinstance(exc, RequestError | RefusedError):
         _log.info("%s is refused: %s", request_id, exc)
         said = exc.said if isinstance(exc, RefusedError) else ""
@@ -329,7 +333,7 @@ def _explain(request_id: str, exc: Exception) -> Failed:
 
 
 def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_ids: tuple[int, ...]) -> EngineSampling:
-    """How engines are to sample, given what ends a sample unless the request says that nothing does."""
+    """Return the sampling parameters for engines, with the end tokens unless the request says that nothing ends a sample."""
     stop = request.stop or ()
     ends = () if request.stop == () else dict.fromkeys([*end_token_ids, *(s for s in stop if isinstance(s, int))])
     return EngineSampling(
@@ -339,7 +343,7 @@ def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_id
 
 
 def draws_of(request: SampleRequest) -> Draws | None:
-    """Tokens that are to be drawn at each position of the prompt; by chance where the request has no seed."""
+    """Return which tokens to draw at each position of the prompt, if any; the seed is random if the request has none."""
     if not request.prompt_alt_tokens_k:
         return None
     seed = secrets.randbits(63) if request.seed is None else request.seed
@@ -347,7 +351,7 @@ def draws_of(request: SampleRequest) -> Draws | None:
 
 
 def sampled(request: SampleRequest, sequences: list[SampledSequence], score: PromptScore | None) -> Sampled:
-    """The answer to a request."""
+    """Assemble the answer to a request."""
     length, last_n = len(request.prompt), request.prompt_logprobs_last_n
     score = score or PromptScore((np.nan,), 0)
     unscored = 0 if last_n is None else max(length - last_n, 0)
@@ -363,7 +367,7 @@ def sampled(request: SampleRequest, sequences: list[SampledSequence], score: Pro
 
 
 def top_tokens(rows: tuple[EngineTopTokens, ...], k: int) -> TopTokens:
-    """At most k tokens at each position as arrays; -1 where there are fewer."""
+    """Convert rows to arrays of the k top tokens per position: ids [L, k] int32 and logprobs [L, k] float32; -1 marks missing tokens."""
     ids, logprobs = np.full((len(rows), k), -1, np.int32), np.zeros((len(rows), k), np.float32)
     for i, row in enumerate(rows):
         for j, (token, logprob) in enumerate(row[:k]):
@@ -372,14 +376,14 @@ def top_tokens(rows: tuple[EngineTopTokens, ...], k: int) -> TopTokens:
 
 
 def sequence_of(sample: Sample, top_k: int) -> SampledSequence:
-    """One sample with at most so many of the likeliest tokens."""
+    """Convert one sample, with at most `top_k` top tokens per position: tokens [L] int32, logprobs [L] float32."""
     return SampledSequence(
         np.array(sample.token_ids, np.int32), np.array(sample.logprobs, np.float32), "stop" if sample.finish_reason == "stop" else "length",
         top_tokens(sample.top_logprobs, top_k) if top_k else None)
 
 
 def _target_logprobs(targets: SparseArray | None, score: PromptScore) -> SparseArray | None:
-    """Of the wanted tokens in their cells; 0 where nothing can be said of them."""
+    """Return the scores of the wanted tokens in their cells, float32; 0 where there is no score."""
     if targets is None:
         return None
     found = np.array([logprob for row in score.target_logprobs for logprob in row] or [0.0] * len(targets.cells), np.float32)
@@ -387,7 +391,7 @@ def _target_logprobs(targets: SparseArray | None, score: PromptScore) -> SparseA
 
 
 def _rows(targets: SparseArray) -> tuple[tuple[int, ...], ...]:
-    """Of each position the tokens that are wanted."""
+    """Return the wanted tokens of each position."""
     length, width = targets.shape
     starts = np.searchsorted(targets.cells, np.arange(1, length) * width)
     return tuple(tuple(row.tolist()) for row in np.split(targets.values, starts))

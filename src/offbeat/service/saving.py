@@ -1,7 +1,7 @@
-"""Checkpoints, samplers' weights and exports of a model, and its loading: what it has the trainers for alone. Called by `training`.
+"""Saves checkpoints, sampler weights and exports of a model, and loads checkpoints: the jobs that have the trainers to themselves.
 
-What is written takes two parts: the trainers write a folder, and the rest, checksums, publication and rows, goes on beside the next turns.
-A folder that comes to nothing is removed.
+Called by `training`. Writing has two parts: the trainers write a folder, and the rest (checksums, publication and rows) runs
+concurrently with the next turns. A folder that ends up unused is deleted.
 """
 
 import json
@@ -25,12 +25,12 @@ from offbeat.service.work import Export, Load, Save, SaveSampler
 
 @dataclass(frozen=True)
 class Rest:
-    """The second part.
+    """The second part of a write.
 
     Attributes:
-        finish: gives the outcome.
-        stack: to be left afterwards, or if there is no afterwards.
-        keeps_state: it makes the folder the model's saved state.
+        finish: completes the write and returns its outcome.
+        stack: to be closed afterwards, or if `finish` is never called.
+        keeps_state: whether it makes the folder the model's saved state.
     """
 
     finish: Callable[[], Awaitable[Outcome]]
@@ -39,7 +39,7 @@ class Rest:
 
 
 class Saving:
-    """See the module."""
+    """Writes and loads folders of models."""
 
     def __init__(self, *, backend: Backend, models: Models, sessions: Sessions, checkpoints: Checkpoints, samplers: Samplers) -> None:
         self._backend = backend
@@ -82,7 +82,7 @@ class Saving:
 
     async def _export(self, model: Model, request: SaveSampler | Export, folder: str) -> Callable[[], Awaitable[Outcome]]:
         step, version = model.step, model.row.next_version
-        await self._models.store(model, next_version=version + 1)  # first: a version is used once, even if the server dies now
+        await self._models.store(model, next_version=version + 1)  # first, so that a version is used only once even if the server dies now
         adapter = await self._backend.export(model.id, self._checkpoints.path(folder), version=version)
 
         async def finish_export() -> Outcome:
@@ -113,7 +113,7 @@ class Saving:
         self, model: Model, kind: CheckpointKind, name: str, folder: str, size_bytes: int, *, step: int, ttl_s: float | None,
         metadata: Mapping[str, str] | None = None, version: int = 0, overwrite: bool = True,
     ) -> str:
-        """Make a checkpoint exist; its path."""
+        """Make a checkpoint visible to clients. Returns its path."""
         await self._checkpoints.add(CheckpointRow(
             model.id, kind, name, model.row.owner, folder, created=time.time(), expires=self._checkpoints.expiry(ttl_s),
             size_bytes=size_bytes, public=False, metadata=metadata or {}, lora=model.row.lora, base_model=model.row.base_model, step=step,
@@ -121,11 +121,11 @@ class Saving:
         return str(CheckpointPath(model.id, kind, name))
 
     async def load(self, model: Model, request: Load) -> Outcome:
-        """Make a model go on from a checkpoint.
+        """Continue a model from a checkpoint.
 
         Raises:
-            RequestError: there is none that the owner may read, or it does not fit.
-            StorageError: it is damaged.
+            RequestError: the owner may read no such checkpoint, or it does not fit the model.
+            StorageError: the checkpoint is damaged.
         """
         try:
             row = self._loadable(model, request.path)
@@ -161,6 +161,6 @@ class Saving:
 
 
 def _name_base(folder: Path, base_model: str) -> None:
-    """Name the base model of a PEFT folder as clients do: where the trainers have it is no business of theirs."""
+    """Write the clients' name of the base model into a PEFT folder, which must not reveal where the trainers have it."""
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base_model}, indent=2))

@@ -1,11 +1,11 @@
-"""What the trainers do next: joins the queued work of many models into turns. Decisions only; `training` carries them out.
+"""Decides what the trainers do next, by joining the queued work of many models into turns. `training` carries the decisions out.
 
 Each model's jobs run in the order in which they were added. There are four lanes: steps, passes that learn, passes that only score, and
-jobs that each have the trainers alone. Everything has a size, in tokens as `cost` weighs them, and what an owner has had is counted over
-all lanes. Lanes with work take turns, but for those in which only owners wait who are ahead of somebody else by more than a turn. Steps of
-all models whose turn it is are one call. A pass holds the jobs of as many owners as fit into its budget, and so do those that are alone.
-The owner who has had the least comes first, and a job that is larger than the budget is cut. Who comes late starts level with those who
-wait: nobody saves up.
+jobs that need the trainers to themselves. Every job has a size in tokens, as weighed by `cost`, and each owner's share is counted over
+all lanes. Lanes with work take turns, except those in which every waiting owner is ahead of some other owner by more than a turn. The
+steps of all models that are due are one call. A pass takes jobs of as many owners as fit into its budget, and so does a turn of exclusive
+jobs. The owner with the lowest share comes first, and a job larger than the budget is split. A new owner starts at the lowest current
+share, so idle time earns no credit.
 """
 
 import heapq
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Lane(Enum):
-    """Kinds of work that do not share a turn."""
+    """Kinds of work that cannot share a turn."""
 
     STEP = "step"
     LEARN = "learn"
@@ -38,8 +38,8 @@ class Job(Generic[T]):
     """Work of one model.
 
     Attributes:
-        sizes: [N] int64, of the sequences of a pass; one entry in other lanes.
-        done: sequences that were given out.
+        sizes: [N] int64, size of each sequence of a pass; one entry in other lanes.
+        done: number of sequences given out.
     """
 
     def __init__(self, model: str, owner: str, lane: Lane, item: T, *, sizes: np.ndarray | None = None) -> None:
@@ -53,11 +53,11 @@ class Job(Generic[T]):
 
     @property
     def left(self) -> int:
-        """Size of the sequences that were not given out yet."""
+        """Size of the sequences not yet given out."""
         return int(self._ends[-1] - self._ends[self.done])
 
     def take(self, budget: float) -> "Part[T]":
-        """As many of the next sequences as fit into the budget; one at least."""
+        """Take as many of the next sequences as fit into the budget, at least one."""
         start, num = self.done, len(self.sizes)
         fits = num if self.left <= budget else int(np.searchsorted(self._ends, self._ends[start] + budget, side="right")) - 1
         self.done = min(max(fits, start + 1), num)
@@ -66,7 +66,7 @@ class Job(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Part(Generic[T]):
-    """Sequences start to end of a job, and their size."""
+    """Sequences start to end (exclusive) of a job, and their total size."""
 
     job: Job[T]
     start: int
@@ -75,29 +75,31 @@ class Part(Generic[T]):
 
     @property
     def is_last(self) -> bool:
+        """Whether the job ends with this part."""
         return self.end == len(self.job.sizes)
 
 
 @dataclass(frozen=True, eq=False)
 class Turn(Generic[T]):
-    """What the trainers do at once; parts of one model in the order of its jobs."""
+    """What the trainers do at once; parts of one model are in the order of its jobs."""
 
     lane: Lane
     parts: tuple[Part[T], ...]
 
 
 class Schedule(Generic[T]):
-    """Queues of models, and whose turn it is. Each turn is done before the next one is asked for."""
+    """Queues of jobs by model, and whose turn it is. Each turn must be done before the next is requested."""
 
     def __init__(self, *, max_tokens: int, max_models: int = sys.maxsize) -> None:
-        """
+        """Create an empty schedule.
+
         Args:
-            max_tokens: the budget of a turn; a single sequence may exceed it, and steps do not count.
-            max_models: of one turn.
+            max_tokens: budget of a turn; a single sequence may exceed it, and steps do not count.
+            max_models: largest number of models in one turn.
         """
         self._max_tokens = max_tokens
         self._max_models = max_models
-        self._queues: dict[str, deque[Job[T]]] = {}  # of models with jobs; those served last stand last
+        self._queues: dict[str, deque[Job[T]]] = {}  # only models with jobs; the models served last are at the end
         self._lanes = deque(Lane)
         self._shares = _Shares()
 
@@ -105,15 +107,15 @@ class Schedule(Generic[T]):
         return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Job[T]]:
-        """Jobs of which something waits; those of a model in order."""
+        """Iterate over the jobs that are not completely given out; a model's jobs are in order."""
         return (job for queue in self._queues.values() for job in queue)
 
     def add(self, job: Job[T]) -> None:
-        """Put a job behind those of its model."""
+        """Append a job to its model's queue."""
         self._queues.setdefault(job.model, deque()).append(job)
 
     def drop(self, job: Job[T]) -> None:
-        """Give out nothing more of a job."""
+        """Remove what is left of a job from the queue."""
         queue = self._queues.get(job.model, deque())
         if job in queue:
             queue.remove(job)
@@ -121,20 +123,20 @@ class Schedule(Generic[T]):
                 del self._queues[job.model]
 
     def next(self) -> Turn[T] | None:
-        """What to do now; None if nothing waits."""
+        """Return the next turn, or None if nothing waits."""
         heads = [queue[0] for queue in self._queues.values()]
         if not heads:
             return None
         self._shares.begin({job.owner for job in heads})
         enough = self._shares.level + self._max_tokens
         waiting = {job.lane for job in heads if self._shares.had[job.owner] <= enough}
-        lane = next(lane for lane in self._lanes if lane in waiting)  # that of whoever has had least is among them
+        lane = next(lane for lane in self._lanes if lane in waiting)  # includes the lane of the owner with the lowest share
         self._lanes.remove(lane)
         self._lanes.append(lane)
         return Turn(lane, tuple(self._give(lane)))
 
     def _give(self, lane: Lane) -> Iterator[Part[T]]:
-        """Parts of one turn: again and again of the owner who has had least, as long as the next job fits."""
+        """Give out the parts of one turn, each time from the owner with the lowest share, as long as the next job fits."""
         models: dict[str, deque[str]] = {}
         for model, queue in self._queues.items():
             if queue[0].lane is lane:
@@ -148,7 +150,7 @@ class Schedule(Generic[T]):
             model = models[owner].popleft()
             job = self._queues[model][0]
             if job.left > left and not is_first:
-                continue  # with all that it has: it will be first then
+                continue  # drops the owner out of this turn; it will be first in the next
             chosen.add(model)
             if len(chosen) > self._max_models:
                 return
@@ -162,7 +164,7 @@ class Schedule(Generic[T]):
                 heapq.heappush(ranking, (had[owner], place, owner))
 
     def _move_on(self, model: str, part: Part[T]) -> bool:
-        """Put a model behind the others; whether its next job may follow in the same turn."""
+        """Move a model behind the others. Returns whether its next job may follow in the same turn."""
         queue = self._queues.pop(model)
         if part.is_last:
             queue.popleft()
@@ -172,11 +174,11 @@ class Schedule(Generic[T]):
 
 
 class _Shares:
-    """What each owner has had: start-time fair queueing (Goyal, Vin and Cheng 1996).
+    """Tokens served to each owner: start-time fair queueing (Goyal, Vin and Cheng 1996).
 
     Attributes:
-        had: in tokens, of owners that wait or are ahead of those that do.
-        level: the least that one who waits has had.
+        had: tokens, for owners that wait or are ahead of those that do.
+        level: lowest share of an owner that waits.
     """
 
     def __init__(self) -> None:
@@ -184,7 +186,7 @@ class _Shares:
         self.level = 0
 
     def begin(self, owners: Collection[str]) -> None:
-        """These wait now. Who did not before starts level with who has had least: nobody saves up."""
+        """Set the owners that wait now. A new one starts at the lowest current share, so idle time earns no credit."""
         waiting = {owner: max(self.had.get(owner, 0), self.level) for owner in owners}
         self.level = min(waiting.values())
         self.had = {owner: had for owner, had in self.had.items() if had > self.level} | waiting

@@ -1,7 +1,7 @@
-"""Puts the service together and runs it: data folder, database, trainers and engines, core, HTTP. Called by the command line.
+"""Assembles the service and runs it: data folder, database, trainers and engines, core, HTTP. Called by the command line.
 
-Everything that can be wrong with what the user gave shows before a process is started. Ctrl-C ends gracefully: no new work, what runs ends,
-every model is saved. A second Ctrl-C ends at once; models are then at their last checkpoint.
+Mistakes in what the user gave are found before a process is started. Ctrl-C ends gracefully: the server accepts no new work, finishes
+what runs, and saves every model. A second Ctrl-C ends at once, which leaves models at their last checkpoint.
 """
 
 import asyncio
@@ -66,17 +66,17 @@ _OPEN_FILES = 65536
 _SHARE_OF_ONE = 4
 _CLUSTER = "cluster"
 _ANY_TOKEN = 2**31
-"""A vocabulary that nobody here knows; the engines refuse what is none of its tokens."""
+"""Vocabulary size assumed for models whose vocabulary is unknown here; the engines refuse invalid tokens."""
 
 _log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 
 def run_service(config: Config, *, say: Say, debug: bool = False) -> None:
-    """Serve until interrupted; `say` hears what a person should know.
+    """Serve until interrupted; `say` is called with messages for the user.
 
     Raises:
-        ConfigError: an address that others can reach without a file of keys, a bad file of keys or database, or a folder in use.
+        ConfigError: the address is reachable by others without a file of keys, the keys or database are bad, or the folder is in use.
         ModelError: there is no model.
         PortBusyError: the port is taken.
         StorageError: the data folder cannot be written.
@@ -103,7 +103,7 @@ def run_service(config: Config, *, say: Say, debug: bool = False) -> None:
 
 
 def _allow_connections() -> None:
-    """Let this process have many open files: each client that waits for an answer holds a connection."""
+    """Raise this process's limit of open files, since each waiting client holds a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -111,17 +111,17 @@ def _allow_connections() -> None:
 
 
 def max_connections(config: Config) -> int:
-    """As many as configured, but at most half of the files that are left: calls of engines, the database and results need some, too."""
+    """Return the configured limit, but at most half of the free descriptors: engine calls, the database and results need some, too."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     left = math.inf if most == resource.RLIM_INFINITY else most - psutil.Process().num_fds()
     return int(min(config.serve.max_connections, max(left // 2, 1)))
 
 
 def check_address(config: Config) -> None:
-    """Refuse to let in everybody from everywhere.
+    """Refuse to serve everybody from everywhere.
 
     Raises:
-        ConfigError: the address is not this machine's own, and there are no keys.
+        ConfigError: other machines can reach the address, and there are no keys.
     """
     if not config.serve.keys and not is_loopback(config.serve.host):
         raise ConfigError(
@@ -130,10 +130,10 @@ def check_address(config: Config) -> None:
 
 
 def check_proxies(config: Config) -> None:
-    """Refuse what is no address and no network.
+    """Refuse proxies that are neither addresses nor networks.
 
     Raises:
-        ConfigError: one of serve.trusted_proxies.
+        ConfigError: an entry of serve.trusted_proxies is invalid.
     """
     try:
         trusted_networks(config)
@@ -142,12 +142,12 @@ def check_proxies(config: Config) -> None:
 
 
 def trusted_networks(config: Config) -> list[IPv4Network | IPv6Network]:
-    """Where proxies are that may say for whom they ask."""
+    """Return the networks of proxies that are trusted to say on whose behalf they ask."""
     return [ip_network(proxy) for proxy in config.serve.trusted_proxies]
 
 
 def is_exempt(config: Config, address: str) -> bool:
-    """Whether an address may have any number of connections: this machine's own, and proxies, which speak for many."""
+    """Whether an address may have any number of connections: addresses of this machine, and proxies, which act for many clients."""
     if is_loopback(address):
         return True
     try:
@@ -158,14 +158,17 @@ def is_exempt(config: Config, address: str) -> bool:
 
 
 def names_of(config: Config) -> Names:
-    """What this server may be called by: where any key will do this machine's own addresses only, else any address and its own names."""
+    """Return the host names that this server answers to.
+
+    Where any key is accepted, these are only this machine's own addresses; otherwise any address and the server's own names.
+    """
     if not config.serve.keys:
         return Names(config.serve.allowed_hosts)
     return Names([config.serve.host, socket.gethostname(), *config.serve.allowed_hosts], any_address=True)
 
 
 def read_keys(config: Config) -> Keys:
-    """Who may come in, and what each may take up.
+    """Return the accepted keys, with each owner's limits.
 
     Raises:
         ConfigError: the file of keys cannot be used.
@@ -177,19 +180,19 @@ def read_keys(config: Config) -> Keys:
 
 
 def base_model_name(config: Config) -> str:
-    """What clients call the base model: as configured, the hub id, or the name of the model's folder."""
+    """Return the clients' name of the base model: the configured one, the hub ID, or the name of the model's folder."""
     folder = Path(config.model.path).expanduser()
     return config.serve.model_name or (folder.resolve().name if folder.is_dir() else config.model.path)
 
 
 def tokenizer_id(config: Config, base: Base) -> str:
-    """What clients load the tokenizer by: the folder, which those on this machine can read, else the model's name."""
+    """Return where clients load the tokenizer from: its folder if they are on this machine and can read it, otherwise the model's name."""
     folder = Path(base.tokenizer_folder).expanduser()
     return str(folder.resolve()) if folder.is_dir() and is_loopback(config.serve.host) else base_model_name(config)
 
 
 def served_models(config: Config, backend: Backend, *, tokenizer: str) -> Served:
-    """What is offered, and what may be asked of it."""
+    """Return which models are offered, and the limits of requests to them."""
     return Served(
         backend.base_model, tokenizer, config.model.lora.alpha, WireLimits(vocab_size=backend.vocab_size, context=backend.context),
         stable_reinforce=config.serve.stable_reinforce, aliases=backend.base_models.aliases,
@@ -197,11 +200,11 @@ def served_models(config: Config, backend: Backend, *, tokenizer: str) -> Served
 
 
 def open_record(folder: Path) -> RunRecord:
-    """What ranks and engines write, below the data folder, which is this process's from now.
+    """Open the record of what ranks and engines write below the data folder, and lock that folder for this process.
 
     Raises:
-        ConfigError: another process has it.
-        StorageError: it cannot be written.
+        ConfigError: another process uses the folder.
+        StorageError: the folder cannot be written.
     """
     try:
         return RunRecord(folder / _CLUSTER, trace=False, console=Console("quiet"))
@@ -212,11 +215,11 @@ def open_record(folder: Path) -> RunRecord:
 
 
 def open_store(url: str, folder: Path) -> Store:
-    """The database that belongs to a data folder, by default the one in it.
+    """Open the database that belongs to a data folder, by default the one in it.
 
     Raises:
-        ConfigError: it is another folder's, or cannot be used. Nothing was changed.
-        StorageError: one of them cannot be read or written.
+        ConfigError: it belongs to another folder, or cannot be used. Nothing was changed.
+        StorageError: the database or the folder cannot be read or written.
     """
     store = Store.open(url or f"sqlite:///{folder / 'service.db'}", identify=lambda known: agree(known, folder))
     try:
@@ -229,7 +232,7 @@ def open_store(url: str, folder: Path) -> Store:
 
 @dataclass(frozen=True)
 class Core:
-    """The service without HTTP."""
+    """Parts of the service without HTTP."""
 
     backend: Backend
     service: Service
@@ -241,11 +244,11 @@ async def open_core(
     config: Config, tenants: Tenants, store: Store, keys: Keys, *, others: Mapping[str, SamplingModel] = MappingProxyType({}),
     on_event: Callable[..., None] = lambda _kind, **_fields: None,
 ) -> AsyncIterator[Core]:
-    """The service on ranks and engines that run. When the body ends, no new work begins, and every model is saved.
+    """Run the service on running ranks and engines. When the body ends, no new work begins, and every model is saved.
 
     Args:
         others: models that are only sampled, by name.
-        on_event: hears what `Backend` has to tell.
+        on_event: called with the events of `Backend`.
     """
     folder, settings = Path(config.serve.data_dir), config.serve
     backend = Backend(tenants, config, base_model=base_model_name(config), others=others, on_event=on_event)
@@ -277,7 +280,7 @@ async def open_core(
 
 
 def _max_resident(config: Config) -> int:
-    """Models that the ranks on this machine have room for."""
+    """Return the number of models that the ranks on this machine have room for."""
     base = read_model_config(config.model.path or str(config.run_dir / "model"))
     return max_resident(base, rank=config.model.lora.rank, num_ranks=config.train.num_ranks)
 
@@ -288,7 +291,7 @@ async def _sweep(futures: Futures, samplers: Samplers) -> None:
         try:
             await samplers.sweep()
             await futures.sweep()
-        except StorageError as exc:  # it may pass, and what was not swept now is swept later
+        except StorageError as exc:  # the error may pass, and the next sweep catches up
             _log.warning("old samplers or results are still there: %s", exc)
 
 
@@ -302,7 +305,7 @@ class _Run:
         self._store = store
         self._say = say
         self._name = base_model_name(config)
-        BaseModels.of(self._name, config.serve)  # two models of one name are refused before a process is started
+        BaseModels.of(self._name, config.serve)  # refuses two models with one name before a process is started
         self._ready = False
         self._stop = asyncio.Event()
 
@@ -329,7 +332,7 @@ class _Run:
                 Bounds(connections=most, of_address=config.serve.max_connections_per_address), is_exempt=partial(is_exempt, config))
             server = HttpServer(uvicorn.Config(
                 front.app, lifespan="off", access_log=False, server_header=False, log_config=None, backlog=_BACKLOG,
-                log_level="error",  # what is wrong with a stranger's request is no warning
+                log_level="error",  # errors in strangers' requests deserve no warning
                 proxy_headers=bool(config.serve.trusted_proxies), forwarded_allow_ips=list(config.serve.trusted_proxies),
                 timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_GRACE_S), connections)
             async with beside(front.page.watch()):
@@ -346,12 +349,12 @@ class _Run:
             _log.info("ending")
             server.should_exit = True
 
-        await both(server.serve(sockets=[listener]), tell_and_wait())  # either's failure ends the other
+        await both(server.serve(sockets=[listener]), tell_and_wait())  # a failure of either ends the other
 
     def _interrupted(self, task: asyncio.Task[None]) -> None:
         if self._stop.is_set():
             self._say("ended at once; models are at their last checkpoints")
-            os._exit(130)  # ranks and engines see that their parent is gone, and end
+            os._exit(130)  # ranks and engines see that their parent is gone, and exit
         self._stop.set()
         if self._ready:
             self._say("ending: saving every model; Ctrl-C again ends at once")
@@ -360,7 +363,7 @@ class _Run:
 
 
 def _url(listener: socket.socket) -> str:
-    """Where clients find the server."""
+    """Return the URL at which clients find the server."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

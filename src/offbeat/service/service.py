@@ -1,7 +1,7 @@
-"""The service's core as the HTTP layer calls it: who may do what, and which part does it. No wire, no torch.
+"""The core of the service as the HTTP layer calls it: checks who may do what, and passes requests on. No wire format, no torch.
 
-Methods that return a request id return it at once; what was asked for goes on behind it, and its outcome is fetched with `retrieve`. What
-belongs to another owner is answered like what does not exist.
+Methods that return a request ID return it at once. The work continues in the background, and its outcome is fetched with `retrieve`. What
+belongs to another owner is answered as if it did not exist.
 """
 
 import asyncio
@@ -54,17 +54,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """How the service behaves.
+    """Settings of the service.
 
     Attributes:
-        max_tokens_per_pass: of all tenants together in one forward or forward-backward.
-        session_timeout_s: after so long without a sign of life, a session's models leave the trainers, saved.
+        max_tokens_per_pass: tokens of all tenants together in one forward or forward_backward pass.
+        session_timeout_s: after this long without a heartbeat, a session's models are saved and leave the trainers.
         patience_s: how long a request waits for one with a lower seq_id that has not arrived.
-        orphan_retention_s: how long checkpoint folders that the database does not name stay aside; 0 for until somebody removes them.
-        max_resident_models: that the trainers hold at once; the least recently used are parked.
-        session_retention_s: after so long without a sign of life, a session to which nothing belongs is forgotten, and so is a run that
-            has ended, of which there are no checkpoints.
-        parked_retention_s: after so long without a sign of life of its session, a parked model ends, and with it its state.
+        orphan_retention_s: how long checkpoint folders that the database does not name are kept; 0 keeps them until someone deletes them.
+        max_resident_models: number of models that the trainers hold at once; beyond that, the least recently used are parked.
+        session_retention_s: after this long without a heartbeat, a session to which nothing belongs is forgotten, and so is a run that
+            has ended and has no checkpoints.
+        parked_retention_s: after this long without a heartbeat of its session, a parked model ends, and its state is deleted.
     """
 
     max_tokens_per_pass: int = 65_536
@@ -77,7 +77,7 @@ class ServiceSettings:
 
 
 class Service:
-    """See the module.
+    """The core of the service.
 
     Attributes:
         sessions, checkpoints, samplers: parts that others share.
@@ -87,10 +87,11 @@ class Service:
         self, backend: Backend, store: Store, rows: Rows, futures: Futures, usage: Usage, *, folder: Path, settings: ServiceSettings,
         make_samplers: Callable[[Sessions, Checkpoints], Samplers],
     ) -> None:
-        """
+        """Assemble the core from what the store holds.
+
         Args:
-            rows: what the store holds.
-            folder: for data.
+            rows: the contents of the store.
+            folder: the data folder.
         """
         self.sessions = Sessions(
             rows.sessions, store=store, usage=usage, timeout_s=settings.session_timeout_s, retention_s=settings.session_retention_s)
@@ -115,13 +116,13 @@ class Service:
         self._settings = settings
 
     async def run(self) -> None:
-        """Work until `close`, or until cancelled."""
+        """Work until `close` is called or the task is cancelled."""
         await self.checkpoints.clean()
         async with beside(self._sweep()):
             await self._training.run()
 
     async def close(self) -> None:
-        """Take nothing more, end what runs, and save every model; what has not begun is dropped, and its clients are told so later."""
+        """Accept no more work, finish what runs, and save every model; drop work that has not begun, which its clients learn later."""
         await self._training.close()
 
     async def _sweep(self) -> None:
@@ -133,7 +134,7 @@ class Service:
             await asyncio.sleep(_SWEEP_EVERY_S)
 
     async def sweep(self) -> None:
-        """Park the models of silent sessions, drop those of ended ones and those parked for long, and delete what has expired."""
+        """Park the models of silent sessions, end the models of ended sessions and models parked for long, and delete what has expired."""
         kept, lately = self.checkpoints.run_ids, time.time() - self._settings.session_retention_s
         for model in self._models:
             session_id = model.row.session_id
@@ -154,15 +155,15 @@ class Service:
     # -- sessions ----------------------------------------------------------------------------------------------------------------------
 
     async def create_session(self, caller: Caller, *, metadata: Mapping[str, str], tags: tuple[str, ...], display_name: str) -> str:
-        """Begin a session; its id."""
+        """Begin a session and return its ID."""
         return await self.sessions.create(caller, metadata=metadata, tags=tags, display_name=display_name)
 
     async def heartbeat(self, caller: Caller, session_id: str) -> None:
-        """Take a sign of life; raises LostError if the session has ended."""
+        """Record a heartbeat; raises LostError if the session has ended."""
         await self.sessions.heartbeat(caller, session_id)
 
     async def finish_session(self, caller: Caller, session_id: str, reason: str) -> None:
-        """End a session, for whatever reason its client says: its models and unnamed samplers go when what they were asked for is done."""
+        """End a session; the client's reason is logged. Its models and unnamed samplers go once their requests are done."""
         if await self.sessions.finish(caller, session_id):
             _log.info("session %s has ended: %s", session_id, reason)
             for model in self._models:
@@ -171,11 +172,11 @@ class Service:
             await self.samplers.end_session(session_id)
 
     def list_sessions(self, caller: Caller, *, limit: int, offset: int) -> list[str]:
-        """The caller's, the newest first."""
+        """Return the IDs of the caller's sessions, newest first."""
         return [row.id for row in self.sessions.of(caller)[offset : offset + limit]]
 
     def session_info(self, caller: Caller, session_id: str) -> SessionInfo:
-        """A session of the caller's."""
+        """Return a session of the caller."""
         row = self.sessions.find(caller, session_id)
         runs = tuple(model.id for model in self._models if model.row.session_id == session_id)
         return SessionInfo(session_id, runs, tuple(self.samplers.ids_of(session_id)), row.metadata, row.display_name)
@@ -185,7 +186,7 @@ class Service:
     async def create_model(
         self, caller: Caller, *, session_id: str, model_seq_id: int, base_model: str, lora: LoraSpec, metadata: Mapping[str, str],
     ) -> str:
-        """Begin a model that changes nothing yet."""
+        """Begin a fresh model. Returns the ID of the request that creates it."""
         future = self._open_create(caller, session_id, model_seq_id, kind="create_model")
         if future is None:
             return create_request(model_id(session_id, model_seq_id))
@@ -208,7 +209,7 @@ class Service:
         self, caller: Caller, *, session_id: str, model_seq_id: int, path: str, optimizer: bool, base_model: str | None,
         metadata: Mapping[str, str],
     ) -> str:
-        """Begin a model that goes on from a checkpoint, the caller's own or a public one."""
+        """Begin a model from a checkpoint, which is the caller's own or public. Returns the ID of the request that creates it."""
         where = CheckpointPath.parse(path)
         future = self._open_create(caller, session_id, model_seq_id, kind="load_weights")
         if future is None:
@@ -224,11 +225,11 @@ class Service:
         return future.request_id
 
     def _open_create(self, caller: Caller, session_id: str, seq: int, *, kind: str) -> Future | None:
-        """The future of a model's creation; None if that was asked for before."""
+        """Return the future of a model's creation; None if it was requested before."""
         self.sessions.check(caller, session_id)
         name = model_id(session_id, seq)
         future, is_new = self._futures.open(create_request(name), owner=caller.owner, kind=kind)
-        if is_new and self._models.get(name) is not None:  # its answer was forgotten, but not the model
+        if is_new and self._models.get(name) is not None:  # its answer was forgotten, but the model exists
             self._training.answer(future, ModelCreated(name))
         elif is_new:
             return future
@@ -241,49 +242,49 @@ class Service:
             lora=lora, metadata=metadata))
 
     def model_info(self, caller: Caller, model_id: str) -> ModelInfo:
-        """A model of the caller's."""
+        """Return a model of the caller."""
         return self._models.find(caller, model_id).info
 
     # -- training ----------------------------------------------------------------------------------------------------------------------
 
     async def forward_backward(
         self, caller: Caller, *, model_id: str, seq_id: int, data: TrainingData, forward_only: bool) -> str:
-        """Score datums, and unless `forward_only` add the gradients of their losses to those that the next step uses."""
+        """Score datums and, unless `forward_only`, add the gradients of their losses to those that the next step uses."""
         kind = "forward" if forward_only else "forward_backward"
         return self._submit(caller, model_id, seq_id, Pass(data, learn=not forward_only), kind=kind)
 
     async def optim_step(self, caller: Caller, *, model_id: str, seq_id: int, params: AdamParams) -> str:
-        """Use the gradients that were gathered."""
+        """Step the optimizer with the accumulated gradients."""
         return self._submit(caller, model_id, seq_id, Step(params), kind="optim_step")
 
     async def save_weights(
         self, caller: Caller, *, model_id: str, seq_id: int, name: str | None, ttl_s: float | None, overwrite: bool,
         metadata: Mapping[str, str],
     ) -> str:
-        """Keep weights and optimizer under a name; without one it is the number of the request."""
+        """Save weights and optimizer state under a name, by default the number of the request."""
         request = Save(check_name(name or f"{seq_id:06d}"), ttl_s, overwrite, metadata)
         return self._submit(caller, model_id, seq_id, request, kind="save_weights")
 
     async def load_weights(self, caller: Caller, *, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
-        """Go on from a checkpoint in place of what the model is."""
+        """Replace the model's state by a checkpoint."""
         return self._submit(caller, model_id, seq_id, Load(CheckpointPath.parse(path), optimizer), kind="load_weights")
 
     async def save_for_sampler(
         self, caller: Caller, *, model_id: str, seq_id: int, name: str | None, sampling_session_seq_id: int | None,
         ttl_s: float | None, metadata: Mapping[str, str],
     ) -> str:
-        """Make weights that can be sampled: by the path that the name gives, or by the sampler of this number."""
+        """Save weights for sampling, with a path if there is a name, otherwise for the sampler with this number."""
         if name is None and sampling_session_seq_id is None:
             raise BadRequestError("save_weights_for_sampler needs path, a name, or sampling_session_seq_id; give one")
         request = SaveSampler(name and check_name(name), sampling_session_seq_id, ttl_s, metadata)
         return self._submit(caller, model_id, seq_id, request, kind="save_weights_for_sampler")
 
     async def save_external(self, caller: Caller, *, model_id: str, seq_id: int, name: str, ttl_s: float | None) -> str:
-        """Write weights in PEFT's format, to be downloaded."""
+        """Write weights in PEFT's format for download."""
         return self._submit(caller, model_id, seq_id, Export(check_name(name), ttl_s), kind="save_weights_external")
 
     def skip(self, caller: Caller, model_id: str, seq_id: int) -> None:
-        """A request with this number was refused, so that nothing waits for it. Never raises."""
+        """Note that the request with this number was refused, so that nothing waits for it. Never raises."""
         model = self._models.get(model_id)
         if model is not None and model.row.owner == caller.owner and seq_id > 0:
             self._training.skip(model, seq_id)
@@ -296,7 +297,7 @@ class Service:
         return self._training.submit(model, seq_id, request, kind=kind)
 
     async def retrieve(self, caller: Caller, request_id: str, *, timeout_s: float) -> Payload | Pending:
-        """As `Futures.retrieve`; and the core learns that a client has heard of what was lost."""
+        """Return what `Futures.retrieve` does, and note that the client has heard of a loss that the answer tells."""
         name, _, seq = request_id.rpartition(":")
         model = self._models.get(name)
         try:
@@ -304,7 +305,7 @@ class Service:
         except LostError:
             if model is not None and seq.isdecimal():
                 model.check_unused(int(seq))
-                self._training.skip(model, int(seq))  # it will hardly come again under this number
+                self._training.skip(model, int(seq))  # it is unlikely to come again under this number
             raise
         if model is not None and isinstance(answer, Payload):
             self._training.heard(model, request_id)
@@ -313,31 +314,33 @@ class Service:
     # -- runs and checkpoints, for REST ------------------------------------------------------------------------------------------------
 
     def runs(self, caller: Caller, *, limit: int, offset: int, accessible: bool = False) -> tuple[list[ModelInfo], int]:
-        """The caller's runs, the newest first, with those that have public checkpoints if `accessible`; and how many there are."""
+        """Return a page of the caller's runs, newest first, and how many there are; `accessible` adds public runs of other owners."""
         public = self.checkpoints.public_runs() if accessible else ()
         found = [model for model in self._models if model.row.owner == caller.owner or model.id in public]
         found.sort(key=lambda model: -model.row.created)
         return [model.info for model in found[offset : offset + limit]], len(found)
 
     def run_info(self, caller: Caller, run_id: str, *, accessible: bool = False) -> ModelInfo:
-        """A run of the caller's, or one with a public checkpoint if `accessible`."""
+        """Return a run of the caller, or one with a public checkpoint if `accessible`."""
         model = self._models.get(run_id)
         if accessible and model is not None and any(row.public for row in self.checkpoints.select(run_id=run_id)):
             return model.info
         return self._models.find(caller, run_id).info
 
     def newest_checkpoints(self, caller: Caller, run_id: str) -> dict[CheckpointKind, CheckpointInfo]:
-        """The last checkpoint of each kind of a run, of those that the caller may read."""
+        """Return the latest checkpoint of each kind in a run, among those that the caller may read."""
         newest = self.checkpoints.newest(run_id, owner=caller.owner)
         return {kind: _info(row) for kind, row in newest.items()}
 
     def list_checkpoints(
         self, caller: Caller, *, run_id: str | None = None, limit: int | None = None, offset: int = 0, exports: bool = True,
     ) -> tuple[list[CheckpointInfo], int]:
-        """The caller's checkpoints, of one run or of all, the newest first; and how many there are. Of others' runs, those that are public.
+        """Return a page of the caller's checkpoints, of one run or of all, newest first, and their total number.
+
+        Of another owner's run, only the public ones are listed.
 
         Args:
-            exports: whether the caller knows what an export is.
+            exports: whether the client knows exports; if not, they are left out.
 
         Raises:
             UnknownError: there is no such run.
@@ -350,32 +353,32 @@ class Service:
         return [_info(row) for row in _page(rows, limit, offset)], len(rows)
 
     async def delete_checkpoint(self, caller: Caller, path: str) -> None:
-        """Make a checkpoint exist no more."""
+        """Delete a checkpoint."""
         await self.checkpoints.delete(self._owned(caller, path))
 
     async def set_public(self, caller: Caller, path: str, *, public: bool) -> None:
-        """Let everybody load and sample a checkpoint, or nobody else."""
+        """Make a checkpoint public, or private again."""
         await self.checkpoints.publish(self._owned(caller, path), public=public)
 
     async def set_ttl(self, caller: Caller, path: str, ttl_s: float | None) -> None:
-        """Let a checkpoint expire so many seconds from now, or never."""
+        """Let a checkpoint expire `ttl_s` seconds from now, or never for None."""
         await self.checkpoints.set_ttl(self._owned(caller, path), ttl_s)
 
     def weights_info(self, caller: Caller, path: str) -> tuple[str, LoraSpec]:
-        """Name of the base model, and the adapter."""
+        """Return the name of a checkpoint's base model, and its adapter."""
         row = self.checkpoints.readable(caller, CheckpointPath.parse(path))
         return row.base_model, row.lora
 
     def external_folder(self, caller: Caller, path: str) -> str:
-        """The folder of an export; another one means another export."""
+        """Return the folder of an export; it changes if the export is replaced."""
         return self._readable(caller, path, "external").folder
 
     def external_files(self, caller: Caller, path: str) -> Mapping[str, Path]:
-        """Files of an export, by their names in it; for any thread."""
+        """Return the paths of an export's files by name. May be called from any thread."""
         return self.checkpoints.files(self._readable(caller, path, "external"))
 
     def adapter_files(self, caller: Caller, path: str) -> tuple[Mapping[str, Path], str]:
-        """Files of an adapter to sample or of an export, by their names in it; and what clients call its base model."""
+        """Return the paths of the files of a sampler checkpoint or an export by name, and the clients' name of its base model."""
         row = self.checkpoints.readable(caller, CheckpointPath.parse(path))
         if row.kind == "training":
             raise RequestError(
@@ -383,7 +386,7 @@ class Service:
         return self.checkpoints.files(row), row.base_model
 
     async def copy_weights(self, caller: Caller, *, path: str, session_id: str, model_seq_id: int, ttl_s: float | None) -> str:
-        """A copy of a checkpoint under another run of the caller's; its path."""
+        """Copy a checkpoint to another run of the caller. Returns its path."""
         self.sessions.check(caller, session_id)
         return await self.checkpoints.copy(
             self.checkpoints.readable(caller, CheckpointPath.parse(path)), run_id=model_id(session_id, model_seq_id), owner=caller.owner,
@@ -401,7 +404,7 @@ class Service:
     # -- standing ----------------------------------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Everything for the status page but the queue of samples."""
+        """Return everything for the status page except the queue of samples."""
         lasting = [model for model in self._models if not model.row.ended]
         samplers = self.samplers.count_by_owner()
         owners = sorted({model.row.owner for model in lasting}.union(self.checkpoints.owners, samplers))

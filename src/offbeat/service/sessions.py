@@ -1,7 +1,7 @@
-"""Clients' sessions: who began them, whether they last, and when they last gave a sign of life. Everything else belongs to one.
+"""Clients' sessions: who began them, whether they have ended, and when they were last heard from. Everything else belongs to a session.
 
-One that has ended or been silent for long, and to which nothing belongs any more, is forgotten: memory and database hold no more than an
-owner's limit of them.
+A session that has ended, or has been silent for long, and that nothing belongs to any more is forgotten. So memory and database hold no
+more sessions than the owners' limits allow.
 """
 
 import time
@@ -21,22 +21,23 @@ _SWEPT_AT_ONCE = 1000
 
 
 class Sessions:
-    """All sessions of all owners. One is silent after a while without a sign of life, and ended only when its client says so.
+    """All sessions of all owners. A session becomes silent after a while without a heartbeat, and ends only when its client says so.
 
     Attributes:
-        users: each gives the sessions to which something belongs.
+        users: functions that return the sessions to which something belongs.
     """
 
     def __init__(
         self, rows: Iterable[SessionRow], *, store: Store, usage: Usage, timeout_s: float, retention_s: float = 86400.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """
+        """Start from the stored rows.
+
         Args:
-            rows: those that there were before.
-            timeout_s: after so long a session is silent; those from before get as long from now.
-            retention_s: after so long without a sign of life, one to which nothing belongs is forgotten. Time in which no server ran does
-                not count.
+            rows: sessions found in the database.
+            timeout_s: a session is silent after this long; stored sessions get this long from now.
+            retention_s: a session to which nothing belongs is forgotten after this long without a heartbeat, not counting time in which no
+                server ran.
         """
         self.users: list[Callable[[], Iterable[str]]] = []
         self._rows = {row.id: row for row in rows}
@@ -52,10 +53,10 @@ class Sessions:
             usage.add(row.owner, sessions=1)
 
     async def create(self, caller: Caller, *, metadata: Mapping[str, str], tags: tuple[str, ...], display_name: str) -> str:
-        """Begin a session; its id.
+        """Begin a session and return its ID.
 
         Raises:
-            RequestError: the owner may have no more, and something belongs to each of them, or it is still heard of.
+            RequestError: the owner may have no more sessions, and each existing one is active or has something that belongs to it.
         """
         if self._usage.is_full(caller.owner, sessions=1):
             await self._forget([
@@ -69,18 +70,18 @@ class Sessions:
         return row.id
 
     def find(self, caller: Caller, session_id: str) -> SessionRow:
-        """A session of the caller's, which may have ended; raises UnknownError if there is none."""
+        """Return a session of the caller, which may have ended; raises UnknownError if there is none."""
         row = self._rows.get(session_id)
         if row is None or row.owner != caller.owner:
             raise UnknownError(f"there is no session {session_id[:120]!r}; create one")
         return row
 
     def check(self, caller: Caller, session_id: str) -> SessionRow:
-        """A session of the caller's that lasts, and this is a sign of life.
+        """Return an active session of the caller, and count this as a heartbeat.
 
         Raises:
-            UnknownError: there is none.
-            BadRequestError: it has ended.
+            UnknownError: there is no such session.
+            BadRequestError: the session has ended.
         """
         row = self.find(caller, session_id)
         if row.ended is not None:
@@ -89,33 +90,33 @@ class Sessions:
         return row
 
     def owner_of(self, session_id: str) -> str | None:
-        """The owner of a session, if there is such a session."""
+        """Return the owner of a session, or None if there is no such session."""
         row = self._rows.get(session_id)
         return row and row.owner
 
     def has_ended(self, session_id: str) -> bool:
-        """Whether its client has said so, or it is forgotten."""
+        """Whether its client has ended a session, or it has been forgotten."""
         row = self._rows.get(session_id)
         return row is None or row.ended is not None
 
     def is_silent(self, session_id: str) -> bool:
-        """Whether nothing was heard of it for a while, or it is forgotten."""
+        """Whether a session has not been heard from for a while, or has been forgotten."""
         return max(self._last_seen.get(session_id, 0.0), self._started) < self._clock() - self._timeout_s
 
     def silence_s(self, session_id: str) -> float:
-        """Seconds since something was heard of it, without those in which no server ran."""
+        """Return the seconds since a session was last heard from, not counting time in which no server ran."""
         return self._clock() - self._last_seen.get(session_id, 0.0)
 
     def of(self, caller: Caller) -> list[SessionRow]:
-        """The caller's sessions, the newest first."""
+        """Return the caller's sessions, newest first."""
         return sorted((row for row in self._rows.values() if row.owner == caller.owner), key=lambda row: -row.created)
 
     async def heartbeat(self, caller: Caller, session_id: str) -> None:
-        """Take a sign of life.
+        """Record a heartbeat.
 
         Raises:
             UnknownError: there is no such session.
-            LostError: it has ended.
+            LostError: the session has ended.
         """
         row, now = self.find(caller, session_id), self._clock()
         if row.ended is not None:
@@ -126,11 +127,11 @@ class Sessions:
             await self._store.put(self._rows[session_id])
 
     async def finish(self, caller: Caller, session_id: str) -> bool:
-        """End a session; whether it lasted until now. Raises StorageError if the database fails; it lasts as before."""
+        """End a session. Returns whether it was still active; raises StorageError, and it stays active, if the database fails."""
         row, now = self.find(caller, session_id), self._clock()
         if row.ended is not None:
             return False
-        self._rows[session_id] = replace(row, last_seen=now, ended=now)  # first: a heartbeat must not store it as it was
+        self._rows[session_id] = replace(row, last_seen=now, ended=now)  # first, so that a heartbeat cannot store the old row
         try:
             await self._store.put(self._rows[session_id])
         except StorageError:
@@ -140,11 +141,11 @@ class Sessions:
         return True
 
     async def sweep(self) -> None:
-        """Forget those that were silent, or have ended, for long, and to which nothing belongs. To be called every minute or so."""
+        """Forget sessions that were silent or have ended for long and to which nothing belongs. To be called about once a minute."""
         await self._forget([row for row in self._rows.values() if self.silence_s(row.id) > self._retention_s])
 
     async def _forget(self, rows: list[SessionRow]) -> None:
-        """Those of the rows to which nothing belongs."""
+        """Forget the given sessions, except those to which something belongs."""
         used = {session_id for using in self.users for session_id in using()} if rows else set()
         rows = [row for row in rows if row.id not in used][:_SWEPT_AT_ONCE]
         for row in rows:

@@ -1,4 +1,4 @@
-"""Tokens per second of each model over the last seconds. Kept by those who count tokens, read for the status page; bounded by time."""
+"""Tokens per second of each model over the last seconds. Fed by the code that counts tokens, read by the status page; bounded in time."""
 
 import time
 from collections import Counter, deque
@@ -8,21 +8,21 @@ _WINDOW_S = 10
 
 
 class Speeds:
-    """Counts by key, a second at a time."""
+    """Token counts by key and second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seconds: deque[tuple[int, Counter[str]]] = deque()
 
     def note(self, key: str, tokens: int) -> None:
-        """So many more, now."""
+        """Count tokens as of now."""
         now = self._forget()
         if not self._seconds or self._seconds[-1][0] != now:
             self._seconds.append((now, Counter()))
         self._seconds[-1][1][key] += tokens
 
     def per_s(self) -> Mapping[str, float]:
-        """Of each key that had any in the last ten seconds."""
+        """Return tokens per second over the last ten seconds, for each key that had any."""
         self._forget()
         total: Counter[str] = Counter()
         for _, counts in self._seconds:

@@ -1,8 +1,8 @@
 """The service's database, through SQLAlchemy: SQLite, or PostgreSQL by URL. The core keeps everything in memory; this is the durable copy.
 
-One thread writes. It consumes what callers put or delete, produces transactions, waits for the next call, and is woken by it: all that
-has come while one transaction was committed goes into the next, so that thousands of small writes per second cost few commits. A call
-returns when its changes are committed, and on the disk: they outlive the death of this process, and a power cut.
+One thread writes. It consumes rows that callers put or delete, produces transactions, and is woken by the next call. Everything that
+arrives while one transaction commits goes into the next, so thousands of small writes per second need few commits. A call returns when
+its changes are committed and on disk: they survive the death of this process and a power cut.
 """
 
 import asyncio
@@ -46,14 +46,14 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "sqlite": {"timeout": _TIMEOUT_S},
     "postgresql": {
         "connect_timeout": _TIMEOUT_S, "tcp_user_timeout": _TIMEOUT_S * 1000,
-        # The server lets go of a machine that vanished, and of what it had locked, after 20 s.
+        # The server drops the connection to a machine that vanished, and its locks, after 20 s.
         "options": f"-c statement_timeout={_TIMEOUT_S}s -c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=2"}}
 R = TypeVar("R", bound=Row)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """All that the core begins with."""
+    """Rows from which the core starts."""
 
     sessions: tuple[SessionRow, ...]
     models: tuple[ModelRow, ...]
@@ -63,7 +63,7 @@ class Rows:
 
 @dataclass(eq=False)
 class _Write:
-    """One call's changes: rows, or functions that make them on the writer's thread, and whether they are to be there or gone."""
+    """One call's changes: rows, or functions that make rows on the writer's thread, and whether to store or delete them."""
 
     given: Sequence[Row | Callable[[], Row]]
     keep: bool
@@ -71,7 +71,7 @@ class _Write:
     rows: Sequence[Row] = ()
 
     def made(self) -> bool:
-        """Make the rows, or tell the caller why that failed."""
+        """Make the rows. Returns False, and gives the caller the error, if that failed."""
         try:
             self.rows = [row() if callable(row) else row for row in self.given]
         except Exception as exc:
@@ -80,20 +80,20 @@ class _Write:
         return True
 
     def settle(self, error: Exception | None) -> None:
-        """Let the caller go on."""
+        """Wake the caller, with an error if there is one."""
         def tell() -> None:
             if not self.done.done():
                 self.done.set_exception(error) if error else self.done.set_result(None)
 
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so nobody is waiting any more
             self.done.get_loop().call_soon_threadsafe(tell)
 
 
 class Store:
-    """An open database. `put` and `delete` are for an event loop; the rest blocks for a short query, from any thread.
+    """An open database. `put` and `delete` belong to an event loop; the other methods block for a short query, from any thread.
 
     Attributes:
-        identity: that it shares with its data folder; empty if nobody has given it one.
+        identity: the identity shared with the data folder; empty if none was given.
     """
 
     def __init__(self, engine: sa.Engine, claim: sa.Connection | None, identity: str) -> None:
@@ -109,14 +109,14 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, identify: Callable[[Known], str] = lambda known: known.identity) -> Self:
-        """Open the database at `url`, making its tables if it is new.
+        """Open the database at `url`, creating its tables if it is new.
 
         Args:
-            url: "sqlite:///PATH", whose folder is for the caller to lock, or "postgresql://USER@HOST/NAME".
-            identify: gives the identity that the database has from now; asked before anything is changed, and may raise.
+            url: "sqlite:///PATH", in a folder that the caller has locked, or "postgresql://USER@HOST/NAME".
+            identify: returns the identity that the database is to have; called before anything is changed, and may raise.
 
         Raises:
-            ConfigError: the URL cannot be used, another server uses the database, or a newer version of this package made it.
+            ConfigError: the URL cannot be used, another server uses the database, or a newer version of this package created it.
             MissingExtraError: PostgreSQL's client is not installed.
             StorageError: the database cannot be opened.
         """
@@ -139,7 +139,7 @@ class Store:
         return cls(engine, claim, identity)
 
     def load(self) -> Rows:
-        """Give all rows but those of futures.
+        """Return all rows except those of futures.
 
         Raises:
             StorageError: the database cannot be read.
@@ -147,7 +147,7 @@ class Store:
         return Rows(self._all(SessionRow), self._all(ModelRow), self._all(CheckpointRow), self._all(SamplerRow))
 
     def find_future(self, request_id: str) -> FutureRow | None:
-        """Look for a request that has ended.
+        """Return the row of a request that has ended, or None.
 
         Raises:
             StorageError: the database cannot be read.
@@ -155,7 +155,7 @@ class Store:
         return next(iter(self._all(FutureRow, TABLES[FutureRow].c.request_id == request_id)), None)
 
     def future_ids(self) -> list[str]:
-        """Give the ids of all requests that have ended and are still known.
+        """Return the IDs of all requests that have ended and are still known.
 
         Raises:
             StorageError: the database cannot be read.
@@ -164,7 +164,7 @@ class Store:
             return list(connection.scalars(sa.select(TABLES[FutureRow].c.request_id)))
 
     def answer_sizes(self) -> dict[str, tuple[int, int]]:
-        """Give by owner how many answers there are, and their bytes.
+        """Return the number of answers and their size in bytes, by owner.
 
         Raises:
             StorageError: the database cannot be read.
@@ -175,7 +175,7 @@ class Store:
             return {owner: (int(count), int(total)) for owner, count, total in found}
 
     def futures_before(self, finished: float) -> tuple[FutureRow, ...]:
-        """Give the requests that ended before a time.
+        """Return the requests that ended before a time, in seconds since the epoch.
 
         Raises:
             StorageError: the database cannot be read.
@@ -183,7 +183,7 @@ class Store:
         return self._all(FutureRow, TABLES[FutureRow].c.finished < finished)
 
     def first_segment(self) -> int | None:
-        """Give the first file of results that a request still needs.
+        """Return the number of the first results file that a request still needs, or None.
 
         Raises:
             StorageError: the database cannot be read.
@@ -192,7 +192,7 @@ class Store:
             return connection.scalar(sa.select(sa.func.min(TABLES[FutureRow].c.segment)))
 
     def last_segment(self) -> int:
-        """Give the last file of results that a request names, or 0.
+        """Return the number of the last results file that a request names, or 0.
 
         Raises:
             StorageError: the database cannot be read.
@@ -201,13 +201,13 @@ class Store:
             return connection.scalar(sa.select(sa.func.max(TABLES[FutureRow].c.segment))) or 0
 
     async def put(self, *rows: Row | Callable[[], Row]) -> None:
-        """Store rows in place of those with the same key, and return once they are committed: all of them, or none.
+        """Store rows, replacing those with the same keys, and return once they are committed: either all of them or none.
 
         Args:
-            rows: a function is called on the writer's thread and gives a row that takes long to make; what it raises is raised here.
+            rows: rows, or functions that make rows slowly. A function runs on the writer's thread; its errors are raised here.
 
         Raises:
-            StorageError: the database is full, locked, out of reach or refuses the rows; nothing was changed.
+            StorageError: the database is full, locked, unreachable or refuses the rows; nothing was changed.
         """
         await self._write(rows, keep=True)
 
@@ -215,12 +215,12 @@ class Store:
         """Delete the rows with these rows' keys, and return once that is committed.
 
         Raises:
-            StorageError: as `put`.
+            StorageError: as in `put`.
         """
         await self._write(rows, keep=False)
 
     def close(self) -> None:
-        """Commit what was given, and close."""
+        """Commit everything given so far, and close the database."""
         self._closed = True
         self._queue.put(None)
         self._writer.join(_TIMEOUT_S)
@@ -257,7 +257,7 @@ class Store:
         group = [write for write in group if write.made()]
         error = self._attempt(group)
         if error is not None and len(group) > 1 and not isinstance(error, OperationalError):
-            for write in group:  # one of them holds what the database refuses, and must not fail the others
+            for write in group:  # one of them contains something that the database refuses, and must not make the others fail
                 self._settle(write, self._attempt([write]))
         else:
             for write in group:
@@ -317,7 +317,7 @@ def _set_up_sqlite(connection: Any, record: object) -> None:  # noqa: ARG001
 
 
 def _known(engine: sa.Engine) -> Known:
-    """What a database knows of its folder. One that is not there is not made."""
+    """Return what a database knows of its data folder. A missing database is not created."""
     name, path = _name(engine), engine.url.database or ""
     if engine.dialect.name == "sqlite" and not engine.url.query and not Path(path).exists():
         return Known(name)
@@ -332,17 +332,17 @@ def _known(engine: sa.Engine) -> Known:
         checkpoints, models, samplers = (TABLES[kind] for kind in (CheckpointRow, ModelRow, SamplerRow))
         naming = {
             checkpoints: sa.select(checkpoints.c.folder), models: sa.select(models.c.state_folder),
-            samplers: sa.select(samplers.c.folder).where(samplers.c.path == "")}  # others name a checkpoint's
+            samplers: sa.select(samplers.c.folder).where(samplers.c.path == "")}  # other samplers use the folders of checkpoints
         folders = {
             folder for table, select in naming.items() if table.name in there for folder in connection.scalars(select)}
     return Known(name, identity or "", frozenset(folders - {""}))
 
 
 def _claim(engine: sa.Engine) -> sa.Connection:
-    """Hold a lock on the database as long as the connection lives: two servers would each change what the other has in memory."""
+    """Lock the database for as long as the connection lives, because two servers would each change what the other has in memory."""
     with _sentences(engine):
         connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        connection.execute(sa.text(f"SET lock_timeout = '{_CLAIM_S}s'"))  # a server that was just killed may still hold it
+        connection.execute(sa.text(f"SET lock_timeout = '{_CLAIM_S}s'"))  # a server that was just killed may still hold the lock
         try:
             connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_KEY)))
         except OperationalError as exc:

@@ -1,8 +1,8 @@
-"""What the service remembers in its database: a frozen row for each kind of thing, and the tables that they are stored in.
+"""Database schema of the service: a frozen row class for each kind of object, and the table that stores it.
 
-Metadata only: results of requests and weights are files, of which rows say where. A table follows from its row, whose names and types
-are those of its columns; mappings, tuples and nested records are JSON text. Times are seconds since the epoch. Used by `store`; rows are
-used by the core.
+The database holds metadata only: results of requests and weights are files, and rows say where. Each table is derived from its row
+class, whose field names and types are those of the columns; mappings, tuples and nested records are stored as JSON text. Times are
+seconds since the epoch. Tables are used by `store`, and rows by the core.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class SessionRow:
-    """A client's session; `ended` is None while it lasts."""
+    """A client's session; `ended` is None while it is active."""
 
     id: str
     owner: str
@@ -33,14 +33,14 @@ class SessionRow:
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model, which is a training run too.
+    """A model, which is also a training run.
 
     Attributes:
-        step: optimizer steps of the saved state, counted over the checkpoints it came from.
-        state_folder: its last saved state, to go on from; empty while that is a fresh adapter.
-        last_seq: the highest number of a request that has come to an outcome, at least of those whose effects are in the saved state.
-        next_version: for the next adapter that is made of it.
-        dirty: trained since its last saved state.
+        step: number of optimizer steps in the saved state, including those of the checkpoints from which it came.
+        state_folder: folder of its last saved state, from which it continues; empty for a fresh adapter.
+        last_seq: highest number of a request that has an outcome; at least all requests whose effects are in the saved state are included.
+        next_version: version of the next adapter made from it.
+        dirty: whether it was trained since its last saved state.
     """
 
     id: str
@@ -64,10 +64,10 @@ class CheckpointRow:
     """A checkpoint of a run: a complete folder.
 
     Attributes:
-        expires: None if it stays until it is deleted.
-        public: anybody may load or sample it.
-        step: optimizer steps of these weights.
-        version: of the adapter, for sampler checkpoints.
+        expires: None if it is kept until it is deleted.
+        public: whether anybody may load or sample it.
+        step: number of optimizer steps in these weights.
+        version: version of the adapter, for sampler checkpoints.
     """
 
     run_id: str
@@ -88,10 +88,10 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class SamplerRow:
-    """A sampler: of the base model if `run_id` is empty, else of the adapter in `folder`; an ephemeral one has no path.
+    """A sampler of the base model if `run_id` is empty, otherwise of the adapter in `folder`; an ephemeral sampler has no path.
 
     Attributes:
-        size_bytes: of an ephemeral one's folder.
+        size_bytes: size of an ephemeral sampler's folder.
     """
 
     id: str
@@ -109,7 +109,7 @@ class SamplerRow:
 
 @dataclass(frozen=True)
 class FutureRow:
-    """A request that has ended, and where in the files of results its answer is."""
+    """A request that has ended, and the place of its answer in the results files."""
 
     request_id: str
     owner: str
@@ -126,7 +126,7 @@ Row = SessionRow | ModelRow | CheckpointRow | SamplerRow | FutureRow
 
 
 class _Json(sa.types.TypeDecorator[Any]):
-    """A value of a Python type as JSON text."""
+    """A value of a Python type, stored as JSON text."""
 
     impl = sa.Text
     cache_ok = True
@@ -147,7 +147,7 @@ _COLUMN_TYPES: dict[Any, Any] = {
 
 
 def _table(row: type[Row], name: str, *, key: int = 1, indexed: tuple[str, ...] = ()) -> sa.Table:
-    """The table of a row, whose first `key` fields identify it."""
+    """Return the table of a row class, whose first `key` fields are the primary key."""
     hints = get_type_hints(row)
     columns = [
         sa.Column(

@@ -1,9 +1,9 @@
-"""Carries out what clients ask of models: in order for each, together for many, and each request to an outcome, whatever happens.
+"""Carries out what clients ask of models: each model's requests in order, many models together, and every request to an outcome.
 
-    run       consumes the schedule, turn by turn; produces outcomes; waits for work; woken by `submit`, and by patience that ends
+    run       consumes the schedule, turn by turn; produces outcomes; waits for work; woken by `submit`, and when patience runs out
     tails     one task for what follows a request without the trainers: checksums, publication, storing the outcome; `close` waits for all
 
-A request that fails is an outcome of its own. If the trainers fail, the requests of that turn fail, the trainers are started anew, and
+A request that fails has its error as its outcome. If the trainers fail, the requests of that turn fail, the trainers are restarted, and
 every other request waits for that.
 """
 
@@ -57,9 +57,9 @@ class Training:
     """All work on models.
 
     Attributes:
-        trained_tokens: in passes, since the start.
-        speeds: of them, by model.
-        failures: the last requests that failed.
+        trained_tokens: number of tokens in passes since the start.
+        speeds: trained tokens per second, by model.
+        failures: latest failed requests.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Training:
     # -- taking work -------------------------------------------------------------------------------------------------------------------
 
     def submit(self, model: Model, seq: int, request: Request, *, kind: str) -> str:
-        """Take a request, and give its id; one that is sent again is not begun again.
+        """Accept a request and return its ID; a request sent again is not begun again.
 
         Raises:
-            OverLimitError: its owner has too much under way, or this server is going down; it is not taken, and may be later.
-            RequestError: it costs more than will ever be taken, or there is no room on disk for its answer.
-            LostError: it was carried out before, and its answer is not kept any more.
+            OverLimitError: its owner has too much under way, or the server is shutting down; the request is not accepted yet.
+            RequestError: it costs more than will ever be accepted, or there is no room on disk for its answer.
+            LostError: it was carried out before, and its answer is no longer kept.
         """
         owner, request_id = model.row.owner, training_request(model.id, seq)
         if self._futures.find(request_id, owner) is not None:
@@ -121,7 +121,7 @@ class Training:
         return request_id
 
     def submit_first(self, model: Model, request: Load, future: Future) -> None:
-        """Take the request by which a model begins."""
+        """Accept the request with which a model begins."""
         work = Work(self._next_number(), model, 0, request, future)
         work.charged = work.charge
         self._usage.add(model.row.owner, **work.charged)
@@ -129,37 +129,37 @@ class Training:
         self._add(work)
 
     def dismiss(self, model: Model, *, ends: bool) -> None:
-        """Take a model from the trainers when what it has been asked for is done."""
+        """Remove a model from the trainers once its requests are done."""
         if not any(isinstance(work.request, Leave) and work.model is model for work in self._open):
             work = Work(self._next_number(), model, 0, Leave(ends), None)
             self._begin(work)
             self._add(work)
 
     def answer(self, future: Future, outcome: Outcome) -> None:
-        """End a request that wants no work."""
+        """End a request that needs no work."""
         self._spawn(self._futures.finish(future, outcome))
 
     def skip(self, model: Model, seq: int) -> None:
-        """Nothing waits for this number any more."""
+        """Note that this number will not come, so that nothing waits for it."""
         self._sequencer(model).skip(seq, time.monotonic())
         self._advance(model)
 
     def forget(self, model: Model) -> None:
-        """There is no such model any more."""
+        """Drop the state of a model that no longer exists."""
         self._sequencers.pop(model.id, None)
 
     def has_work(self, model: Model) -> bool:
-        """Whether the model has been asked for something that has not ended."""
+        """Whether a model has requests that have not ended."""
         return any(work.model is model for work in self._open)
 
     def heard(self, model: Model, request_id: str) -> None:
-        """A client has fetched the outcome of a request to its model, which may have told of a loss."""
+        """Note that a client has fetched an outcome, which may have told it of a loss."""
         loss = model.loss
         if loss and loss.heard_at is None and request_id in loss.told_by:
             loss.heard_at = self._number
 
     def standing(self) -> QueueStatus:
-        """Requests that wait or run."""
+        """Return the state of the queue: requests that wait or run."""
         oldest = min((work.since for work in self._open), default=time.monotonic())
         return QueueStatus(len(self._open), sum(work.tokens for work in self._open), round(time.monotonic() - oldest, 2))
 
@@ -168,7 +168,7 @@ class Training:
         return self._number - 1
 
     def _charge(self, work: Work, *, is_awaited: bool) -> None:
-        """`is_awaited` if others that were taken wait for this one, so that refusing it would hold them up."""
+        """Charge the owner. `is_awaited` says that accepted requests wait for this one, so that refusing it would hold them up."""
         if self._closing:
             raise OverLimitError("this server is going down; the request will be taken when it is back", retry_after_s=5.0)
         try:
@@ -190,7 +190,7 @@ class Training:
         return self._sequencers[model.id]
 
     def _advance(self, model: Model) -> None:
-        """Schedule what may run in a model's order, and come back when more may."""
+        """Schedule a model's next requests as far as their order allows, and set a timer for the rest."""
         sequencer, now = self._sequencer(model), time.monotonic()
         for work in sequencer.ready(now):
             self._add(work)
@@ -206,7 +206,7 @@ class Training:
     # -- turns -------------------------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until cancelled, or until `close` was called and what had been taken is done, or that takes too long."""
+        """Work until cancelled, or after `close` until accepted work is done or takes too long."""
         async with self._at_work:
             try:
                 while not self._may_stop():
@@ -217,7 +217,7 @@ class Training:
                 raise
 
     async def _go_on(self) -> None:
-        """Take a turn, or wait for work for a while."""
+        """Take a turn, or wait a while for work."""
         if not self._backend.trainers_alive:
             await self._revive()
         turn = self._schedule.next()
@@ -225,14 +225,14 @@ class Training:
             await self._take(turn)
             return
         self._woken.clear()
-        with suppress(TimeoutError):  # trainers that die idle are started again, too
+        with suppress(TimeoutError):  # wakes up regularly, because trainers that die while idle are restarted, too
             await asyncio.wait_for(self._woken.wait(), _IDLE_S)
 
     def _may_stop(self) -> bool:
         return self._closing and (len(self._schedule) == 0 or time.monotonic() > self._give_up or not self._backend.trainers_alive)
 
     async def close(self) -> None:
-        """Take nothing more, do what was taken, for a while, and save every model; the rest is dropped, as by a restart."""
+        """Accept no more work, finish accepted work for a while, and save every model; the rest is dropped, as in a restart."""
         self._closing, self._give_up = True, time.monotonic() + _DRAIN_S
         self._woken.set()
         async with self._at_work:
@@ -248,7 +248,7 @@ class Training:
                     _log.error("%s could not be saved, and stays at its last checkpoint: %s", model.id, exc)
 
     async def _take(self, turn: Turn[Work]) -> None:
-        """Carry out a turn; what fails is an outcome of its requests."""
+        """Carry out a turn; an error becomes the outcome of its requests."""
         together = [[part] for part in turn.parts] if turn.lane is Lane.ALONE else [turn.parts]
         for its in together:
             parts = [part for part in its if self._may_begin(part.job)]
@@ -262,7 +262,7 @@ class Training:
 
     async def _fail_turn(self, lane: Lane, parts: list[Part[Work]], exc: Exception) -> None:
         models = {part.job.item.model for part in parts}
-        if len(models) > 1 and category_of(exc) == "user":  # of one of them, and none of the others' business
+        if len(models) > 1 and category_of(exc) == "user":  # one model is at fault, and the owners of the others must not see why
             _log.error("a turn of several models failed: %s", exc)
             exc = RunError("a turn of several models failed")
         if not self._backend.trainers_alive:
@@ -278,7 +278,7 @@ class Training:
             self._fail(job, exc)
 
     async def _discard(self, models: list[Model]) -> None:
-        """Drop what models have gathered; trainers that cannot even do that are started anew."""
+        """Drop the gradients of models; trainers that cannot even do that are restarted."""
         try:
             if models:
                 await self._backend.discard(model.id for model in models)
@@ -293,7 +293,7 @@ class Training:
         if model.row.ended or self._models.get(model.id) is not model:
             self._fail(job, RequestError(f"the model {model.id} has ended or never began; load a checkpoint in a new session"))
             return False
-        if model.loss is not None and not isinstance(work.request, Load):  # loading makes good for what was lost
+        if model.loss is not None and not isinstance(work.request, Load):  # loading makes up for what was lost
             if model.loss.concerns(work.number):
                 self._schedule.drop(job)
                 self._tell_loss(work, model.loss)
@@ -303,7 +303,7 @@ class Training:
         return True
 
     async def _enter(self, job: Job[Work], wanted: Set[Model]) -> bool:
-        """See that the trainers have the model, beside all that are wanted now; raises only if the trainers themselves have failed."""
+        """Make sure that the trainers hold this model and all others of the turn; raises only if the trainers themselves failed."""
         if isinstance(job.item.request, Leave):
             return True
         try:
@@ -345,7 +345,7 @@ class Training:
 
     async def _begin_change(self, models: list[Model]) -> None:
         for model in models:
-            model.has_gradient = True  # first: what is stored beside this says that something may be lost
+            model.has_gradient = True  # first, so that a row stored meanwhile says that something may be lost
         await self._models.mark(models)
 
     async def _step(self, works: list[Work]) -> None:
@@ -371,7 +371,7 @@ class Training:
                     self._saves.add(tail)
                     tail.add_done_callback(self._saves.discard)
             case Load() as request:
-                await self._settle(self._saves)  # what is loaded may be what was just saved
+                await self._settle(self._saves)  # the checkpoint to load may be one that is just being saved
                 self._end_soon(work, await self._saving.load(model, request))
             case Leave() as request:
                 await (self._models.end(model) if request.ends else self._models.leave(model))
@@ -382,7 +382,7 @@ class Training:
     # -- ends --------------------------------------------------------------------------------------------------------------------------
 
     async def _finish(self, work: Work, rest: Rest) -> None:
-        """What is left to do of a request beside the next turns."""
+        """Do the rest of a request concurrently with the next turns."""
         async with rest.stack:
             try:
                 outcome = await rest.finish()
@@ -391,7 +391,7 @@ class Training:
         self._end_soon(work, outcome)
 
     def _fail(self, job: Job[Work], exc: Exception) -> None:
-        """End a request with an error; what its model has lost by now is told with it."""
+        """End a request with an error, and with what its model has lost by now."""
         work, loss = job.item, job.item.model.loss
         self._schedule.drop(job)
         if loss is not None and category_of(exc) == "server":
@@ -402,12 +402,12 @@ class Training:
         return explain(exc, name=work.future.request_id if work.future else work.model.id, lost=lost)
 
     def _tell_loss(self, work: Work, loss: Loss) -> None:
-        """This request's outcome tells of it: whoever fetches it has heard."""
+        """Note that this request's outcome tells of the loss, so that whoever fetches it has heard."""
         if work.future is not None:
             loss.told_by.add(work.future.request_id)
 
     def _end_soon(self, work: Work, outcome: Outcome) -> None:
-        """The first outcome of a request stands."""
+        """Give a request its outcome, unless it already has one."""
         if work.future is None:
             self._open.discard(work)
         elif not work.has_ended:
@@ -416,7 +416,7 @@ class Training:
             self._spawn(self._end(work, work.future, outcome))
 
     async def _end(self, work: Work, future: Future, outcome: Outcome) -> None:
-        """Store an outcome, and with it how far the model has come."""
+        """Store an outcome along with the model's progress."""
         self._usage.release(work.model.row.owner, **work.charged)
         if isinstance(outcome, Failed):
             self.failures.append(Failure(time.time(), future.request_id, work.model.row.owner, outcome.message))
@@ -426,7 +426,7 @@ class Training:
     async def _store_progress(self, work: Work) -> None:
         model = work.model
         if self._models.get(model.id) is not model:
-            return  # it never began
+            return  # the model was never created
         try:
             await self._models.store_progress(model)
         except StorageError as exc:
@@ -445,11 +445,11 @@ class Training:
     # -- trainers that fail ------------------------------------------------------------------------------------------------------------
 
     async def _lose_all(self) -> None:
-        await self._settle(self._saves)  # what they are about to keep is not lost
+        await self._settle(self._saves)  # states that are just being saved are not lost
         self._models.lose_all("the trainers failed")
 
     async def _revive(self) -> None:
-        """Start the trainers again; if that fails, so does what waits for them."""
+        """Restart the trainers; if that fails, everything that waits for them fails."""
         await self._lose_all()
         _log.warning("the trainers have failed; they are started again")
         self._tell(_RESTARTING)

@@ -1,6 +1,7 @@
-"""What the service deals in: requests and outcomes of tenants' work, in its own terms. No wire, no torch.
+"""The service's own terms: requests and outcomes of tenants' work, independent of wire format and torch.
 
-`wire` makes these from what clients send and turns outcomes into answers; `backend` carries them out. Everything between knows only these.
+`wire` creates these from what clients send and turns outcomes into answers; `backend` carries them out. All code in between knows
+nothing else.
 """
 
 from collections.abc import Mapping
@@ -17,14 +18,14 @@ CheckpointKind = Literal["training", "sampler", "external"]
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, as the API key says."""
+    """Owner who makes a request, according to the API key."""
 
     owner: str
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapter that a model trains; alpha over rank scales its output."""
+    """The adapter that a model trains; its output is scaled by alpha / rank."""
 
     rank: int
     alpha: float
@@ -35,11 +36,11 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one datum's targets were laid out, so that their log-probabilities go back in the same form.
+    """Layout of one datum's targets, by which their log-probabilities are returned in the same form.
 
     Attributes:
-        shape: of the target tensor, [L] or [L, K].
-        cells: [m] int64, flat indices of the cells that a sparse tensor lists; None where all are.
+        shape: shape of the target tensor, [L] or [L, K].
+        cells: [m] int64, flat indices of the cells that a sparse tensor lists; None if all cells are present.
     """
 
     shape: tuple[int, ...]
@@ -48,14 +49,14 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class SparseArray:
-    """Some cells of an array, as values [m] with their flat indices, int64 and rising; all others are empty."""
+    """Some cells of an array: values [m] and their flat indices [m], int64 and increasing; all other cells are empty."""
 
     values: np.ndarray
     cells: np.ndarray
     shape: tuple[int, ...]
 
     def dense(self) -> np.ndarray:
-        """All cells, 0 where there was none. To be called where an answer is written, and nowhere before."""
+        """Return the whole array in the given shape, with 0 in empty cells. To be called only where an answer is written."""
         array = np.zeros(self.shape, self.values.dtype)
         array.reshape(-1)[self.cells] = self.values
         return array
@@ -63,7 +64,7 @@ class SparseArray:
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """The datums of one forward or forward-backward, and the layout of each."""
+    """Datums of one forward or forward_backward request, and the layout of each."""
 
     batch: DatumBatch
     layouts: tuple[Layout, ...]
@@ -71,15 +72,15 @@ class TrainingData:
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """One call for samples.
+    """One sampling request.
 
     Attributes:
-        max_tokens: None goes on to the end of the context.
-        stop: strings or token ids that end a sample besides the end tokens; None for the end tokens alone; () never stops.
-        prompt_logprobs: score the prompt, at temperature 1.
-        topk_prompt_logprobs, topk_sample_logprobs: likeliest tokens wanted at each position of the prompt, of the samples.
+        max_tokens: None to continue to the end of the context.
+        stop: strings or token IDs that end a sample, besides the end tokens; None for the end tokens alone; () to never stop.
+        prompt_logprobs: whether to score the prompt, at temperature 1.
+        topk_prompt_logprobs, topk_sample_logprobs: number of top tokens wanted at each position of the prompt and of the samples.
         target_prompt_logprobs: [P, K] int64 tokens to score at each position of the prompt.
-        prompt_alt_tokens_k: tokens to draw at each position of the prompt but the first, at the temperature.
+        prompt_alt_tokens_k: number of tokens to draw at each position of the prompt except the first, at the temperature.
         prompt_logprobs_last_n: score only the last n positions; None for all.
     """
 
@@ -103,7 +104,7 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Payload:
-    """An answer as it goes to the client."""
+    """An encoded answer as it is sent to the client."""
 
     content_type: str
     data: bytes
@@ -114,19 +115,19 @@ class Payload:
 
 @dataclass(frozen=True)
 class ModelCreated:
-    """A model is there."""
+    """A model was created."""
 
     model_id: str
 
 
 @dataclass(frozen=True, eq=False)
 class PassDone:
-    """A forward, or forward and backward.
+    """Outcome of a forward or forward_backward pass.
 
     Attributes:
-        logprobs: of each datum, float32 in the shape of its targets; sparse where those were.
-        losses: [N] float32, the loss summed over each datum.
-        metrics: by `name:reduction`; loss:sum among them.
+        logprobs: for each datum, float32 in the shape of its targets; sparse where the targets were.
+        losses: [N] float32, each datum's summed loss.
+        metrics: values by `name:reduction`, including loss:sum.
     """
 
     logprobs: tuple[np.ndarray | SparseArray, ...]
@@ -136,14 +137,14 @@ class PassDone:
 
 @dataclass(frozen=True)
 class StepDone:
-    """An optimizer step."""
+    """Outcome of an optimizer step."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint that can be loaded, or an export."""
+    """A checkpoint that can be loaded was saved, or an export was written."""
 
     path: str
     kind: CheckpointKind
@@ -152,7 +153,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class WeightsLoaded:
-    """A model goes on from a checkpoint; a new one if that was asked for."""
+    """A model, possibly a new one, continues from a checkpoint."""
 
     path: str
     model_id: str
@@ -160,7 +161,7 @@ class WeightsLoaded:
 
 @dataclass(frozen=True)
 class SamplerSaved:
-    """Weights that can be sampled: by a path, or by the sampler made of them."""
+    """Weights to sample were saved, with a path or with the sampler made of them."""
 
     path: str = ""
     sampling_session_id: str = ""
@@ -168,7 +169,7 @@ class SamplerSaved:
 
 @dataclass(frozen=True, eq=False)
 class TopTokens:
-    """The K likeliest tokens at each of L positions: ids [L, K] int32 and logprobs [L, K] float32; -1 marks an empty cell."""
+    """The K top tokens at each of L positions: ids [L, K] int32 and logprobs [L, K] float32; ID -1 marks an empty cell."""
 
     ids: np.ndarray
     logprobs: np.ndarray
@@ -176,7 +177,7 @@ class TopTokens:
 
 @dataclass(frozen=True, eq=False)
 class SampledSequence:
-    """One sample: tokens [L] int32, the stopping ones included, and their logprobs [L] float32."""
+    """One sample: tokens [L] int32, including those that end it, and their logprobs [L] float32."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -186,13 +187,13 @@ class SampledSequence:
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """What a call for samples gave.
+    """Outcome of a sampling request.
 
     Attributes:
-        prompt_logprobs: [P] float32, NaN where there is none, as at the first position.
-        topk_prompt: over all P positions, the first one empty.
-        target_prompt_logprobs: of the request's tokens, float32 in their cells.
-        prompt_alt: tokens that were drawn, over all P positions, the first one empty.
+        prompt_logprobs: [P] float32; NaN where there is no score, as at the first position.
+        topk_prompt: top tokens of all P positions; the first one is empty.
+        target_prompt_logprobs: float32 scores of the request's target tokens, in their cells.
+        prompt_alt: tokens drawn at all P positions; the first one is empty.
     """
 
     sequences: tuple[SampledSequence, ...]
@@ -204,7 +205,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Failed:
-    """Work that failed: one sentence, and whose fault it was."""
+    """Failed work: one sentence, and whose fault it was."""
 
     message: str
     category: Category
@@ -218,11 +219,11 @@ Outcome = ModelCreated | PassDone | StepDone | CheckpointSaved | WeightsLoaded |
 
 @dataclass(frozen=True)
 class Pending:
-    """A future that has not ended.
+    """State of a future that has not ended.
 
     Attributes:
-        queue_state: "active", or why it does not move.
-        reason: for people; empty if there is none.
+        queue_state: "active", or why it does not proceed.
+        reason: explanation for people; empty if there is none.
     """
 
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
@@ -231,7 +232,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model, or a run as the REST endpoints call it; times are seconds since the epoch."""
+    """A model, which REST endpoints call a run; times are seconds since the epoch."""
 
     model_id: str
     owner: str
@@ -257,7 +258,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class SamplerInfo:
-    """A sampler: of the base model, or of the checkpoint at `model_path`; an ephemeral one has neither path nor name."""
+    """A sampler of the base model, or of the checkpoint at `model_path`; an ephemeral one has neither path nor name."""
 
     sampler_id: str
     base_model: str
@@ -266,7 +267,7 @@ class SamplerInfo:
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A session with what belongs to it."""
+    """A session and what belongs to it."""
 
     session_id: str
     run_ids: tuple[str, ...]
@@ -280,7 +281,7 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class QueueStatus:
-    """Requests that wait or run, their tokens, and how long the oldest has been there."""
+    """Requests that wait or run: their number, their tokens, and the age of the oldest."""
 
     jobs: int = 0
     tokens: int = 0
@@ -289,12 +290,12 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """A model of a session that lasts.
+    """A model of an active session.
 
     Attributes:
-        step: counts optimizer steps.
-        resident: the trainers hold it.
-        trained_per_s, sampled_per_s: tokens over the last seconds.
+        step: number of optimizer steps.
+        resident: whether the trainers hold it.
+        trained_per_s, sampled_per_s: tokens per second over the last seconds.
     """
 
     model_id: str
@@ -309,7 +310,7 @@ class ModelStatus:
 
 @dataclass(frozen=True)
 class OwnerStatus:
-    """What an owner takes up."""
+    """What an owner uses at this moment."""
 
     owner: str
     models: int
@@ -323,7 +324,7 @@ class OwnerStatus:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """An engine, and names of the adapters that it holds."""
+    """An engine, and the names of the adapters that it holds."""
 
     name: str
     state: str
@@ -333,7 +334,7 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that failed; time in seconds since the epoch."""
+    """A failed request; the time is in seconds since the epoch."""
 
     time: float
     request_id: str
@@ -343,7 +344,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that went wrong with the trainers or an engine, or was mended; time in seconds since the epoch."""
+    """A failure of the trainers or of an engine, or its recovery; the time is in seconds since the epoch."""
 
     time: float
     who: str
@@ -352,11 +353,11 @@ class Incident:
 
 @dataclass(frozen=True)
 class IncidentCounts:
-    """Since the start.
+    """Counts since the start.
 
     Attributes:
         rank_deaths: train ranks whose process ended.
-        failed_loads: of adapters on engines.
+        failed_loads: adapters that an engine could not load.
     """
 
     rank_deaths: int = 0
@@ -368,7 +369,7 @@ class IncidentCounts:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A process of the server with what it has started, and its resident memory."""
+    """A process of the server including its children, and their resident memory."""
 
     name: str
     memory_bytes: int
@@ -376,7 +377,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """The service at one moment; tokens are counted from its start. What stands behind `failures` is filled in by who knows it."""
+    """State of the service at one moment; tokens count from its start. Others than the core fill in the fields after `failures`."""
 
     base_model: str
     trainers_alive: bool

@@ -1,6 +1,6 @@
-"""What a model can be asked for, and a request under way: its job for the schedule, and its outcome from what the turns or errors gave.
+"""Requests to a model, and their progress: the job of each for the schedule, and its outcome, made from turns' results or errors.
 
-Made by `service`, carried out by `training` and `saving`.
+Created by `service`, carried out by `training` and `saving`.
 """
 
 import logging
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A forward, and backward if it learns."""
+    """A forward pass, followed by a backward pass if `learn`."""
 
     data: TrainingData
     learn: bool
@@ -38,14 +38,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step."""
+    """A request for one optimizer step."""
 
     params: AdamParams
 
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint of weights and optimizer."""
+    """Save a checkpoint of weights and optimizer state."""
 
     name: str
     ttl_s: float | None
@@ -55,7 +55,7 @@ class Save:
 
 @dataclass(frozen=True)
 class SaveSampler:
-    """Weights to sample, by name, or without one for the sampler of this number."""
+    """Save weights for sampling, under a name, or without one for the sampler with this number."""
 
     name: str | None
     sampler_seq: int | None
@@ -65,7 +65,7 @@ class SaveSampler:
 
 @dataclass(frozen=True)
 class Export:
-    """Weights to download."""
+    """Export weights for download, in PEFT's format."""
 
     name: str
     ttl_s: float | None
@@ -73,7 +73,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Load:
-    """Go on from a checkpoint; `creates` if that is how the model begins."""
+    """Continue from a checkpoint; `creates` if the model begins with it."""
 
     path: CheckpointPath
     optimizer: bool
@@ -82,7 +82,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Leave:
-    """Leave the trainers: for good if the session has ended."""
+    """Leave the trainers; for good if the session has ended."""
 
     ends: bool
 
@@ -96,13 +96,13 @@ class Work:
     """A request under way.
 
     Attributes:
-        number: in the order of arrival, over all models.
-        seq: of the model's requests; 0 for what has no place among them.
-        future: None for what nobody waits for.
-        cost: of all of it.
-        charged: what its owner's use was charged with, to be released when it ends.
-        passes: what the turns gave so far.
-        has_ended: its outcome is there.
+        number: number in the order of arrival, over all models.
+        seq: number among the model's requests; 0 for internal work, which has no number.
+        future: None if nobody waits.
+        cost: cost of the whole request.
+        charged: amounts charged to its owner, to be released when it ends.
+        passes: results of the turns so far.
+        has_ended: whether it has an outcome.
     """
 
     def __init__(
@@ -127,22 +127,23 @@ class Work:
 
     @property
     def charge(self) -> Mapping[str, int]:
-        """What its owner is to be charged with: tokens of passes alone, for what the rest costs is a matter of whose turn it is."""
+        """Amounts to charge to the owner. Only passes are charged tokens; the price of other requests affects only whose turn it is."""
         return self.cost.charge if isinstance(self.request, Pass) else {**self.cost.charge, "queued_tokens": 0}
 
     @property
     def tokens(self) -> int:
-        """That its owner's queue was charged with."""
+        """Tokens charged to its owner's queue."""
         return self.charged.get("queued_tokens", 0)
 
     def job(self) -> "Job[Work]":
-        """For the schedule."""
+        """Return the job for the schedule."""
         request, model = self.request, self.model
         lane = (Lane.LEARN if request.learn else Lane.SCORE) if isinstance(request, Pass) else _LANES[type(request)]
         return Job(model.id, model.row.owner, lane, self, sizes=self._sizes)
 
 
 def params_of(work: Work) -> AdamParams:
+    """Return the optimizer settings of a step."""
     assert isinstance(work.request, Step), "of the lane of steps"
     return work.request.params
 
@@ -153,12 +154,13 @@ def _data(work: Work) -> TrainingData:
 
 
 def datums_of(part: Part[Work]) -> DatumBatch:
+    """Return the datums of one part of a pass."""
     batch = _data(part.job.item).batch
     return batch if part.end - part.start == len(batch) else batch.select(np.arange(part.start, part.end))
 
 
 def split(passed: DatumPass, batches: Sequence[DatumBatch]) -> list[DatumPass]:
-    """What a pass over batches one after the other gave for each."""
+    """Split the result of a pass over consecutive batches into one result per batch."""
     sequences = np.cumsum([0, *map(len, batches)])
     targets = np.cumsum([0, *(batch.num_targets for batch in batches)])
     bounds = zip(pairwise(targets), pairwise(sequences), strict=True)
@@ -166,7 +168,7 @@ def split(passed: DatumPass, batches: Sequence[DatumBatch]) -> list[DatumPass]:
 
 
 def pass_done(work: Work) -> PassDone:
-    """All turns' parts as one, in the form of the targets."""
+    """Join the results of all turns, in the form of the targets."""
     data = _data(work)
     logprobs, losses = (np.concatenate([getattr(passed, name) for passed in work.passes]) for name in ("logprobs", "losses"))
     bounds = data.batch.sequence_target_offsets
@@ -179,15 +181,15 @@ def _laid_out(logprobs: np.ndarray, layout: Layout) -> np.ndarray | SparseArray:
 
 
 def category_of(exc: Exception) -> Category:
-    """Whose fault an error is."""
+    """Return whose fault an error is."""
     return "user" if isinstance(exc, UserError) and not isinstance(exc, StorageError) else "server"
 
 
 def explain(exc: Exception, *, name: str, lost: str = "") -> Failed:
-    """One sentence for the client whose request is called `name`, and the whole for the log.
+    """Return one sentence for the client whose request is called `name`, and log the whole error.
 
     Args:
-        lost: what its model has lost, to be told as well unless the request itself was wrong.
+        lost: what the model has lost; it is added unless the request itself was at fault.
     """
     if category_of(exc) == "user":
         _log.info("%s failed: %s", name, exc)
@@ -196,10 +198,10 @@ def explain(exc: Exception, *, name: str, lost: str = "") -> Failed:
     sentence, advice = f"the server failed in a way that it did not expect; its log has the reason under {name}", ""
     if isinstance(exc, CheckpointError):
         sentence = outside(str(exc), name=name)
-    elif isinstance(exc, PublishError):  # what engines have to say is for the log
+    elif isinstance(exc, PublishError):  # what engines say is only for the log
         sentence = f"no engine takes these weights, and the server's log has the reason under {name}"
         advice = "send the request again, or if the weights have diverged, go on from an older checkpoint"
-    elif isinstance(exc, StorageError):  # where the operator keeps things is no business of clients
+    elif isinstance(exc, StorageError):  # clients must not learn where the operator keeps things
         sentence = f"the server could not keep or read what this request needs; its log has the reason under {name}"
     elif isinstance(exc, OffbeatError):
         sentence, advice = "the trainers failed while they worked on this request", "they are started again, so send it again"

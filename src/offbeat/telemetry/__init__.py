@@ -1,1 +1,1 @@
-"""Logs, statistics, traces and the files that reports are drawn from."""
+"""Logs, statistics, traces, and the files from which reports are drawn."""

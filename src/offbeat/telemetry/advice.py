@@ -1,25 +1,25 @@
-"""What would make a run faster, told to its user once, where its own figures show it. Called by the loop, and by the report."""
+"""Advice on what would make a run faster, given once, when the run's own figures show it. Called by the loop and by the report."""
 
 from collections.abc import Mapping
 
 from offbeat.config.root import Config
 
 PUBLISH_SHARE = 0.25
-"""Of a step's time: publishing that takes more is worth a word."""
+"""Share of a step's time above which publishing is worth advice."""
 
 LEAST_S = 1.0
-"""A publish that is shorter is no matter on any model that anyone would wait for."""
+"""Seconds below which a publish is too short to matter."""
 
 
 class PublishingAdvice:
-    """Looks at the steps one after the other."""
+    """Looks at the steps one after another."""
 
     def __init__(self, config: Config) -> None:
         self._ways = ways_to_publish_less(config)
         self._seen = 0
 
     def look(self, stats: Mapping[str, float]) -> str:
-        """One sentence after the second step in a row that publishes for long; empty otherwise, and for ever after."""
+        """Return one sentence after the second step in a row in which publishing takes long, but only once; "" otherwise."""
         if not {"step/publish_s", "step/total_s"} <= stats.keys():  # an evaluation before the first step, or supervised fine-tuning
             return ""
         publish_s, total_s = stats["step/publish_s"], stats["step/total_s"]
@@ -31,7 +31,7 @@ class PublishingAdvice:
 
 
 def ways_to_publish_less(config: Config) -> list[str]:
-    """Settings that make a version smaller or bring it to the engines sooner, as far as the run does not have them yet."""
+    """Return settings that make a version smaller or bring it to the engines sooner, as far as the run does not use them yet."""
     if config.model.lora.rank:
         return []
     ways = ["model.lora.rank = 16 (an adapter is a hundredth of the model)"]

@@ -1,7 +1,7 @@
-"""A sink that can neither end nor hold up a run: the record puts the sinks of other projects behind one of these.
+"""A sink that can neither end nor delay a run. The run's record wraps the sinks of other projects in it.
 
 The run's thread produces rows; the sink's own thread consumes them: it opens the destination, waits for the next row and writes it. A
-destination that raises, or falls far behind, is reported once, by the run's thread, and gets nothing more.
+destination that raises an error, or falls far behind, is reported once, by the run's thread, and receives nothing more.
 """
 
 import logging
@@ -13,8 +13,8 @@ from typing import Any
 from offbeat.telemetry.sinks import Sink
 
 _LOG = logging.getLogger(__name__)
-_MAX_WAITING = 1000  # rows; at a row per step this is a destination that has been stuck for long
-_CLOSE_S = 15.0  # for what is held back; the files of a run are closed already by a destination that works
+_MAX_WAITING = 1000  # rows; at one per step, the destination has been stuck for a long time
+_CLOSE_S = 15.0  # for queued rows; a working destination has closed the files of a run by then
 
 Task = Callable[[Sink], None]
 
@@ -26,10 +26,10 @@ class BackgroundSink:
         """Begin to open the destination.
 
         Args:
-            name: of the sink, in reports.
-            open_sink: called in the thread.
-            on_drop: told the name and a reason, at most once, in the thread that calls this object.
-            close_s: seconds that `close` waits for what is held back.
+            name: name of the sink, for reports.
+            open_sink: called in the sink's thread.
+            on_drop: called at most once with the name and a reason, in the thread that calls this object.
+            close_s: seconds that `close` waits for queued rows.
         """
         self._name = name
         self._open_sink = open_sink
@@ -42,11 +42,11 @@ class BackgroundSink:
         self._thread.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Hand over one row."""
+        """Queue one row for the sink's thread."""
         self._put(lambda sink: sink.write(row))
 
     def resume_at(self, global_step: int) -> None:
-        """Hand over the step from which the run goes on."""
+        """Queue the step from which the run continues."""
         self._put(lambda sink: sink.resume_at(global_step))
 
     def close(self) -> None:
@@ -83,6 +83,6 @@ class BackgroundSink:
             while (task := self._tasks.get()) is not None:
                 task(sink)
             sink.close()
-        except BaseException as exc:  # Whatever it is, an exit included, the run goes on.
+        except BaseException as exc:  # whatever it is, even an exit, the run goes on
             _LOG.debug("sink %s raised", self._name, exc_info=True)
             self._failure = f"{type(exc).__name__}: {exc}"

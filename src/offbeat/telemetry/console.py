@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live table on a terminal, one aligned line per step elsewhere, JSON lines for programs.
+"""Shows the progress of a run: a live table on a terminal, otherwise one aligned line per step, or JSON lines for programs.
 
-The controller calls `start`, then `update` once per step and `note` in between, then `finish`. A metric that is missing is shown as "-".
+The controller calls `start`, then `update` once per step and `note` in between, then `finish`. A missing metric is shown as "-".
 """
 
 import json
@@ -26,7 +26,7 @@ _HELD_OUT = "eval/accuracy"
 
 
 def choose_mode(stream: TextIO, *, as_json: bool = False, enabled: bool = True) -> Mode:
-    """JSON if asked for, quiet if turned off, live on a terminal, else plain."""
+    """Return "json" if requested, "quiet" if turned off, "live" on a terminal, else "plain"."""
     if as_json:
         return "json"
     if not enabled:
@@ -38,7 +38,7 @@ class Console:
     """Shows one run. Use as a context manager, so that an interrupted run leaves the terminal in order."""
 
     def __init__(self, mode: Mode, *, stream: TextIO | None = None) -> None:
-        """Show on `stream`, stdout unless given."""
+        """Show the run on `stream`, by default stdout."""
         self._mode = mode
         self._stream = stream if stream is not None else sys.stdout
         self._rich = RichConsole(file=self._stream, highlight=False)
@@ -66,7 +66,7 @@ class Console:
         self.close()
 
     def start(self, title: str, total_steps: int) -> None:
-        """Begin to show a run, or its next part: a title, and how many steps it has."""
+        """Begin to show a run, or its next part, with a title and a number of steps."""
         self.close()
         self._title, self._total_steps = title, total_steps
         if self._mode == "json":
@@ -82,7 +82,7 @@ class Console:
             self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a step that has ended; `step` counts from 1."""
+        """Show the metrics of a completed step; `step` counts from 1."""
         if self._mode == "json":
             self._print_json("step", step=step, metrics={name: _json_number(value) for name, value in metrics.items()})
         elif self._mode == "plain":
@@ -95,7 +95,7 @@ class Console:
             self._live.update(self._view(metrics))
 
     def note(self, text: str) -> None:
-        """Show one line that stays, such as "checkpoint saved"."""
+        """Show one permanent line, such as "checkpoint saved"."""
         if self._mode == "json":
             self._print_json("note", text=text)
         elif self._mode == "plain":
@@ -104,7 +104,7 @@ class Console:
             self._rich.print(Text(f"  {text}", style="dim"))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Stop the live display and show how the run ended, one line per entry."""
+        """Stop the live display and show the result of the run, one line per entry."""
         self.close()
         if self._mode == "json":
             self._print_json("finish", **summary)
@@ -115,7 +115,7 @@ class Console:
                 self._rich.print(Text(f"  {name:<{width}}  ", style="dim").append(shown, style="not dim bold"), soft_wrap=True)
 
     def close(self) -> None:
-        """Stop the live display where it stands; closing twice is harmless."""
+        """Stop the live display where it stands; may be called twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -124,10 +124,10 @@ class Console:
         print(json.dumps({"event": event, **fields}, ensure_ascii=False, default=str), file=self._stream, flush=True)
 
     def _view(self, metrics: Mapping[str, float]) -> RenderableType:
-        """The live display: title, progress, and two columns of figures."""
+        """Return the live display: title, progress, and two columns of figures."""
         shown = dict(metrics)
         if self._history.get(_HELD_OUT):
-            shown[_HELD_OUT] = self._history[_HELD_OUT][-1]  # evaluated every few steps; the last one stands until the next
+            shown[_HELD_OUT] = self._history[_HELD_OUT][-1]  # evaluated every few steps; the last value is shown until the next
         values = _figures(shown)
         table = Table.grid(padding=(0, 2))
         for style in ("dim", "bold", "cyan", "dim", "bold"):
@@ -140,7 +140,7 @@ class Console:
 
 
 def plain_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """One step as a line whose columns stand below those of the line before."""
+    """Format one step as a line whose columns align with the previous line's."""
     widths = {"reward": 6, "held-out": 6, "staleness": 6, "tokens/s": 6, "log-prob gap": 15, "loss": 8, "grad norm": 6, "s/step": 5}
     short = {"staleness": "stale", "tokens/s": "tok/s", "log-prob gap": "gap", "grad norm": "grad"}
     figures = _figures(metrics, between="/")
@@ -149,7 +149,7 @@ def plain_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as bars of eight heights, the lowest value lowest; a flat line stays in the middle."""
+    """Draw values as bars of eight heights, the lowest value as the lowest bar; constant values are drawn in the middle."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -159,7 +159,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def compact(value: float | None, digits: int = 3) -> str:
-    """A number in few characters: 0.512, 12.3k, 1.2e-05; "-" for none."""
+    """Format a number in few characters, such as 0.512, 12.3k or 1.2e-05; "-" for None, NaN and infinities."""
     if value is None or not math.isfinite(value):
         return "-"
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -173,7 +173,7 @@ def compact(value: float | None, digits: int = 3) -> str:
 
 
 def _figures(metrics: Mapping[str, float], *, between: str = " max ") -> dict[str, str]:
-    """The figures shown for a step, by label; `between` parts a mean from its maximum."""
+    """Return the figures shown for a step, by label; `between` separates a mean from its maximum."""
     get = metrics.get
     total_s, wait_s = get("step/total_s"), get("step/rollout_wait_s")
     waiting = f" ({wait_s / total_s:.0%} wait)" if total_s and wait_s is not None else ""

@@ -1,4 +1,4 @@
-"""What happened to a run besides its steps: publishes, faults, quarantines, failures, in order, in `events.jsonl`."""
+"""Events of a run besides its steps (publishes, faults, quarantines, failures), recorded in order in `events.jsonl`."""
 
 import time
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from offbeat.telemetry.jsonl import JsonLinesFile
 
 
 class EventLog:
-    """An append-only file; nothing is ever taken back, not even by a resumed run. Without a path it keeps nothing.
+    """An append-only file. Nothing is ever removed, not even by a resumed run. Without a path, nothing is recorded.
 
     Attributes:
         mended: see `JsonLinesFile`.
-        listeners: hear of every event, as its kind and its fields.
+        listeners: called with the kind and the fields of every event.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -22,7 +22,7 @@ class EventLog:
         self.mended = self._file.mended if self._file is not None else ""
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Append one event with the wall-clock time, in seconds since 1970, as `time_s`; values that JSON does not know become text."""
+        """Append one event with the wall-clock time as `time_s`, in seconds since 1970; values that JSON does not support become text."""
         if self._file is not None:
             self._file.write({"time_s": round(time.time(), 3), "kind": kind, **fields})
         for hear in self.listeners:

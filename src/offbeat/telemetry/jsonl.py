@@ -1,7 +1,7 @@
-"""Append-only files of one JSON object per line, the form of a run's records.
+"""Append-only files with one JSON object per line, the form of a run's records.
 
-Lines are flushed as they are written, so a crash loses at most the line it interrupts; opening the file again drops such a torn line, and
-what is no row of the file at all.
+Lines are flushed as they are written, so a crash loses at most the line that it interrupts. Opening the file again drops such a torn line,
+and lines that do not belong in the file.
 """
 
 import json
@@ -17,17 +17,17 @@ Row = dict[str, Any]
 
 
 class JsonLinesFile:
-    """One file, created with its folder if need be, and appended to.
+    """One file, created with its folder if necessary, and appended to.
 
     Attributes:
-        mended: what was found damaged on opening and done about it, in a sentence; "" for nothing.
+        mended: one sentence on the damage found when the file was opened and how it was repaired; "" if there was none.
     """
 
     def __init__(self, path: Path, *, is_row: Callable[[Row], bool] = lambda _row: True) -> None:
         """Open for appending.
 
         Args:
-            is_row: tells the objects that belong into the file; others are no damage of a crash, and are left out.
+            is_row: tells which objects belong in the file; others are left out, and do not count as damage by a crash.
 
         Raises:
             StorageError: the folder or the file cannot be written.
@@ -46,7 +46,7 @@ class JsonLinesFile:
             raise _cannot_write(path, exc) from exc
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append and flush one object. Numbers that JSON has no word for (NaN, infinities) become null.
+        """Append and flush one object. Numbers that JSON cannot express (NaN, infinities) become null.
 
         Raises:
             StorageError: the disk is full or gone.
@@ -59,7 +59,7 @@ class JsonLinesFile:
             raise _cannot_write(self.path, exc) from exc
 
     def keep(self, wanted: Callable[[Row], bool]) -> None:
-        """Drop the rows that are not wanted; a crash in between leaves the old file whole.
+        """Drop the rows that are not wanted; a crash meanwhile leaves the old file intact.
 
         Raises:
             StorageError: the disk is full or gone.
@@ -75,12 +75,12 @@ class JsonLinesFile:
             raise _cannot_write(self.path, exc) from exc
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless."""
+        """Close the file; may be called twice."""
         self._file.close()
 
 
 def read_json_lines(path: Path) -> list[Row]:
-    """The objects of a file, [] if there is none. Lines that are no JSON object, as a crash leaves them, are passed over."""
+    """Return the objects of a file, [] if there is no file. Lines that are not JSON objects, such as a crash leaves, are skipped."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -88,10 +88,10 @@ def read_json_lines(path: Path) -> list[Row]:
 
 
 def parse_row(line: bytes) -> Row | None:
-    """The JSON object of a line; None where it is none."""
+    """Parse a line as a JSON object; None if it is not one."""
     try:
         row = json.loads(line.decode())
-    except (ValueError, RecursionError):  # no JSON, no UTF-8, or brackets without end
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
         return None
     return row if isinstance(row, dict) else None
 

@@ -1,7 +1,7 @@
 """Logging of the controller and of every worker: each process writes `logs/<name>.log` in the run, one line per record.
 
-Nothing goes to the terminal, which belongs to the console, unless `debug` asks for it. Services write JSON lines instead, in which every
-record of one request carries its id.
+Nothing goes to the terminal, which belongs to the console, unless `debug` asks for it. Services write JSON lines instead, in which all
+records of one request carry its ID.
 """
 
 import json
@@ -18,11 +18,11 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"
 _FILE_BYTES, _NUM_FILES = 32 * 2**20, 8
 
 current_request: ContextVar[str] = ContextVar("current_request", default="")
-"""The id of the request that this task works on."""
+"""ID of the request that the current task works on."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: time, level, logger, message, the request's id, and what `extra={"fields": {...}}` adds."""
+    """Formats a record as one JSON object: time, level, logger, message, the request's ID, and the fields in `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         row = {
@@ -36,12 +36,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(path: Path | None, *, debug: bool = False, as_json: bool = False) -> None:
-    """Send this process's log records to a file, in place of wherever they went before. Times are UTC.
+    """Send this process's log records to a file, replacing all earlier handlers. Times are UTC.
 
     Args:
-        path: the file, appended to; None sends warnings (with `debug`, everything) to stderr.
+        path: the file, to be appended to; None sends warnings (with `debug`, everything) to stderr.
         debug: record DEBUG of offbeat and INFO of libraries, and show it on stderr too; else INFO of offbeat and WARNING of libraries.
-        as_json: write JSON lines into `path`, and begin another file when it is large; the oldest are removed.
+        as_json: write JSON lines to `path`, and rotate the file when it is large; the oldest files are removed.
 
     Raises:
         StorageError: the file cannot be written.

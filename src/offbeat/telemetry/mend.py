@@ -1,6 +1,6 @@
-"""Files of lines that something else has written into: what still reads as a line stays, and the file as it was is kept beside it.
+"""Repairs files of lines into which something else has written: lines that are still valid stay, and the original file is kept beside it.
 
-Called when a run opens its records. A last line without its end is what a crash leaves, and is cut off without a word.
+Called when a run opens its records. An incomplete last line is what a crash leaves, and is removed silently.
 """
 
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def mend(path: Path, is_sound: Callable[[bytes], bool]) -> str:
-    """Leave nothing but sound lines in a file, if there is one.
+    """Keep only the sound lines of a file, if it exists.
 
     Args:
-        is_sound: of a line without its end.
+        is_sound: whether a line, without its line break, is valid.
 
     Returns:
-        What was done, in a sentence; "" where all whole lines were sound.
+        What was done, in a sentence; "" if all complete lines were sound.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -40,7 +40,7 @@ def mend(path: Path, is_sound: Callable[[bytes], bool]) -> str:
 
 
 def keep_aside(path: Path) -> Path:
-    """Copy a file to the next free name beside it."""
+    """Copy a file to the next free name in its folder, and return the copy's path."""
     aside, number = path.with_name(f"{path.name}.damaged"), 1
     while aside.exists():
         aside, number = path.with_name(f"{path.name}.damaged.{number}"), number + 1
@@ -49,7 +49,7 @@ def keep_aside(path: Path) -> Path:
 
 
 def _write_sound(source: Path, target: Path, is_sound: Callable[[bytes], bool]) -> None:
-    """Copy the sound lines; a crash in between leaves the target as it was."""
+    """Copy the sound lines; a crash meanwhile leaves the target as it was."""
     part = target.with_name(f".{target.name}.tmp")
     with source.open("rb") as old, part.open("wb") as new:
         new.writelines(line for line in old if line.endswith(b"\n") and is_sound(line[:-1]))

@@ -1,4 +1,4 @@
-"""All records of one run, opened and closed together: statistics, events, time line, sampled rollouts and the console."""
+"""All records of one run, opened and closed together: statistics, events, timeline, sampled rollouts and the console."""
 
 import fcntl
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,19 +17,19 @@ from offbeat.telemetry.trace import Tracer
 
 
 class RunRecord:
-    """The files of a run directory that grow while it runs. One process at a time holds them."""
+    """The files of a run directory that grow while the run proceeds. Only one process at a time can hold them."""
 
     def __init__(
         self, run_dir: Path, *, trace: bool, console: Console, sinks: Sequence[str] = (), settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open everything below `run_dir`, making it.
+        """Open everything below `run_dir`, creating it if necessary.
 
         Args:
             run_dir: the run's folder.
-            trace: whether to record a time line.
+            trace: whether to record a timeline.
             console: shows progress; closed with the rest.
-            sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "trackio".
-            settings: of the run, shown by the sinks that can.
+            sinks: destinations of metrics besides `metrics.jsonl`: "tensorboard", "wandb", "trackio".
+            settings: settings of the run, displayed by sinks that support it.
 
         Raises:
             ConfigError: another process is running this run.
@@ -56,18 +56,18 @@ class RunRecord:
             self.note("mended", mended)
 
     def note(self, kind: str, text: str) -> None:
-        """Say something that concerns the run's files, on the console and as an event of this kind."""
+        """Show a message about the run's files on the console, and record it as an event of this kind."""
         self.events.record(kind, text=text)
         self.console.note(text)
 
     def resume_after(self, global_step: int) -> None:
-        """Go on after this step: what was recorded of later ones is forgotten, for they are repeated. Says how much is missing before."""
+        """Continue after this step: drop the records of later steps, which are repeated, and report how many earlier ones are missing."""
         self.stats.resume_at(global_step + 1)
         if num_lost := len(set(range(1, global_step + 1)) - self._metrics.steps):
             self.note("rows_lost", f"metrics.jsonl has no rows of {num_lost} of the {global_step} steps that are done")
 
     def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
-        """Keep a sample of rollouts, already encoded as JSON lines."""
+        """Store a sample of rollouts, already encoded as JSON lines."""
         write_rollouts(self.run_dir / "rollouts", step=step, lines=lines)
 
     def _sink_dropped(self, name: str, reason: str) -> None:
@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def on_span(self) -> Callable[[str, str, float, float], None]:
-        """Adds (name, track, start_s, end_s) to the time line."""
+        """Callback that adds (name, track, start_s, end_s) to the timeline."""
         return self.tracer.add
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class RunRecord:
 
 
 class SilentRecord(RunRecord):
-    """The record of a rank that does not lead in SPMD mode: it takes everything and keeps nothing. The rank's log lies in `log_dir`."""
+    """Record of a rank that does not lead in SPMD mode: it accepts everything and stores nothing. The rank's log is in `log_dir`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -103,14 +103,14 @@ class SilentRecord(RunRecord):
         self.console = Console("quiet")
 
     def resume_after(self, global_step: int) -> None:
-        """There is nothing to forget."""
+        """Do nothing, since there is nothing to forget."""
 
     def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
-        """Keep nothing."""
+        """Store nothing."""
 
 
 def lock_run(run_dir: Path) -> IO[str]:
-    """Take a run's folder for this process, until the returned file is closed.
+    """Lock a run's folder for this process until the returned file is closed.
 
     Raises:
         ConfigError: another process is running this run.

@@ -1,4 +1,4 @@
-"""Samples of what the policy wrote, `rollouts/step-000010.jsonl.zst`: one encoded group per line, as the controller hands them over."""
+"""Stores samples of the policy's output in `rollouts/step-000010.jsonl.zst`, one group per line, as encoded by the controller."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,11 +9,11 @@ from offbeat.errors import StorageError
 
 
 def write_rollouts(folder: Path, *, step: int, lines: Iterable[bytes]) -> Path:
-    """Write the groups of one step; a file of that step is replaced, and a crash leaves the old one.
+    """Write the groups of one step, replacing an existing file; a crash leaves the old file intact.
 
     Args:
-        folder: the run's `rollouts` folder; made if missing.
-        step: global step, part of the name.
+        folder: the run's `rollouts` folder, created if missing.
+        step: global step, which becomes part of the file name.
         lines: one JSON object each, without a line break.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Where committed statistics go. The `StatsLogger` writes each row to every sink; one sink here is the run's `metrics.jsonl`.
+"""Destinations of committed statistics. The `StatsLogger` writes each row to every sink; the sink here is the run's `metrics.jsonl`.
 
-The sinks of other projects are modules of their own, imported only when asked for.
+The sinks of other projects are separate modules, imported only when configured.
 """
 
 import importlib
@@ -19,21 +19,21 @@ class Sink(Protocol):
     """A destination of statistics."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take one row: epoch, step, global_step, time_s, and the statistics by name."""
+        """Write one row: epoch, step, global_step, time_s, and the statistics by name."""
 
     def resume_at(self, global_step: int) -> None:
-        """Forget rows with this global step or a later one; the run is about to write them again."""
+        """Drop rows of this global step and later ones, because the run is about to write them again."""
 
     def close(self) -> None:
-        """Write what is held back and let go."""
+        """Write what is buffered and release the destination."""
 
 
 class JsonLines:
-    """A `Sink` that appends to a file of JSON lines; what it wrote before stays, less the rows that a resumed run repeats.
+    """A `Sink` that appends to a file of JSON lines; earlier rows stay, except those that a resumed run repeats.
 
     Attributes:
         mended: see `JsonLinesFile`.
-        steps: of which it had rows when the run was resumed.
+        steps: steps for which it had rows when the run was resumed.
     """
 
     steps: frozenset[int] = frozenset()
@@ -43,11 +43,11 @@ class JsonLines:
         self.mended = self._file.mended
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one flushed line."""
+        """Append one row as a line and flush it."""
         self._file.write(row)
 
     def resume_at(self, global_step: int) -> None:
-        """Drop rows with this global step or a later one."""
+        """Drop rows of this global step and later ones."""
         kept: set[int] = set()
 
         def is_wanted(row: Mapping[str, Any]) -> bool:
@@ -65,7 +65,7 @@ class JsonLines:
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a row, without the columns that say where in the run it stands."""
+    """Return the metrics of a row, without the columns that say which step of the run it belongs to."""
     return {name: value for name, value in row.items() if name not in _PLACE}
 
 
@@ -73,7 +73,7 @@ def check_installed(names: Sequence[str]) -> None:
     """Refuse sinks whose package is missing, before a run begins.
 
     Raises:
-        MissingExtraError: names the extra.
+        MissingExtraError: a package is missing; the message names the extra.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -85,8 +85,8 @@ def open_sink(name: str, run_dir: Path, settings: Mapping[str, Any]) -> Sink:
 
     Args:
         name: "tensorboard", "wandb" or "trackio".
-        run_dir: the run's folder; its name is the run's.
-        settings: of the run, shown by the sinks that can.
+        run_dir: the run's folder, which is named after the run.
+        settings: settings of the run, displayed by sinks that support it.
     """
-    # By name and not at the top: optional, and slow to import for those who do not need it.
+    # Imported by name and not at the top of the file, since sinks are optional and slow to import.
     return importlib.import_module(f"offbeat.telemetry.{name}_sink").open_sink(run_dir, settings)

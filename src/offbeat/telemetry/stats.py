@@ -1,4 +1,4 @@
-"""Statistics of one step, committed once and fanned out to every sink. The loop calls `commit`; names are `folder/name_unit`."""
+"""Statistics of one step, committed once and written to every sink. The loop calls `commit`; names are `folder/name_unit`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from offbeat.telemetry.sinks import Sink
 
 
 class StatsLogger:
-    """Fans rows out to sinks, in the order in which the sinks were given."""
+    """Writes rows to all sinks, in the given order."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -16,10 +16,10 @@ class StatsLogger:
         """Write one row to every sink.
 
         Args:
-            epoch: passes over the data so far.
-            step: step of the run; the same as `global_step` while data has no epochs of equal length.
-            global_step: optimizer steps of the run.
-            stats: values by metric name; numpy scalars are welcome, counts stay integers.
+            epoch: number of passes over the data so far.
+            step: step of the run; the same as `global_step` as long as epochs have no fixed length.
+            global_step: number of optimizer steps of the run.
+            stats: values by metric name; numpy scalars are accepted, and integers stay integers.
         """
         row: dict[str, float] = {"epoch": epoch, "step": step, "global_step": global_step, "time_s": round(time.time(), 3)}
         row |= {name: value if isinstance(value, int) else float(value) for name, value in stats.items()}
@@ -27,7 +27,7 @@ class StatsLogger:
             sink.write(row)
 
     def resume_at(self, global_step: int) -> None:
-        """Make every sink forget this global step and all later ones."""
+        """Make every sink drop rows of this global step and all later ones."""
         for sink in self._sinks:
             sink.resume_at(global_step)
 

@@ -1,6 +1,6 @@
-"""Metrics for TensorBoard, in `tensorboard/` of the run: `tensorboard --logdir runs` compares runs.
+"""Sink for TensorBoard, in `tensorboard/` of the run: `tensorboard --logdir runs` compares runs.
 
-Written with TensorBoard's own record writer, without TensorFlow or torch. Every process of a run adds a file.
+Uses TensorBoard's own record writer, without TensorFlow or torch. Every process of a run adds a file.
 """
 
 import os
@@ -33,7 +33,7 @@ class TensorBoardSink:
         self._write(Event(wall_time=row["time_s"], step=row["global_step"], summary=Summary(value=values)))
 
     def resume_at(self, global_step: int) -> None:
-        """Have TensorBoard purge what older files say about this step and later ones."""
+        """Have TensorBoard purge older files' records of this step and later ones."""
         self._write(Event(wall_time=time.time(), step=global_step, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""A time line of a run in `trace.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing open and the report draws.
+"""Timeline of a run in `trace.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing open and the report draws.
 
-The controller records its own spans and adds those that workers report. Times are wall-clock seconds (`time.time()`), so that spans of all
+The controller records its own spans and those that workers report. Times are wall-clock seconds (`time.time()`), so that spans of all
 processes of a machine align. The file is a JSON array without its closing bracket, which the format allows: it is appended to line by
-line, and a crash leaves a file that opens. One thread writes.
+line, and after a crash it can still be opened. One thread writes.
 """
 
 import json
@@ -19,12 +19,12 @@ from offbeat.telemetry.jsonl import parse_row
 from offbeat.telemetry.mend import mend
 
 _LATEST_US = 2**53
-"""The year 2255, and the largest number that every reader of the format holds."""
+"""The year 2255 in microseconds, and the largest integer that every reader of the format represents exactly."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time, on a named track; times in wall-clock seconds."""
+    """An interval on a named track; times are in wall-clock seconds."""
 
     name: str
     track: str
@@ -34,10 +34,10 @@ class Span:
 
 
 class Tracer:
-    """Writes spans as they end; without a path it keeps nothing.
+    """Writes spans as they end; without a path, nothing is recorded.
 
     Attributes:
-        mended: what was found damaged on opening and done about it, in a sentence; "" for nothing.
+        mended: one sentence on the damage found when the file was opened and how it was repaired; "" if there was none.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -63,7 +63,7 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, track: str, **args: Any) -> Iterator[None]:
-        """Record the body as a span, also when it raises; it is a phase of this process, too."""
+        """Record the body as a span, even if it raises an error; it is also a phase of this process."""
         start_s = time.time()
         try:
             with phase(name):
@@ -76,10 +76,10 @@ class Tracer:
 
         Args:
             name: what was done.
-            track: the row that it is drawn in, such as "controller", "engine 0" or "rank 0".
-            start_s: wall-clock seconds.
-            end_s: wall-clock seconds.
-            args: shown with the span.
+            track: row in which the span is drawn, such as "controller", "engine 0" or "rank 0".
+            start_s: start in wall-clock seconds.
+            end_s: end in wall-clock seconds.
+            args: details shown with the span.
         """
         if self._file is None:
             return
@@ -104,7 +104,7 @@ class Tracer:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a trace in the order written; [] if there is none. What is no event, as a torn last line, is passed over."""
+    """Return the spans of a trace in the order written, [] if there is none. Other lines, such as a torn last one, are skipped."""
     events = _read_events(path)
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     return [
@@ -122,7 +122,7 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse_event(line: bytes) -> dict[str, Any] | None:
-    """One of our events: a track's name or place, or a span; None for all else, such as the bracket in the first line."""
+    """Parse one of our events: a track's name or place, or a span; None for anything else, such as the bracket in the first line."""
     event = parse_row(line.strip().removesuffix(b","))
     if event is None:
         return None

@@ -1,8 +1,8 @@
-"""Statistics collected while something runs, and exact over whatever they are combined: micro-batches, minibatches, ranks, workers.
+"""Statistics that combine exactly over micro-batches, minibatches, ranks and workers.
 
-The trainer collects with a `StatsTracker`; a `StatsPart` is what was collected, and crosses processes. The parts of ranks become one by
-`reduce` over a group, or by `combine` in a controller that holds them all; both give the same. Torch-free, yet torch tensors are welcome:
-they stay on their device, and nothing is read back before the end.
+The trainer collects with a `StatsTracker`. A `StatsPart` is what was collected, and crosses processes. The parts of all ranks are joined
+by `reduce` over a group, or by `combine` in a controller that holds them all; both give the same result. The module is torch-free, yet
+accepts torch tensors: they stay on their device, and nothing is read back before the end.
 """
 
 import zlib
@@ -17,26 +17,26 @@ Reduce = Literal["mean", "sum", "min", "max"]
 
 
 class ReduceGroup(Protocol):
-    """Ranks that meet at named points, as `offbeat.dist.sync.Sync` lets them."""
+    """Ranks that meet at named points; implemented by `offbeat.dist.sync.Sync`."""
 
     def sum_scalars(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
-        """Each value summed over the ranks; collective."""
+        """Sum each value over the ranks; collective."""
         ...
 
     def max_scalars(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
-        """Each value's maximum over the ranks; collective."""
+        """Return each value's maximum over the ranks; collective."""
         ...
 
 
 @dataclass(frozen=True)
 class StatsPart:
-    """What was collected in one place, before anything is divided, so that parts add up exactly.
+    """Statistics collected in one place, before any division, so that parts add up exactly.
 
     Attributes:
-        sums: by name.
+        sums: sums by name.
         means: by name, the sum of the values and their number.
-        minima: by name; infinity where there was no value.
-        maxima: by name; minus infinity where there was no value.
+        minima: minima by name; infinity if there was no value.
+        maxima: maxima by name; minus infinity if there was no value.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class StatsPart:
 
     @property
     def names(self) -> list[str]:
-        """All names, with a value or without."""
+        """All names, whether they have a value or not."""
         return [*self.sums, *self.means, *self.minima, *self.maxima]
 
     def values(self) -> dict[str, float]:
-        """The statistics by name. A mean, minimum or maximum of no values has no entry; a sum of none is 0."""
+        """Return the statistics by name. A mean, minimum or maximum of no values has no entry; a sum of no values is 0."""
         return {
             **self.sums,
             **{name: total / count for name, (total, count) in self.means.items() if count},
@@ -75,7 +75,7 @@ class StatsTracker:
     def __init__(self) -> None:
         self._prefix = ""
         self._masks: dict[str, Any] = {}
-        self._collected: dict[tuple[str, str], Any] = {}  # (field, name) -> a float, or a tensor of no dimensions on its device
+        self._collected: dict[tuple[str, str], Any] = {}  # (field, name) -> a float, or a 0-dimensional tensor on its device
         self._kinds: dict[str, Reduce] = {}
 
     @contextmanager
@@ -88,7 +88,10 @@ class StatsTracker:
             self._prefix = outer
 
     def denominator(self, **masks: Any) -> None:
-        """Say which elements the next values count for: those where the mask is not 0. Their number is a statistic too, a sum."""
+        """Define masks by name: the values that follow count where the mask is not 0.
+
+        A mask is an array or tensor of any shape and dtype. The number of its elements that are not 0 is collected as well, as a sum.
+        """
         for name, mask in masks.items():
             full_name = self._prefix + name
             chosen = mask if _is_tensor(mask) else np.asarray(mask)
@@ -102,13 +105,13 @@ class StatsTracker:
         """Collect elements.
 
         Args:
-            values: elements by name, as are the other keywords.
+            values: elements by name, like the other keywords; arrays or tensors of any shape and numeric dtype.
             reduce: how elements become one number, here and over ranks.
-            denominator: the name of a mask of the same shape, given in this scope; elements where it is 0 are left out. A mean is over
-                the elements left in. None takes all elements.
+            denominator: name of a mask of the same shape, defined in this scope; elements where it is 0 are left out. A mean is over the
+                remaining elements. None takes all elements.
 
         Raises:
-            ValueError: no such denominator, another shape, or a name that was collected in another way before.
+            ValueError: there is no such denominator, the shapes differ, or the name was collected in another way before.
         """
         if reduce not in get_args(Reduce):
             raise ValueError(f"reduce must be one of {', '.join(get_args(Reduce))}, got {reduce!r}")
@@ -117,12 +120,12 @@ class StatsTracker:
             self._collect(self._prefix + name, elements, mask, reduce)
 
     def scalar(self, **values: float) -> None:
-        """Collect numbers that are the same on every rank, such as the learning rate; of several, the mean."""
+        """Collect numbers that are the same on every rank, such as the learning rate; repeated values are averaged."""
         for name, value in values.items():
             self._collect(self._prefix + name, value, None, "mean")
 
     def take(self) -> StatsPart:
-        """What was collected here since the last time, read back from the device at once; the tracker is empty again."""
+        """Return what was collected since the last call, read back from the device at once, and empty the tracker."""
         found = _read(self._collected)
         self._collected, self._kinds, self._masks = {}, {}, {}
 
@@ -135,7 +138,7 @@ class StatsTracker:
             minima={name: -value for name, value in of("min").items()}, maxima=of("max"))
 
     def export_all(self, reduce_group: ReduceGroup | None = None, *, point: str = "stats") -> dict[str, float]:
-        """The statistics by name, over the ranks of `reduce_group` if one is given (collective); the tracker is empty again.
+        """Return the statistics by name, over the ranks of `reduce_group` if one is given (collective), and empty the tracker.
 
         A mean, minimum or maximum of no values has no entry.
         """
@@ -174,12 +177,12 @@ class StatsTracker:
 
 
 def reduce(part: StatsPart, group: ReduceGroup, *, point: str) -> StatsPart:
-    """The parts of all ranks as one, equal on every rank; collective, at the points `point`_maxima and `point`_sums.
+    """Join the parts of all ranks, with the same result on every rank; collective, at the points `point`_maxima and `point`_sums.
 
     Raises:
         ValueError: the ranks have not collected the same names; a rank without values must collect an empty array.
     """
-    # Before the others in their order, so that ranks whose names differ in number still compare these.
+    # The names with a leading space sort first, so that ranks whose names differ in number still compare these two.
     digest = zlib.crc32(repr(sorted(part.names)).encode())
     largest = group.max_scalars(f"{point}_maxima", {
         " names": digest, " -names": -digest,
@@ -203,7 +206,7 @@ def reduce(part: StatsPart, group: ReduceGroup, *, point: str) -> StatsPart:
 
 
 def combine(parts: Sequence[StatsPart]) -> StatsPart:
-    """Parts held in one process as one: of minibatches, or the replies of workers. A part that lacks a name adds nothing to it."""
+    """Join parts held in one process, such as the parts of minibatches or the replies of workers. A missing name adds nothing."""
     sums: dict[str, float] = {}
     means: dict[str, tuple[float, float]] = {}
     minima: dict[str, float] = {}
@@ -221,7 +224,7 @@ def combine(parts: Sequence[StatsPart]) -> StatsPart:
     return StatsPart(sums, means, minima, maxima)
 
 
-# Tensors are known by what they can do. All that follows only queues work on a tensor's device, until `_read`.
+# Tensors are recognized by their methods. Until `_read`, everything below only queues work on a tensor's device.
 
 
 def _is_tensor(value: Any) -> bool:
@@ -244,11 +247,11 @@ def _check_alike(name: str, elements: Any, mask: Any) -> None:
 
 
 def _fill(elements: Any, mask: Any, value: float) -> Any:
-    """Elements as float64, with `value` where the mask is false."""
+    """Convert elements to float64, of the same shape, with `value` where the mask is false."""
     doubles = _double(elements)
     if mask is None:
         return doubles
-    # Not by a boolean index, whose size the host would have to wait for.
+    # Not by boolean indexing, because the host would have to wait for the size of the result.
     return doubles.masked_fill(~mask, value) if _is_tensor(doubles) else np.where(mask, doubles, value)
 
 
@@ -274,7 +277,7 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 def _read(values: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], float]:
-    """All values as floats, with one transfer per device."""
+    """Return all values as floats, with one transfer per device."""
     found = {key: 0.0 if _is_tensor(value) else float(value) for key, value in values.items()}
     by_device: dict[str, list[tuple[str, str]]] = {}
     for key, value in values.items():

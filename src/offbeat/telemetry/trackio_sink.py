@@ -1,6 +1,6 @@
-"""Metrics for trackio, on this machine: the project `offbeat` of trackio's own folder (`TRACKIO_DIR`), which `trackio show` displays.
+"""Sink for trackio, on this machine: the project `offbeat` in trackio's own folder (`TRACKIO_DIR`), which `trackio show` displays.
 
-Every process of a run is a trackio run of its own, under the run's name and in the group of that name.
+Every process of a run is a separate trackio run, with the run's name and in the group of that name.
 """
 
 import logging
@@ -20,9 +20,9 @@ class TrackioSink:
     """A `Sink` that writes to trackio's database through trackio's thread, within a second."""
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        # The terminal belongs to the console; trackio says what it does with print.
+        # The terminal belongs to the console, but trackio reports with print.
         trackio.run.__dict__["print"] = _LOG.debug
-        # Not `trackio.init`, which prints too, and may log to a Space or a server that the environment names.
+        # Not `trackio.init`, which also prints, and may log to a Space or a server that the environment names.
         self._run = trackio.Run(
             url=None, client=None, project="offbeat", name=run_dir.name, group=run_dir.name, config=dict(settings))
 
@@ -31,10 +31,10 @@ class TrackioSink:
         self._run.log(metrics_of(row), step=row["global_step"])
 
     def resume_at(self, global_step: int) -> None:
-        """Nothing to forget: the rows of earlier processes are other trackio runs."""
+        """Do nothing: the rows of earlier processes belong to other trackio runs."""
 
     def close(self) -> None:
-        """Write what trackio holds back."""
+        """Write what trackio has buffered."""
         self._run.finish()
 
 

@@ -1,6 +1,6 @@
-"""Metrics for Weights & Biases, offline: files in `wandb/` of the run, no network. `wandb sync runs/NAME/wandb/offline-run-*` uploads.
+"""Sink for Weights & Biases, offline: files in `wandb/` of the run, no network. `wandb sync runs/NAME/wandb/offline-run-*` uploads.
 
-W&B cannot take a logged step back, so every process of a run is a W&B run of its own, in the group of the run's name.
+W&B cannot remove a logged step, so every process of a run is a separate W&B run, in the group of the run's name.
 """
 
 import os
@@ -17,11 +17,11 @@ class WandbSink:
     """A `Sink` that writes through W&B's own process, which ends with this one."""
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        # W&B also reads these outside `init`: without them it reports its own errors over the network, offline or not.
+        # W&B also reads these outside `init`. Without them it reports its own errors over the network, even when offline.
         os.environ.update(WANDB_MODE="offline", WANDB_ERROR_REPORTING="false")
         self._run = wandb.init(
             project="offbeat", group=run_dir.name, name=run_dir.name, dir=run_dir, mode="offline", config=dict(settings),
-            # The terminal belongs to the console, and what the machine does is none of W&B's business.
+            # The terminal belongs to the console, and W&B must not record what else the machine does.
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True))
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ class WandbSink:
         self._run.log(metrics_of(row), step=row["global_step"])
 
     def resume_at(self, global_step: int) -> None:
-        """Nothing to forget: the rows of earlier processes are other W&B runs."""
+        """Do nothing: the rows of earlier processes belong to other W&B runs."""
 
     def close(self) -> None:
         """Finish the W&B run and end W&B's process."""

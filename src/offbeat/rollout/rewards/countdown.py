@@ -1,6 +1,6 @@
 """Reward for countdown: an expression in + - * / that makes the target from the given numbers, each used at most once.
 
-The completion is parsed, never evaluated: whole numbers, the four signs and parentheses are all that it may hold.
+The completion is parsed, never evaluated. It may contain only whole numbers, the four operators and parentheses.
 """
 
 import ast
@@ -15,7 +15,7 @@ _ALLOWED_TEXT = re.compile(r"[0-9+\-*/() ]{1,512}")
 
 
 def countdown(completion: str, row: Row) -> float:
-    """1.0 if the completion is an expression that equals the row's `target` with its `numbers`, else 0.0.
+    """Return 1.0 if the completion is an expression over the row's `numbers` that equals its `target`, else 0.0.
 
     Raises:
         DataError: the row has no `numbers` or `target` among its extra fields.

@@ -10,21 +10,21 @@ from math_verify import parse, verify
 
 from offbeat.data.row import Row
 
-# It warns at every call that its timeouts are off, which is how we want it.
+# It warns on every call that its timeouts are off, as intended here.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _BOXED = r"\boxed{"
 
 
 def math_reward(completion: str, row: Row) -> float:
-    """1.0 if the completion's final answer equals the row's, else 0.0; also 0.0 where no answer is found."""
+    """Return 1.0 if the completion's final answer equals the row's, else 0.0; also 0.0 if no answer is found."""
     found = parse(final_answer(completion), parsing_timeout=0)
     gold = parse(final_answer(row.answer), parsing_timeout=0)
     return float(bool(found) and bool(gold) and verify(gold, found, timeout_seconds=None))
 
 
 def final_answer(text: str) -> str:
-    """The part of `text` that states the answer, in a form that math-verify reads; all of it where nothing marks one."""
+    """Return the part of `text` that states the answer, in a form that math-verify reads; the whole text if nothing marks an answer."""
     _, mark, after = text.rpartition("####")
     if mark:
         return after.strip().partition("\n")[0]
@@ -36,4 +36,4 @@ def final_answer(text: str) -> str:
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
             return text[start:end + 1]
-    return ""  # cut off inside the box: no answer was given
+    return ""  # the text ends inside the box, so no answer was given

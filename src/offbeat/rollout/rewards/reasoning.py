@@ -1,7 +1,7 @@
-"""The reward of reasoning-gym's tasks: the family's own verifier, asked about the final answer of a completion.
+"""Reward for reasoning-gym's tasks: each family's own verifier, applied to the final answer of a completion.
 
-The final answer is the text in the last `<answer>…</answer>`; without one it is the last number where the reference answer is a number, and
-otherwise the whole completion. Many verifiers give a little for an answer of the right form, and a part for a part; 1.0 is right.
+The final answer is the text in the last `<answer>…</answer>`. Without one, it is the last number if the reference answer is a number, and
+the whole completion otherwise. Many verifiers give partial credit for the right form or for parts of the answer; 1.0 is a correct answer.
 """
 
 import re
@@ -14,12 +14,12 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def reasoning(completion: str, row: Row) -> float:
-    """0.0 to 1.0, as the verifier of the row's family says."""
+    """Return the score by the verifier of the row's family, 0.0 to 1.0."""
     return verify(final_answer(completion, row.answer), row)
 
 
 def final_answer(completion: str, reference: str) -> str:
-    """The part of a completion that states the answer."""
+    """Return the part of a completion that states the answer."""
     if tagged := _TAGGED.findall(completion):
         return tagged[-1].strip()
     if _NUMBER.fullmatch(reference.strip()):

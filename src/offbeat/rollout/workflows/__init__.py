@@ -1,1 +1,1 @@
-"""Workflows: one async function that turns a prompt into trajectories."""
+"""Workflows: async functions that turn a prompt into trajectories."""

@@ -1,4 +1,4 @@
-"""The plainest workflow: one prompt, G continuations, one reward each."""
+"""The simplest workflow: one prompt, G continuations, one reward each."""
 
 from offbeat.data.trajectory import Trajectory
 from offbeat.rollout.episode import Episode, single_turn_trajectory

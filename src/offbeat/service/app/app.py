@@ -1,6 +1,6 @@
-"""The application: every endpoint behind one gate that checks the key, bounds the body, turns errors into answers, and logs.
+"""The HTTP application: all endpoints behind one gate that checks the key, bounds the body, turns errors into answers, and logs.
 
-An error is `{"detail": one sentence}`. 5xx is for what is no fault of the client, which then asks again for minutes.
+An error is `{"detail": one sentence}`. Status 5xx is for what is not the client's fault; clients then retry for minutes.
 """
 
 import logging
@@ -36,13 +36,13 @@ def make_app(
     endpoints: Iterable[Endpoint], public: Iterable[Route], *, keys: Keys, bodies: Bodies, journal: Journal, names: Names = LOCAL_NAMES,
     max_requests_of_one: int = 2048,
 ) -> Starlette:
-    """The application.
+    """Create the application.
 
     Args:
-        endpoints: for callers with a key.
-        public: for anybody.
-        names: by which this server may be called, where any key will do.
-        max_requests_of_one: of an owner at a time; polls count.
+        endpoints: endpoints for callers with a key.
+        public: routes open to anybody.
+        names: host names that the server answers to if any key is accepted.
+        max_requests_of_one: requests that one owner may have under way, including polls.
     """
     gate = Gate(keys, bodies, journal, max_requests_of_one=max_requests_of_one)
     routes = [Route(endpoint.path, gate.guard(endpoint), methods=[endpoint.method]) for endpoint in endpoints]
@@ -51,7 +51,7 @@ def make_app(
 
 
 class Gate:
-    """Stands before every handler."""
+    """Checks key, body and limits before every handler runs, and turns its errors into answers."""
 
     def __init__(self, keys: Keys, bodies: Bodies, journal: Journal, *, max_requests_of_one: int) -> None:
         self._keys = keys
@@ -63,7 +63,7 @@ class Gate:
 
     @contextmanager
     def _counted(self, owner: str) -> Iterator[None]:
-        """One request more of an owner's; raises OverLimitError if there are too many, for each holds a connection."""
+        """Count a request as under way; raises OverLimitError if its owner has too many, since each holds a connection."""
         if self._requests[owner] >= self._max_requests_of_one:
             raise OverLimitError(f"you have {self._max_requests_of_one} requests under way, as many as you may at a time; send fewer")
         self._requests[owner] += 1
@@ -75,7 +75,7 @@ class Gate:
                 del self._requests[owner]
 
     def guard(self, endpoint: Endpoint) -> Open:
-        """The handler of an endpoint for whoever has a key."""
+        """Wrap an endpoint's handler so that it needs a key."""
 
         async def guarded(http: Request) -> Response:
             start, owner = time.monotonic(), ""
@@ -103,14 +103,14 @@ class Gate:
 
 
 def _refuse(exc: Exception, endpoint: Endpoint, request_id: str) -> tuple[Response, str]:
-    """The answer to an error, and its sentence."""
+    """Return the answer to an error, and its sentence."""
     sentence, status, headers = str(exc), 503, {}
     match exc:
         case OverLimitError():
             status, headers = exc.status, {"retry-after": f"{exc.retry_after_s:g}"}
         case RequestError():
             status = exc.status
-        case OffbeatError():  # a full disk, an unreachable database: it may pass, and where they are is nobody else's business
+        case OffbeatError():  # such as a full disk or an unreachable database: it may pass, and clients must not learn where these are
             _log.error("%s %s failed: %s", endpoint.method, endpoint.path, exc)
             sentence = f"this server cannot do that for now, and its log says why under {request_id}; send the request again later"
             headers = {"retry-after": "2"}

@@ -1,4 +1,4 @@
-"""An adapter as one tar file, made while it is sent: what SDKs before 0.36 download, by a link that needs no key."""
+"""Serves an adapter as one tar file, created while it is sent. SDKs before 0.36 download it by a link that needs no key."""
 
 import asyncio
 import io
@@ -25,14 +25,14 @@ from offbeat.service.wire import rest
 _LINK_S = 3600.0
 _MAX_LINKS = 10_000
 _COMPLETE = "checkpoint_complete"
-"""An empty file by which clients see that nothing is missing."""
+"""Name of an empty file by which clients see that nothing is missing."""
 _ABOUT = "adapter_config.json"
 _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class _Link:
-    """Who may fetch which adapter, and until when; files of another adapter of the same name are others."""
+    """Who may fetch which adapter, and until when. If the adapter is replaced under the same name, its files differ."""
 
     caller: Caller
     path: str
@@ -41,20 +41,20 @@ class _Link:
 
 
 class Archives:
-    """Links to archives, which nobody can guess. One is good for an hour, and as long as whoever asked for it may have the adapter."""
+    """Links to archives, which nobody can guess. A link is valid for an hour, as long as its requester may read the adapter."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._links: dict[str, _Link] = {}  # the oldest first
+        self._links: dict[str, _Link] = {}  # oldest first
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where a link is asked for."""
+        """Endpoint that creates a link."""
         return Endpoint("GET", "/api/v1/training_runs/{run}/checkpoints/{segment}/{name}/archive", self._make)
 
     @property
     def route(self) -> Route:
-        """Where the archive is fetched."""
+        """Route that serves an archive."""
         return Route("/api/v1/archives/{token}.tar", self._fetch)
 
     async def _make(self, call: Call) -> Response:
@@ -79,15 +79,15 @@ class Archives:
                 if files == link.files:
                     return stream(files, base_model=base_model)
         except (RequestError, StorageError, OSError):
-            pass  # it was deleted, replaced, made private or damaged
+            pass  # the adapter was deleted, replaced, made private or damaged
         return refusal("there is no such archive, or its link has ended; ask for it again", status=404)
 
 
 def stream(files: Mapping[str, Path], *, base_model: str) -> StreamingResponse:
-    """The files of an adapter, with its base named as clients name it, as an answer.
+    """Stream the files of an adapter, in which the base model has its name for clients.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     stack = ExitStack()
     try:
@@ -95,7 +95,7 @@ def stream(files: Mapping[str, Path], *, base_model: str) -> StreamingResponse:
     except OSError:
         stack.close()
         raise
-    if (about := parts.get(_ABOUT)) is not None:  # where the trainers have the base is no business of theirs
+    if (about := parts.get(_ABOUT)) is not None:  # clients must not learn where the trainers have the base model
         named = json.loads(about.read()) | {"base_model_name_or_path": base_model}
         parts[_ABOUT] = io.BytesIO(json.dumps(named, indent=2).encode())
     parts[_COMPLETE] = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The HTTP application over a core: all routes, the status page and metrics, sharing what they need. Called by `service.serve`."""
+"""Assembles the HTTP application over a core: all routes, the status page and metrics. Called by `service.serve`."""
 
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,7 @@ from offbeat.service.types import Status
 
 @dataclass(frozen=True)
 class Front:
-    """The application, and the status page, whose `watch` has to run beside it."""
+    """The application, and the status page, whose `watch` must run concurrently with it."""
 
     app: Starlette
     page: StatusPage
@@ -37,7 +37,7 @@ def open_front(
     service: Service, sampling: Sampling, served: Served, *, keys: Keys, max_body_bytes: int, public_status: bool,
     names: Names = LOCAL_NAMES, max_requests_of_one: int = 2048, incidents: Incidents | None = None,
 ) -> Front:
-    """Put it together; see `make_app`. `incidents` are those of ranks and engines."""
+    """Assemble the application; see `make_app`. `incidents` concern ranks and engines."""
     registry, links, archives = CollectorRegistry(), Links(service.external_folder), Archives(service)
     journal, incidents = Journal(registry), incidents or Incidents()
 
@@ -53,7 +53,7 @@ def open_front(
     page = StatusPage(status, journal, public=public_status, names=names)
     registry.register(StatusCollector(status))
     endpoints = [
-        *SamplingRoutes(service, sampling, served).endpoints,  # asked for most often, and routes are tried in order
+        *SamplingRoutes(service, sampling, served).endpoints,  # requested most often, and routes are tried in order
         *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, links).endpoints,
         archives.endpoint]
     public = [*page.routes, links.route, archives.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]

@@ -1,4 +1,4 @@
-"""Who asks: API keys for clients, and this machine alone for those who look at the server. Called by `app` before a handler runs."""
+"""Access control: API keys for clients, and this machine alone for viewers of the status. Called by `app` before a handler runs."""
 
 from collections.abc import Iterable
 from ipaddress import ip_address
@@ -14,14 +14,14 @@ from offbeat.service.types import Caller
 
 _HEADER = "x-api-key"
 _FORWARDED = {"forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via"}
-"""What proxies add."""
+"""Headers that proxies add."""
 
 
 def authenticate(http: Request, keys: Keys) -> Caller:
-    """The owner of the request's key.
+    """Return the owner of the request's key.
 
     Raises:
-        UnknownKeyError: there is no key, or nobody knows it.
+        UnknownKeyError: the key is missing or unknown.
     """
     key = http.headers.get(_HEADER)
     if not key:
@@ -30,23 +30,24 @@ def authenticate(http: Request, keys: Keys) -> Caller:
 
 
 class Names:
-    """Names that this server may be called by.
+    """Host names that this server answers to.
 
-    A page from elsewhere could read what needs no key if its host's name came to mean this machine, for then a browser takes the two for
-    one site. An address in place of a name cannot come to mean another one.
+    A foreign web page could read whatever needs no key if its own host name came to resolve to this machine (DNS rebinding), since a
+    browser would then treat both as one site. A literal address cannot come to mean another one.
     """
 
     def __init__(self, allowed: Iterable[str] = (), *, any_address: bool = False) -> None:
-        """
+        """Collect the names.
+
         Args:
-            allowed: names besides localhost.
-            any_address: whether addresses other than this machine's own will do.
+            allowed: names in addition to localhost.
+            any_address: whether addresses other than this machine's own are accepted.
         """
         self._allowed = {name.lower().rstrip(".") for name in allowed}
         self._any_address = any_address
 
     def demand(self, http: Request) -> None:
-        """Raise NameRefusedError unless a request is for one of the names."""
+        """Raise NameRefusedError unless a request is addressed to one of the names."""
         name = (_hostname(http) or "").lower().rstrip(".")
         if not (is_loopback(name) or name in self._allowed or (self._any_address and _is_address(name))):
             raise NameRefusedError(
@@ -55,17 +56,17 @@ class Names:
 
 
 LOCAL_NAMES = Names()
-"""This machine's own."""
+"""Names of this machine only."""
 
 
 def demand_local(http: Request, names: Names, *, public: bool) -> None:
-    """Let only this machine pass, or everybody if `public`, and only under a name of this server's.
+    """Let only this machine pass, or everybody if `public`, and only requests addressed to one of this server's names.
 
-    What came through a proxy is not this machine's, whatever the proxy or the client says of where it comes from.
+    A request that came through a proxy does not count as this machine's, whatever the proxy or the client says about its origin.
 
     Raises:
         UnknownError: the request comes from another machine.
-        NameRefusedError: it is for another name.
+        NameRefusedError: the request is addressed to another name.
     """
     if not public and (_FORWARDED & set(http.headers.keys()) or not is_loopback(http.client.host if http.client else "")):
         raise UnknownError("the status of this server is shown to its own machine only; start it with --public-status to change that")
@@ -73,7 +74,7 @@ def demand_local(http: Request, names: Names, *, public: bool) -> None:
 
 
 class NamesGate:
-    """Middleware that refuses all requests to any other name. Where any key will do, a page from elsewhere could ask for everything."""
+    """Middleware that refuses requests to other names. Where any key is accepted, foreign web pages could otherwise use the whole API."""
 
     def __init__(self, app: ASGIApp, *, names: Names) -> None:
         self._app = app
@@ -92,7 +93,7 @@ class NamesGate:
 def _hostname(http: Request) -> str | None:
     try:
         return http.url.hostname
-    except ValueError:  # such as of "[::1"
+    except ValueError:  # such as "[::1"
         return None
 
 

@@ -1,6 +1,6 @@
-"""Bodies of requests, bounded while they arrive: one by one, those of an owner together, and all that are held at a time.
+"""Reads request bodies within bounds: for each body, for each owner's bodies together, and for all that are held at a time.
 
-A body has to arrive at a minimal rate, so that memory is not held by those who send slowly. Used by `app`, once the key is known.
+A body must arrive at a minimum rate, so that slow senders do not hold memory. Used by `app`, once the key is known.
 """
 
 import asyncio
@@ -25,27 +25,29 @@ _JOINED_AT_ONCE_BYTES = 1 << 20
 
 
 class Bodies:
-    """Reads bodies, and holds at most a few times the largest at once: half of it for one owner. Small bodies are always let in, so that
-    heartbeats and polls come through. Where all is full, the slowest of those that arrive slowly gives way to whoever sends it again.
+    """Reads bodies, and holds at most a few times the largest at once, half of that for one owner.
+
+    Small bodies are always accepted, so that heartbeats and polls get through. When all memory is taken, the slowest of the bodies that
+    arrive slowly is dropped to make room for the newcomer, which is refused for now and sent again.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` are those of the largest body of all endpoints."""
+        """`max_bytes` is the size of the largest body of all endpoints."""
         self._max_bytes = max_bytes
         self._held: Counter[str] = Counter()
         self._arriving: dict[_Arrival, asyncio.Timeout] = {}
 
     @asynccontextmanager
     async def reading(self, http: Request, owner: str, *, max_bytes: int | None = None, may_be_packed: bool = True) -> AsyncIterator[bytes]:
-        """The whole body, unpacked if it came packed; it counts as held while the block runs.
+        """Yield the whole body, decompressed if necessary; it counts as held while the block runs.
 
         Args:
-            max_bytes: as it comes, and unpacked; None for as many as the largest may have.
-            may_be_packed: whether zstd is taken.
+            max_bytes: limit for the body as sent and decompressed; None for the limit of all endpoints.
+            may_be_packed: whether zstd is accepted.
 
         Raises:
-            TooLargeError: it is larger than allowed, as it came or unpacked.
-            OverLimitError: other requests' bodies fill the memory that there is for them.
+            TooLargeError: the body is larger than allowed, as sent or decompressed.
+            OverLimitError: other requests' bodies fill the memory set aside for them.
             BadRequestError: its encoding is unknown.
             SlowBodyError: it arrives too slowly.
         """
@@ -87,7 +89,7 @@ class Bodies:
         return b"".join(chunks) if arrival.num_bytes < _JOINED_AT_ONCE_BYTES else await asyncio.to_thread(b"".join, chunks)
 
     def _extend(self, patience: asyncio.Timeout, num_bytes: int) -> None:
-        """Each byte buys time, but never more than there was at first: so a body that stalls ends, and one that trickles does, too."""
+        """Extend the deadline for each byte, but never beyond the initial patience: bodies that stall or trickle run out of time."""
         now, until = asyncio.get_running_loop().time(), patience.when()
         assert until is not None, "it has a deadline from the start"
         patience.reschedule(min(until + num_bytes / _MIN_BYTES_PER_S, now + _PATIENCE_S))
@@ -103,7 +105,7 @@ class Bodies:
         self._held[arrival.owner] += size
 
     def _end_slowest(self, newcomer: "_Arrival") -> None:
-        """Make room for when the newcomer is sent again: the slowest of the bodies that arrive slowly ends."""
+        """Drop the slowest of the bodies that arrive slowly, to make room for when the newcomer is sent again."""
         slow = {
             other: rate for other in self._arriving
             if other is not newcomer and other.num_bytes > _SMALL_BYTES and (rate := other.rate()) < _FAST_BYTES_PER_S}
@@ -114,22 +116,22 @@ class Bodies:
 
 
 class _Arrival:
-    """What has come of one body."""
+    """Progress of one arriving body."""
 
     def __init__(self, owner: str, max_bytes: int) -> None:
         self.owner = owner
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.gives_way = False
-        self._rate, self._last = 4.0 * _FAST_BYTES_PER_S, time.monotonic()  # one that has just begun is not slow
+        self._rate, self._last = 4.0 * _FAST_BYTES_PER_S, time.monotonic()  # a body that has just begun does not count as slow
 
     def note(self, num_bytes: int) -> None:
-        """So many more have come."""
+        """Record that more bytes have arrived."""
         self._rate = self.rate() + num_bytes / _RATE_OVER_S
         self._last = time.monotonic()
 
     def rate(self) -> float:
-        """Bytes per second of late: an average in which what is longer ago counts less."""
+        """Return the recent rate in bytes per second, an exponentially weighted average."""
         return self._rate * math.exp((self._last - time.monotonic()) / _RATE_OVER_S)
 
     def too_large(self) -> TooLargeError:
@@ -138,7 +140,7 @@ class _Arrival:
             "train on, raise serve.max_body_bytes on the server")
 
     def ended(self) -> Exception:
-        """Why no more of it was waited for."""
+        """Return why the server stopped waiting for the body."""
         if self.gives_way:
             return _full()
         return SlowBodyError(

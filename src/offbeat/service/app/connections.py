@@ -1,10 +1,10 @@
-"""Connections within bounds, before anybody knows who asks: how many there are, how much they send, how long they take. For `server`.
+"""Bounds connections before it is known who asks: their number, what they send, and how long they take. Used by `server`.
 
-uvicorn bounds none of these with its fast parser. What is bounded here: connections, in all and of one address; bytes, fields and time of a
-request's head; requests that are sent before others are answered; what still comes of a body that was answered without being read; answers
-that are not fetched. Bodies that are read have bounds of their own, in `body`.
+uvicorn with its fast parser bounds none of this. Bounded here are: connections, in total and per address; bytes, fields and time of a
+request's head; requests sent before earlier ones are answered; the rest of a body whose request was answered without reading it; and
+answers that are not fetched. Bodies that are read have their own bounds, in `body`.
 
-    Connections.sweep   consumes deadlines of connections; produces their ends; called every second by the server's tick
+    Connections.sweep   consumes deadlines of connections; closes those that passed them; called every second by the server's tick
 """
 
 import time
@@ -22,16 +22,16 @@ _REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fie
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Of connections.
+    """Bounds of connections.
 
     Attributes:
-        connections: at a time; the oldest idle one gives way to a new one.
-        of_address: the same, of one address; this machine's own is exempt, as a proxy on it speaks for many.
-        head_bytes, head_fields: of the request line and the header; clients of the SDK send about 1 KB in 25 fields.
-        head_s: from a connection's or a request's first byte to the end of its head.
+        connections: number of connections at a time; the oldest idle one gives way to a new one.
+        of_address: number of connections of one address; this machine's own is exempt, as a proxy on it acts for many clients.
+        head_bytes, head_fields: size of the request line and header; SDK clients send about 1 KB in 25 fields.
+        head_s: time from the first byte of a connection or request to the end of its head.
         pipelined: requests that wait for the answer of another on the same connection; hardly any client sends one.
-        unread_s: for what a client still sends of a body whose request is answered, so that it reads the answer before the end.
-        unfetched_s: without progress while an answer waits to be fetched.
+        unread_s: time for the rest of a body whose request is answered, so that the client reads the answer before the connection ends.
+        unfetched_s: time without progress while an answer waits to be fetched.
     """
 
     connections: int = 8192
@@ -45,24 +45,24 @@ class Bounds:
 
 
 class Connection(Protocol):
-    """What `Connections` needs of one."""
+    """The part of a connection that `Connections` needs."""
 
     address: str
 
     def close_idle(self) -> None:
-        """End it, for another one needs its place."""
+        """Close the connection because another one needs its place."""
         ...
 
     def check(self, now: float) -> None:
-        """End it if it has passed a deadline."""
+        """Close the connection if it has passed a deadline."""
         ...
 
 
 class Connections:
-    """All that are open. For one event loop."""
+    """All open connections. For one event loop."""
 
     def __init__(self, bounds: Bounds, *, is_exempt: Callable[[str], bool] = lambda _: False) -> None:
-        """`is_exempt` tells addresses that may have any number of connections."""
+        """`is_exempt` tells which addresses may have any number of connections."""
         self.bounds = bounds
         self._is_exempt = is_exempt
         self._open: dict[Connection, None] = {}
@@ -73,7 +73,7 @@ class Connections:
         return len(self._open)
 
     def admit(self, connection: Connection) -> bool:
-        """Whether a new connection may stay; the oldest idle one makes room for it."""
+        """Whether a new connection may stay; the oldest idle connection makes room for it."""
         bounds, address = self.bounds, connection.address
         if not self._is_exempt(address) and self._of_address[address] >= bounds.of_address and not self._free(address):
             return False
@@ -85,17 +85,17 @@ class Connections:
         return True
 
     def idle(self, connection: Connection) -> None:
-        """It waits for its client, with no request under way."""
+        """Note that a connection waits for its client, with no request under way."""
         if connection in self._open:
             self._idle.pop(connection, None)
             self._idle[connection] = None
 
     def busy(self, connection: Connection) -> None:
-        """It has a whole head."""
+        """Note that a connection has received a complete head."""
         self._idle.pop(connection, None)
 
     def leave(self, connection: Connection) -> None:
-        """It is gone, or about to be; may be called again."""
+        """Note that a connection is closed or about to be; may be called more than once."""
         self._idle.pop(connection, None)
         if connection in self._open:
             del self._open[connection]
@@ -104,13 +104,13 @@ class Connections:
                 del self._of_address[connection.address]
 
     def sweep(self) -> None:
-        """End those that have passed a deadline."""
+        """Close the connections that have passed a deadline."""
         now = time.monotonic()
         for connection in tuple(self._open):
             connection.check(now)
 
     def _free(self, address: str | None) -> bool:
-        """End the oldest idle connection, of an address if one is given; whether there was one."""
+        """Close the oldest idle connection, of an address if one is given. Returns whether there was one."""
         oldest = next((other for other in self._idle if address in (None, other.address)), None)
         if oldest is not None:
             self.leave(oldest)
@@ -119,14 +119,14 @@ class Connections:
 
 
 class _Refused(Exception):  # noqa: N818 (it never leaves this module)
-    """Ends the parsing of a request."""
+    """Stops the parsing of a request."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within bounds.
 
-    What was sent since the parser last gave something on (a whole head, a piece of a body, an end) is what it holds, which bounds trailers
-    and the like, too.
+    Everything received since the parser last passed something on (a complete head, a piece of a body, an end) counts as held by it, which
+    bounds trailers and the like, too.
     """
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
@@ -144,7 +144,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # -- the connection ----------------------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """See asyncio."""
+        """Called by asyncio when the connection is open."""
         super().connection_made(transport)
         self.address = address_of(self.client[0] if self.client else "")
         self._deadline = time.monotonic() + self._bounds.head_s
@@ -152,13 +152,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(503, "this server has as many connections as it can hold; try again later")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Called by asyncio when the connection is closed."""
         self._ended = True
         self._connections.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
+        """Called by asyncio when data arrives."""
         if self._ended:
             return
         begins, self._held_bytes = self._held_bytes == 0, self._held_bytes + len(data)
@@ -169,7 +169,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._deadline = time.monotonic() + self._bounds.head_s
 
     def resume_writing(self) -> None:
-        """See asyncio."""
+        """Called by asyncio when the write buffer has drained."""
         self._drained = True
         super().resume_writing()
 
@@ -201,7 +201,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unsent_bytes, self._drained = unsent, False
 
     def _refuse(self, status: int, sentence: str) -> None:
-        """Answer and end it, in the form of the service's other refusals, unless an answer is on its way."""
+        """Answer like the service's other refusals, unless an answer is already on its way, and close the connection."""
         if self._ended:
             return
         self._ended = True
@@ -216,26 +216,26 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(431, f"the head of a request may have {self._bounds.head_bytes} bytes and {self._bounds.head_fields} fields")
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 (uvicorn's own words)
-        """What uvicorn says when parsing ends in an error: a refusal of ours, or what is no HTTP."""
+        """Answer when parsing ends in an error, which is either one of our refusals or input that is not HTTP."""
         self._refuse(*self._refusal)
 
     # -- what the parser finds ---------------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """See httptools."""
+        """Called by httptools when a request begins."""
         self._head_bytes = self._head_fields = 0
         self._in_head = True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """See httptools."""
+        """Called by httptools with a piece of the URL."""
         self._add_to_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools."""
+        """Called by httptools with a header field."""
         if self._in_body:
-            return  # a trailer: nobody reads it, and it must not pass for a field of the header
+            return  # a trailer, which nobody reads and which must not be taken for a header field
         self._head_fields += 1
         self._add_to_head(len(name) + len(value))
         super().on_header(name, value)
@@ -247,7 +247,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise _Refused
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
+        """Called by httptools when the head is complete."""
         if len(self.pipeline) >= self._bounds.pipelined:
             self._refuse(400, f"at most {self._bounds.pipelined} requests may wait for the answer of another; wait for answers")
             raise _Refused
@@ -256,22 +256,22 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """See httptools."""
+        """Called by httptools with a piece of the body."""
         self._held_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
+        """Called by httptools when the request is complete."""
         self._held_bytes, self._in_body = 0, False
-        if not self._is_answering:  # what came of it has stopped uvicorn's own clock
+        if not self._is_answering:  # its arrival has stopped uvicorn's own clock
             self._deadline = time.monotonic() + self.timeout_keep_alive
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """See uvicorn."""
+        """Called by uvicorn when the answer is complete."""
         super().on_response_complete()
         if self._is_answering or self.transport.is_closing():
-            return  # by a request that had to wait
+            return  # the next request, which had to wait, is now being answered
         self._connections.idle(self)
         if self._in_body:
             self._deadline = time.monotonic() + self._bounds.unread_s
@@ -280,7 +280,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def address_of(host: str) -> str:
-    """What connections are counted by: an IPv4 address, or the network of an IPv6 address, for each machine has many of those."""
+    """Return the key by which connections are counted: the IPv4 address, or the /64 network of an IPv6 address."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

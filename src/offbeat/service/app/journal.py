@@ -1,4 +1,4 @@
-"""What requests came to: a log line for each, counts for /metrics, and the last errors for the status page."""
+"""Records how requests ended: a log line for each, counts for /metrics, and the latest errors for the status page."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 _ERRORS_KEPT, _KEPT_OF_ONE = 50, 15
 _STRANGERS_KEPT, _STRANGERS_LOGGED_EVERY_S = 5, 1.0
 _BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
-_LATER = (408, 429)  # how a server with much to do answers all day
+_LATER = (408, 429)  # a busy server answers so all day
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Strangers:
-    """Requests without a key that this server knows: how many there were, and the last ones, the newest first."""
+    """Requests without a known key: how many there were, and the latest, newest first."""
 
     requests: int = 0
     last: tuple[Trouble, ...] = ()
 
 
 class Journal:
-    """Hears of every request. What one owner gets wrong does not push all that others did from the list, and what strangers send none.
+    """Records every request. One owner's errors cannot push all others' errors off the list, and strangers' errors have their own list.
 
     Attributes:
-        troubles: the last ones of owners, the newest first.
-        strangers: those of nobody's.
+        troubles: latest failed requests of owners, newest first.
+        strangers: requests without a known key.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Counts go into `registry`."""
+        """Counts are registered in `registry`."""
         self.troubles: deque[Trouble] = deque(maxlen=_ERRORS_KEPT)
         self.strangers = Strangers()
         self._stranger_logged = 0.0
@@ -54,7 +54,7 @@ class Journal:
     def note(
         self, endpoint: Endpoint, path: str, *, request_id: str, owner: str, status: int, seconds: float, detail: str = "",
     ) -> None:
-        """One request is answered."""
+        """Record an answered request in the log, the metrics and, if it failed, the errors."""
         name = endpoint.path.removeprefix("/api/v1/")
         self._requests.labels(name, status).inc()
         self._seconds.labels(name).observe(seconds)
@@ -67,7 +67,7 @@ class Journal:
                 "%s %s", endpoint.method, path[:300], extra={"fields": fields | ({"detail": detail} if detail else {})})
 
     def trouble(self, request_id: str, owner: str, what: str, sentence: str) -> None:
-        """Keep an error for the status page; `owner` is empty for a stranger's."""
+        """Keep an error for the status page; `owner` is empty for a stranger."""
         trouble = Trouble(time.time(), request_id, owner, what, sentence)
         if not owner:
             last = (trouble, *self.strangers.last)[:_STRANGERS_KEPT]
@@ -79,7 +79,7 @@ class Journal:
             self.troubles.remove(of_owner[-1])
 
     def _may_log_stranger(self) -> bool:
-        """One line a second: /metrics counts them all."""
+        """Allow one line per second, as /metrics counts all of them."""
         now = time.monotonic()
         if now < self._stranger_logged + _STRANGERS_LOGGED_EVERY_S:
             return False

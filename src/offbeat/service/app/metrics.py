@@ -1,4 +1,4 @@
-"""Prometheus /metrics: the service's standing at the moment of the scrape, beside what `journal` counts."""
+"""Prometheus /metrics: the service's status at the time of the scrape, in addition to what `journal` counts."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,17 +16,17 @@ _COUNTS = {
 
 
 class StatusCollector(Collector):
-    """Turns a status into samples."""
+    """Converts a status into samples."""
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status
 
     def describe(self) -> list[Metric]:
-        """Nothing: there is no status yet when this is registered."""
+        """Return nothing, because there is no status yet when the collector is registered."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All samples of now."""
+        """Yield all samples of the current status."""
         status = self._status()
         queues = {"training": status.training, "sampling": status.sampling}
         yield CounterMetricFamily("offbeat_trained_tokens", "Tokens of forward and backward passes", status.trained_tokens)
@@ -64,5 +64,5 @@ def _labelled(name: str, text: str, label: str, values: dict[str, float]) -> Gau
 
 
 def scrape(registry: CollectorRegistry) -> Response:
-    """All metrics as text."""
+    """Return all metrics as text."""
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""Memory of the server's process and of those that it has started, for the status page and metrics. Called on a thread."""
+"""Memory of the server's process and of its child processes, for the status page and metrics. Called on a thread."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ _CHILD = "offbeat.process"
 
 
 def processes() -> tuple[ProcessStatus, ...]:
-    """This process, and each of its workers with all that it has started in turn; those that end meanwhile are left out."""
+    """Return this process, and each worker including its descendants; processes that end meanwhile are left out."""
     this = psutil.Process()
     return (ProcessStatus("service", _memory([this])), *_workers(this))
 
@@ -26,7 +26,7 @@ def _workers(this: psutil.Process) -> Iterator[ProcessStatus]:
 
 
 def _name(command: list[str]) -> str:
-    """What people call a worker, which stands in its command line; empty for helpers such as a resource tracker."""
+    """Return a worker's name from its command line; empty for helper processes such as a resource tracker."""
     return command[command.index(_CHILD) + 2] if _CHILD in command[:-2] else ""
 
 

@@ -1,7 +1,7 @@
-"""Reading large bodies, and writing large answers, beside the event loop, so that other requests do not wait. Used by `app` and its routes.
+"""Runs the parsing of large bodies and the writing of large answers off the event loop. Used by `app` and its routes.
 
-Python computes on one thread at a time, and a thread that computes lets the event loop have its turn every few milliseconds. So there are
-few threads, and an owner has one of them at most.
+Python computes on one thread at a time, and a computing thread lets the event loop run every few milliseconds. So there are few threads,
+and each owner uses at most one of them.
 """
 
 import asyncio
@@ -14,19 +14,19 @@ from weakref import WeakValueDictionary
 T = TypeVar("T")
 
 SMALL_BYTES = 1 << 15
-"""Of a body that is read at once: in no form does that take more than about 10 ms."""
+"""Size up to which a body is parsed on the event loop, which never takes more than about 10 ms."""
 _THREADS = 2
 
 
 class Readers:
-    """A few threads."""
+    """A few threads for parsing and writing."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="reader")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def run(self, owner: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """What a function gives, on a thread, when its owner's earlier ones are done."""
+        """Return the result of a function, run on a thread after its owner's earlier ones."""
         turn = self._turns.get(owner) or asyncio.Lock()
         self._turns[owner] = turn
         async with turn:

@@ -1,4 +1,4 @@
-"""What handlers are given and what they give back: what is served, a checked request, and answers as JSON or as a payload."""
+"""Types shared by handlers: what is served, a checked request, and answers as JSON or as a payload."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Served:
-    """The base model and what may be asked of it.
+    """The base model, and the limits of requests to it.
 
     Attributes:
         tokenizer_id: what clients load the tokenizer by.
-        alpha: of every adapter.
-        stable_reinforce: the loss that stands in for the one of that name; empty refuses it.
+        alpha: alpha of every adapter.
+        stable_reinforce: name of the loss that substitutes for the one of that name; empty refuses it.
         aliases: other names of the base model.
-        sampled: bounds of the models that are only sampled, by name.
+        sampled: limits of the models that are only sampled, by name.
     """
 
     base_model: str
@@ -40,7 +40,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Call:
-    """One request whose key has been checked, with its whole body."""
+    """A request whose key has been checked, with its whole body."""
 
     http: Request
     caller: Caller
@@ -48,19 +48,19 @@ class Call:
     readers: Readers
 
     async def read(self, read: Callable[[bytes], T]) -> T:
-        """What a function makes of the body; a large one is read beside the event loop."""
+        """Apply a function to the body; a large body is parsed off the event loop."""
         return read(self.body) if len(self.body) <= SMALL_BYTES else await self.beside(read, self.body)
 
     async def json(self, kind: type[T]) -> T:
-        """The body as JSON of this kind; raises what `read_json` does."""
+        """Parse the body as JSON of this kind; raises the errors of `read_json`."""
         return await self.read(lambda body: read_json(kind, body))
 
     async def beside(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """What a function gives, called beside the event loop."""
+        """Return the result of a function, run off the event loop."""
         return await self.readers.run(self.caller.owner, function, *args, **kwargs)
 
     def param(self, name: str) -> str:
-        """A part of the path."""
+        """Return a parameter of the path."""
         return self.http.path_params[name]
 
 
@@ -69,11 +69,11 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One line of the table of routes.
+    """An endpoint: method, path and handler.
 
     Attributes:
-        quiet: called so often that its successes are not logged.
-        max_body_bytes: None for as many as the server takes at all, which may come packed.
+        quiet: whether its successes are too frequent to log.
+        max_body_bytes: None for the server's limit, in which case bodies may be compressed.
     """
 
     method: str
@@ -84,20 +84,20 @@ class Endpoint:
 
 
 def answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A value as JSON."""
+    """Encode a value as a JSON response."""
     return Response(msgspec.json.encode(value), status_code=status, headers=headers, media_type=_JSON)
 
 
 def accepted(request_id: str, **more: Any) -> Response:
-    """Work goes on under this id."""
+    """Answer that work continues under this request ID."""
     return answer({"request_id": request_id, **more})
 
 
 def refusal(sentence: str, *, status: int, headers: Mapping[str, str] | None = None) -> Response:
-    """An error as clients expect it."""
+    """Answer with an error in the form that clients expect."""
     return answer({"detail": sentence}, status=status, headers=headers)
 
 
 def payload(content: Payload) -> Response:
-    """An answer that is encoded already."""
+    """Answer with a payload that is already encoded."""
     return Response(content.data, headers={"content-type": content.content_type})

@@ -1,4 +1,4 @@
-"""Endpoints over runs, checkpoints and sessions, as the SDK's RestClient and command line use them; all answer at once."""
+"""Endpoints over runs, checkpoints and sessions, as used by the SDK's RestClient and command line. All of them answer at once."""
 
 import asyncio
 import secrets
@@ -27,7 +27,7 @@ _MAX_PAGE = 1000
 
 
 class RestRoutes:
-    """See the module."""
+    """Endpoints over runs, checkpoints and sessions."""
 
     def __init__(self, service: Service, links: "Links") -> None:
         self._service = service
@@ -35,7 +35,7 @@ class RestRoutes:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All that want a key."""
+        """All endpoints; they need a key."""
         return [
             Endpoint("GET", "/api/v1/training_runs", self._runs),
             Endpoint("GET", _RUN, self._run),
@@ -63,7 +63,7 @@ class RestRoutes:
         return answer(self._run_answer(call, info))
 
     def _run_answer(self, call: Call, info: ModelInfo) -> rest.Answer:
-        """A run with its newest checkpoints: to train from, and to sample."""
+        """Describe a run with its latest checkpoints for training and for sampling."""
         newest = self._service.newest_checkpoints(call.caller, info.model_id)
         return rest.training_run(info, last_checkpoint=newest.get("training"), last_sampler_checkpoint=newest.get("sampler"))
 
@@ -124,7 +124,7 @@ class RestRoutes:
 
 @dataclass(frozen=True)
 class Export:
-    """Whose link it is, to which export; another one of the same name is in another folder."""
+    """An export and the caller who asked for its link. An export that replaces another under the same name is in another folder."""
 
     caller: Caller
     path: str
@@ -139,19 +139,19 @@ class _Link:
 
 
 class Links:
-    """URLs of exported files, which nobody can guess and which expire; whoever has one needs no key, as clients send none.
+    """URLs of exported files, which nobody can guess and which expire. They need no key, because clients send none.
 
-    A link is good as long as whoever asked for it may have the export, and ends when the export is made private or deleted.
+    A link is valid as long as its requester may read the export, and ends when the export is made private or deleted.
     """
 
     def __init__(self, folder_of: Callable[[Caller, str], str]) -> None:
-        """`folder_of` an export at a path for a caller; raises RequestError where there is none for that caller."""
+        """`folder_of` returns the folder of the export at a path for a caller; it raises RequestError if there is none for that caller."""
         self._folder_of = folder_of
-        self._links: dict[str, _Link] = {}  # the oldest first
+        self._links: dict[str, _Link] = {}  # oldest first
         self._token_of: dict[Export, str] = {}
 
     def make(self, export: Export, files: Mapping[str, Path]) -> tuple[str, float]:
-        """A token for files by their names, and until when it is good, in seconds since the epoch; the last one if it is good for long."""
+        """Return a token for the files, given by name, and its expiry in seconds since the epoch; reuse one that lasts long enough."""
         now = time.time()
         while self._links and (len(self._links) >= _MAX_LINKS or next(iter(self._links.values())).expires <= now):
             self._drop(next(iter(self._links)))
@@ -173,11 +173,11 @@ class Links:
 
     @property
     def route(self) -> Route:
-        """Where the files are fetched."""
+        """Route that serves the files."""
         return Route("/api/v1/external/{token}/{name:path}", self._fetch)
 
     def find(self, token: str, name: str) -> Path | None:
-        """The file that a link means, while it is good."""
+        """Return the file that a link refers to, or None if the link is not valid."""
         link = self._links.get(token)
         return link.files.get(name) if link is not None and link.expires > time.time() and self._stands(link.export) else None
 
@@ -195,7 +195,7 @@ class Links:
 
 
 async def _listed(call: Call, infos: Sequence[CheckpointInfo], *, limit: int, offset: int, total: int) -> Response:
-    """A page of checkpoints; a long one is written beside the event loop."""
+    """Answer with a page of checkpoints; a long one is written off the event loop."""
     def write() -> Response:
         return answer(rest.checkpoints(infos, limit=limit, offset=offset, total=total))
 
@@ -211,7 +211,7 @@ def _accessible(call: Call) -> bool:
 
 
 def _page(call: Call, *, default: int) -> tuple[int, int]:
-    """`limit` and `offset` of the query."""
+    """Return `limit` and `offset` of the query."""
     found = []
     for name, value in (("limit", default), ("offset", 0)):
         text = call.http.query_params.get(name, str(value))

@@ -1,4 +1,4 @@
-"""Endpoints of samplers, and of all futures: they are polled with long waits, and say why they do not move."""
+"""Endpoints of samplers, and of all futures, which clients poll with long waits and which say why they do not proceed."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ _NOT_YET = 408
 
 
 class SamplingRoutes:
-    """See the module."""
+    """Endpoints of samplers and futures."""
 
     def __init__(self, service: Service, sampling: Sampling, served: Served) -> None:
         self._service = service
@@ -29,7 +29,7 @@ class SamplingRoutes:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All of them."""
+        """All endpoints; they need a key."""
         return [
             Endpoint("POST", "/api/v1/create_sampling_session", self._create),
             Endpoint("GET", "/api/v1/samplers/{sampler}", self._info),
@@ -61,7 +61,7 @@ class SamplingRoutes:
         try:
             found = await self._service.retrieve(call.caller, request_id, timeout_s=_POLL_S)
         except StorageError:
-            await asyncio.sleep(_PAUSE_S)  # clients ask again at once, whatever `retry-after` says
+            await asyncio.sleep(_PAUSE_S)  # clients retry at once, whatever `retry-after` says
             raise
         if not isinstance(found, Pending):
             return payload(found)

@@ -1,4 +1,4 @@
-"""Endpoints about the server and about sessions: what clients ask first, heartbeats, and the end."""
+"""Endpoints about the server and about sessions: what clients request first, heartbeats, and the end of a session."""
 
 from starlette.responses import Response
 
@@ -8,7 +8,7 @@ from offbeat.service.wire import rest
 from offbeat.service.wire.bodies import CreateSessionBody, FinishSessionBody, SessionBody
 from offbeat.service.wire.json_body import metadata_of
 
-# One batch is one request, so that its gradients do not depend on how a client cuts it, and requests arrive in order.
+# A batch stays one request, so that its gradients do not depend on how a client splits it, and requests arrive in order.
 _CLIENT_CONFIG = {
     "pjwt_auth_enabled": False, "credential_default_source": "api_key", "parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False,
     "fwdbwd_max_chunk_len": 8192, "fwdbwd_max_chunk_bytes_count": 64_000_000, "fwdbwd_dispatch_bytes_semaphore_size": 200_000_000,
@@ -17,7 +17,7 @@ _DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
 
 
 class SessionRoutes:
-    """See the module."""
+    """Endpoints about the server and about sessions."""
 
     def __init__(self, service: Service, served: Served) -> None:
         self._service = service
@@ -25,7 +25,7 @@ class SessionRoutes:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All of them."""
+        """All endpoints; they need a key."""
         return [
             Endpoint("POST", "/api/v1/client/config", self._client_config),
             Endpoint("POST", "/api/v1/client/dynamic_config", self._dynamic_config, quiet=True),

@@ -1,6 +1,6 @@
-"""Endpoints of models: creation, passes, steps, saving and loading; all but one answer with the id of a future.
+"""Endpoints of models: creation, passes, steps, saving and loading. All but one answer with the ID of a future.
 
-A request that is refused must not be waited for by those with higher numbers, so the core is told of every refusal that is final.
+Requests with higher numbers must not wait for one that was refused, so the core is told of every final refusal.
 """
 
 from collections.abc import Awaitable, Callable
@@ -29,7 +29,7 @@ from offbeat.service.wire.training import read_forward_backward
 
 
 class Ordered(Protocol):
-    """A request with its place in a model's order; loading into a new model has none."""
+    """A request with its place in a model's order; loading into a new model has no place."""
 
     @property
     def model_id(self) -> str | None: ...
@@ -43,7 +43,7 @@ Act = Callable[[Caller, R], Awaitable[str]]
 
 
 class TrainingRoutes:
-    """See the module."""
+    """Endpoints of models."""
 
     def __init__(self, service: Service, served: Served) -> None:
         self._service = service
@@ -51,7 +51,7 @@ class TrainingRoutes:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All of them."""
+        """All endpoints; they need a key."""
         service = self._service
         ordered: dict[str, Handler] = {
             "optim_step": self._json(OptimStepBody, lambda caller, body: service.optim_step(
@@ -73,7 +73,7 @@ class TrainingRoutes:
             Endpoint("POST", "/api/v1/forward_backward", self._forward_backward, max_body_bytes=None)]
 
     def _json(self, kind: type[R], act: Act[R]) -> Handler:
-        """An ordered request whose body is JSON."""
+        """Return a handler of ordered requests with JSON bodies."""
 
         async def handler(call: Call) -> Response:
             return await self._submit(call, lambda body: read_json(kind, body), act)

@@ -1,4 +1,4 @@
-"""Which public SDK asks, as its headers say. Used by routes whose answers some versions cannot read."""
+"""Detects which public SDK sent a request, from its headers. Used by routes whose answers some versions cannot read."""
 
 import re
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ _EXTERNAL_SINCE = (0, 28)
 
 
 def sdk_version(headers: Mapping[str, str]) -> tuple[int, int] | None:
-    """The first two numbers of the SDK's version; None where the client is none, or does not say."""
+    """Return the first two numbers of the SDK's version, or None if the client is not the SDK or does not say."""
     agent = _AGENT.fullmatch(headers.get("user-agent", ""))
     said = _FULL.fullmatch(headers.get("x-sdk-version") or (agent[1] if agent else ""))
     return (int(said[1]), int(said[2])) if said else None
 
 
 def knows_external(headers: Mapping[str, str]) -> bool:
-    """Whether the client can read a list in which there are exports: SDKs before 0.28 end with an error at the first."""
+    """Whether the client can read a list that contains exports; SDKs before 0.28 fail at the first."""
     version = sdk_version(headers)
     return version is None or version >= _EXTERNAL_SINCE

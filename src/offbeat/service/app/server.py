@@ -1,4 +1,4 @@
-"""The socket that the service listens on, and uvicorn on the service's own event loop, within bounds. Used by `service.serve`."""
+"""The listening socket of the service, and uvicorn on the service's own event loop, within bounds. Used by `service.serve`."""
 
 import asyncio
 import socket
@@ -17,10 +17,10 @@ _TICKS_PER_SWEEP = 10  # uvicorn ticks every 0.1 s
 
 @contextmanager
 def listen(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket bound to the address; connections are refused until the server is ready.
+    """Yield a socket bound to the address; connections are refused until the server is ready.
 
     Raises:
-        PortBusyError: it cannot be had.
+        PortBusyError: the address cannot be bound.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,10 +33,10 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on the event loop of the service, which looks after signals itself."""
+    """uvicorn on the event loop of the service, which handles signals itself."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections | None = None) -> None:
-        """`connections` are all that there may be; by default within the default bounds."""
+        """`connections` counts all connections; by default within the default bounds."""
         self._open = Connections(Bounds()) if connections is None else connections
         config.http = cast(Any, partial(GuardedProtocol, connections=self._open))
         config.ws = "none"  # an upgraded connection would leave the bounds
@@ -44,17 +44,17 @@ class HttpServer(uvicorn.Server):
         self.ready = asyncio.Event()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether to exit."""
+        """Sweep connections once a second. Called ten times a second; returns whether to exit."""
         if counter % _TICKS_PER_SWEEP == 0:
             self._open.sweep()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
+        """Start listening, then set `ready`."""
         await super().startup(sockets)
         self.ready.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals, since the service handles them."""
         yield

@@ -1,4 +1,4 @@
-"""The status page at `/`, what it fetches every two seconds, and health. The page is one file with no assets from elsewhere."""
+"""Status page at `/`, the data that it fetches every two seconds, and the health check. The page is one file without external assets."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ _PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second at one time."""
+    """Tokens per second at one point in time."""
 
     time: float
     trained: float
@@ -35,14 +35,14 @@ class Rates:
 
 
 class StatusPage:
-    """Shows the service to its own machine, or to everybody if `public`.
+    """Shows the service's status to its own machine, or to everybody if `public`.
 
     Attributes:
-        processes: their memory as it was some seconds ago.
+        processes: processes with their memory, a few seconds old.
     """
 
     def __init__(self, status: Callable[[], Status], journal: Journal, *, public: bool, names: Names = LOCAL_NAMES) -> None:
-        """`names` are those that the page is shown under."""
+        """`names` are the host names under which the page is shown."""
         self._status = status
         self._journal = journal
         self._public = public
@@ -53,13 +53,13 @@ class StatusPage:
 
     @property
     def routes(self) -> list[Route]:
-        """Those that need no key."""
+        """Routes that need no key."""
         return [
             Route("/api/v1/healthz", self._health), Route("/", self.shielded(self._page)),
             Route("/status.json", self.shielded(self._json))]
 
     async def watch(self) -> None:
-        """Until cancelled, keep the history of rates, and look at memory."""
+        """Maintain the history of rates and the memory of processes until cancelled."""
         async with beside(self._watch_memory()):
             await self._watch_rates()
 
@@ -79,7 +79,7 @@ class StatusPage:
             before, then = status, now
 
     def shielded(self, handler: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
-        """Answer nobody but this machine, unless all may look, and nobody who calls it by another's name."""
+        """Wrap a handler so that only this machine gets its answer, or everybody if public, and only under one of the server's names."""
 
         async def shielded(http: Request) -> Response:
             try:

@@ -1,1 +1,1 @@
-"""Bytes of the protocol to the service's own terms, and outcomes back to bytes. Used by `app`; the core never imports it."""
+"""Translates between the bytes of the protocol and the service's own terms. Used by `app`; the core never imports it."""

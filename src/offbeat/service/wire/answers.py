@@ -1,4 +1,4 @@
-"""Outcomes of futures as clients get them: results of passes and samples as protocol buffers, all else as JSON. Given to `futures`."""
+"""Encodes outcomes of futures for clients: results of passes and samples as protocol buffers, all others as JSON. Given to `futures`."""
 
 import itertools
 import math
@@ -27,12 +27,12 @@ from offbeat.service.wire import proto
 from offbeat.service.wire.schema import FLOAT32, INT64, LENGTH, STOP
 
 _NO_LOGPROB = -99999.0
-"""In the cells of top tokens that are empty."""
+"""Value in empty cells of top tokens."""
 _SAVES = {"training": "save_weights", "sampler": "save_weights_for_sampler", "external": "save_weights_external"}
 
 
 def encode(outcome: Outcome) -> Payload:
-    """The answer that an outcome is."""
+    """Encode the answer to an outcome."""
     match outcome:
         case PassDone():
             return _proto("ForwardBackwardOutput", _pass(outcome))
@@ -49,7 +49,7 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
     match outcome:
         case ModelCreated():
             return {"type": "create_model", "model_id": outcome.model_id}
-        case StepDone():  # JSON has no NaN, and clients take none
+        case StepDone():  # JSON has no NaN, and clients accept none
             return {"metrics": {name: value for name, value in outcome.metrics.items() if math.isfinite(value)}}
         case CheckpointSaved():
             return {"type": _SAVES[outcome.kind], "path": outcome.path, "size_bytes": outcome.size_bytes}
@@ -68,14 +68,14 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
 
 def _pass(outcome: PassDone) -> Mapping[str, Any]:
     assert all(name.count(":") == 1 for name in outcome.metrics), "clients read metrics as name:reduction"
-    groups = itertools.groupby(outcome.logprobs, key=lambda logprobs: logprobs.shape[1:])  # clients take them dense
+    groups = itertools.groupby(outcome.logprobs, key=lambda logprobs: logprobs.shape[1:])  # clients accept them dense only
     return {
         "loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": [_record(shape, list(group)) for shape, group in groups],
         "metrics": outcome.metrics}
 
 
 def _record(shape: tuple[int, ...], logprobs: Sequence[np.ndarray | SparseArray]) -> Mapping[str, Any]:
-    """Neighboring datums that differ only in their length."""
+    """Encode neighboring datums whose shapes differ only in length."""
     ends = np.cumsum([0, *(math.prod(datum.shape) for datum in logprobs)])
     values = np.zeros(ends[-1], "<f4")
     for datum, start, end in zip(logprobs, ends[:-1], ends[1:], strict=True):
@@ -96,7 +96,7 @@ def _samples(outcome: Sampled) -> Mapping[str, Any]:
         message["prompt_logprobs"] = _floats(outcome.prompt_logprobs)
     if outcome.topk_prompt is not None:
         message["topk_prompt_logprobs"] = _top(outcome.topk_prompt)
-    if outcome.target_prompt_logprobs is not None:  # clients have no row for the first position, where nothing can be scored
+    if outcome.target_prompt_logprobs is not None:  # clients expect no row for the first position, which cannot be scored
         message["target_prompt_logprobs"] = _tensor(outcome.target_prompt_logprobs.dense()[1:])
     if (alt := outcome.prompt_alt) is not None:
         message["prompt_alt_tokens"] = {
@@ -118,7 +118,7 @@ def _top(top: TopTokens) -> Mapping[str, Any]:
 
 
 def _filled(top: TopTokens) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probabilities with what the protocol has in empty cells."""
+    """Return IDs and log-probabilities with the protocol's values in empty cells: [L, K] int32 and [L, K] float32."""
     empty = top.ids < 0
     return np.where(empty, 0, top.ids).astype(np.int32), np.where(empty, _NO_LOGPROB, top.logprobs).astype(np.float32)
 

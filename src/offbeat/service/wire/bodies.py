@@ -1,4 +1,4 @@
-"""JSON bodies of requests that are not for samples: their fields, ranges and defaults, and what they ask for. Used by `app`."""
+"""JSON bodies of all requests except sampling: fields, ranges and defaults, and conversions to the service's terms. Used by `app`."""
 
 import secrets
 from typing import Annotated
@@ -22,7 +22,7 @@ def _refuse_token(token: str | None) -> None:
 
 
 class CreateSessionBody(Body):
-    """POST create_session."""
+    """Body of POST create_session."""
 
     tags: Annotated[tuple[Label, ...], msgspec.Meta(max_length=100)] = ()
     user_metadata: Metadata | None = None
@@ -35,19 +35,19 @@ class CreateSessionBody(Body):
 
 
 class SessionBody(Body):
-    """POST session_heartbeat."""
+    """Body of POST session_heartbeat."""
 
     session_id: Text
 
 
 class FinishReason(Body):
-    """Why a client is done: "success", "errored" or "interrupted"."""
+    """Why a client ends its session: "success", "errored" or "interrupted"."""
 
     type: Text
 
 
 class FinishSessionBody(Body):
-    """POST sessions/ID/finish."""
+    """Body of POST sessions/ID/finish."""
 
     reason: FinishReason
 
@@ -56,7 +56,7 @@ class FinishSessionBody(Body):
 
 
 class OptimizerConfig(Body):
-    """Which optimizer a model has, for all its life."""
+    """The optimizer that a model keeps for its whole life."""
 
     type: str = "adamw"
 
@@ -66,7 +66,7 @@ class OptimizerConfig(Body):
 
 
 class LoraConfig(Body):
-    """The adapter of a model."""
+    """Settings of a model's adapter."""
 
     rank: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     seed: Seed | None = None
@@ -80,7 +80,7 @@ class LoraConfig(Body):
 
 
 class CreateModelBody(Body):
-    """POST create_model."""
+    """Body of POST create_model."""
 
     session_id: Text
     model_seq_id: Count
@@ -95,7 +95,7 @@ class CreateModelBody(Body):
             raise ValueError("lora_config is missing; this server trains LoRA adapters only")
 
     def lora(self, *, alpha: float) -> LoraSpec:
-        """The adapter; the protocol leaves alpha to the server, and the seed where there is none."""
+        """Return the adapter; the server chooses alpha, which the protocol leaves open, and the seed if none is given."""
         assert self.lora_config is not None, "checked when it was read"
         config = self.lora_config
         return LoraSpec(
@@ -104,13 +104,13 @@ class CreateModelBody(Body):
 
 
 class ModelBody(Body):
-    """POST get_info."""
+    """Body of POST get_info."""
 
     model_id: Text
 
 
 class AdamBody(Body):
-    """The settings of one step; ranges are those of `AdamParams`."""
+    """Settings of one optimizer step; their ranges are those of `AdamParams`."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -121,7 +121,7 @@ class AdamBody(Body):
 
 
 class OptimStepBody(TrainingBody):
-    """POST optim_step."""
+    """Body of POST optim_step."""
 
     adam_params: AdamBody | None = None
 
@@ -134,6 +134,7 @@ class OptimStepBody(TrainingBody):
             raise ValueError(f"adam_params is wrong: {exc}") from exc
 
     def params(self) -> AdamParams:
+        """Return the settings of the step."""
         assert self.adam_params is not None, "checked when it was read"
         given = self.adam_params
         return AdamParams(
@@ -142,7 +143,7 @@ class OptimStepBody(TrainingBody):
 
 
 class SaveWeightsBody(TrainingBody):
-    """POST save_weights; `path` is the checkpoint's name, None leaves it to the server."""
+    """Body of POST save_weights; `path` is the checkpoint's name, None leaves it to the server."""
 
     path: Text | None = None
     ttl_seconds: TtlSeconds | None = None
@@ -154,9 +155,9 @@ class SaveWeightsBody(TrainingBody):
 
 
 class SaveForSamplerBody(TrainingBody):
-    """POST save_weights_for_sampler: by name, or for a sampler at once.
+    """Body of POST save_weights_for_sampler: saves under a name, or directly for a sampler.
 
-    Its `kind` makes no difference: "inflight" samplers, whose weights might change, get what "snapshot" ones do, weights that never change.
+    Its `kind` makes no difference: "inflight" samplers, whose weights may change, get what "snapshot" ones do: weights that never change.
     """
 
     path: Text | None = None
@@ -171,7 +172,7 @@ class SaveForSamplerBody(TrainingBody):
 
 
 class SaveExternalBody(TrainingBody):
-    """POST save_weights_external."""
+    """Body of POST save_weights_external."""
 
     path: Text
     ttl_seconds: TtlSeconds | None = None
@@ -183,7 +184,7 @@ class SaveExternalBody(TrainingBody):
 
 
 class LoadWeightsBody(Body):
-    """POST load_weights: into a model, or into a new one; which of the two, `creates` says."""
+    """Body of POST load_weights, which loads into an existing model or, if `creates`, into a new one."""
 
     path: Text
     optimizer: bool
@@ -205,6 +206,7 @@ class LoadWeightsBody(Body):
 
     @property
     def creates(self) -> bool:
+        """Whether to load into a new model."""
         return self.session_id is not None
 
 
@@ -212,7 +214,7 @@ class LoadWeightsBody(Body):
 
 
 class CreateSamplingSessionBody(Body):
-    """POST create_sampling_session."""
+    """Body of POST create_sampling_session."""
 
     session_id: Text
     sampling_session_seq_id: Count
@@ -228,25 +230,25 @@ class CreateSamplingSessionBody(Body):
 
 
 class RetrieveFutureBody(Body):
-    """POST retrieve_future."""
+    """Body of POST retrieve_future."""
 
     request_id: Text
 
 
 class TtlBody(Body):
-    """PUT training_runs/RUN/checkpoints/KIND/NAME/ttl; None keeps it for good."""
+    """Body of PUT training_runs/RUN/checkpoints/KIND/NAME/ttl; None keeps the checkpoint for good."""
 
     ttl_seconds: TtlSeconds | None
 
 
 class WeightsInfoBody(Body):
-    """POST weights_info."""
+    """Body of POST weights_info."""
 
     tinker_path: Text
 
 
 class CopyWeightsBody(Body):
-    """POST copy_weights; there are no projects here, so a session and a number say whose the copy is."""
+    """Body of POST copy_weights. There are no projects here, so a session and a number say to which run the copy belongs."""
 
     source_path: Text
     session_id: Text | None = None

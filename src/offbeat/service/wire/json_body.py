@@ -1,6 +1,6 @@
-"""How JSON bodies are read: strictly by type and range, with one sentence about what is wrong. Used by `app`, with the kinds of `bodies`.
+"""Parses JSON bodies strictly by type and range, with one sentence about what is wrong. Used by `app`, with the classes of `bodies`.
 
-Fields that a kind does not name are passed over, for clients grow. A check of its own raises ValueError with a whole sentence, of which
+Unknown fields are ignored, because newer clients send more. A class's own check raises ValueError with a whole sentence, from which
 `read_json` makes the refusal.
 """
 
@@ -16,48 +16,48 @@ B = TypeVar("B")
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 Label = Annotated[str, msgspec.Meta(max_length=1000, pattern="^[^\\0]*$")]
-"""Stored as text, which in PostgreSQL holds no NUL."""
+"""Stored as text, which cannot contain NUL in PostgreSQL."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TrainingSeq = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-"""As many as the protocol's binary half can number."""
+"""The largest number that the binary half of the protocol can carry."""
 TtlSeconds = Annotated[int, msgspec.Meta(ge=3600, le=10 * 365 * 86400)]
 
 MAX_JSON_BYTES = 1 << 20
-"""Of bodies but those that ask for samples: the longest hold 64 KiB of metadata and 100 tags, each character written as 6 bytes."""
+"""Limit for bodies other than sampling; the longest hold 64 KiB of metadata and 100 tags, with up to 6 bytes per character."""
 MAX_SAMPLE_BYTES = 4 << 20
-"""Of bodies that ask for samples: 600,000 numbers of 6 digits, as prompts of 64 Ki tokens with 8 wanted ones at each position have."""
+"""Limit for sampling bodies: 600,000 numbers of 6 digits, enough for prompts of 64 Ki tokens with 8 target tokens at each position."""
 _MAX_METADATA_BYTES = 65536
 _EXPLAINED_BYTES = 65536
-"""Of a body that is wrong: it is read again to say what stands there."""
+"""Size up to which an invalid body is parsed again to quote the wrong value."""
 _SHOWN = 80
 _KINDS = {
     "int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list", "object": "an object"}
 
 Metadata = dict[str, msgspec.Raw]
-"""What users attach to things; `metadata_of` reads it."""
+"""Metadata that users attach to objects; `metadata_of` converts it."""
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """A JSON object; one of a kind has at most `max_bytes`."""
+    """A JSON object; the body of each class has at most `max_bytes`."""
 
     max_bytes: ClassVar[int] = MAX_JSON_BYTES
 
 
 class TrainingBody(Body):
-    """What requests to a model have in common: its id, and their place in its order."""
+    """Common fields of requests to a model: its ID, and the request's place in its order."""
 
     model_id: Text
     seq_id: TrainingSeq
 
 
 def read_json(kind: type[B], data: bytes) -> B:
-    """A body of a kind of `Body`.
+    """Parse a body as a subclass of `Body`.
 
     Raises:
-        TooLargeError: it has more bytes than one of this kind may have.
-        BadRequestError: it is not JSON, or a field is missing, of the wrong type or out of range; the sentence names it. For a request to a
-            model it carries the model and the number of the request where they could be read.
+        TooLargeError: it has more bytes than this class allows.
+        BadRequestError: it is not JSON, or a field is missing, of the wrong type or out of range; the sentence names it. For a request to
+            a model, the error carries the model and the number of the request if they could be read.
     """
     if len(data) > (most := getattr(kind, "max_bytes", MAX_JSON_BYTES)):
         raise TooLargeError(f"the body has {len(data)} bytes, where this kind of JSON may have {most}; send less at once")
@@ -70,7 +70,7 @@ def read_json(kind: type[B], data: bytes) -> B:
 
 
 def _training_ids(data: bytes) -> tuple[str, int]:
-    """The model and the number of a request to one that is wrong elsewhere."""
+    """Return the model and the number of a request to a model that is wrong elsewhere."""
     if len(data) > _EXPLAINED_BYTES:
         return "", 0
     try:
@@ -81,14 +81,14 @@ def _training_ids(data: bytes) -> tuple[str, int]:
 
 
 def _sentence(exc: Exception, data: bytes) -> str:
-    """What is wrong with a body, from what msgspec says of it."""
+    """Return a sentence about what is wrong with a body, made from msgspec's message."""
     if isinstance(exc, RecursionError):
         return "the body has too many lists within lists"
     if not isinstance(exc, msgspec.ValidationError):
         return f"the body is not JSON: {exc}" if data else "the body is empty; send a JSON object"
     said, _, place = str(exc).partition(" - at `$")
     place = place.strip("`.")
-    if exc.__cause__ is not None:  # one of our own checks, which is a sentence
+    if exc.__cause__ is not None:  # one of our own checks, whose message is already a sentence
         return said
     if missing := re.fullmatch(r"Object missing required field `(.*)`", said):
         return f"{place}{place and '.'}{missing[1]} is missing"
@@ -99,7 +99,7 @@ def _sentence(exc: Exception, data: bytes) -> str:
 
 
 def _value_at(place: str, data: bytes) -> str:
-    """The start of the JSON at a place such as `a.b[0]`."""
+    """Return the beginning of the JSON at a place such as `a.b[0]`."""
     if len(data) > _EXPLAINED_BYTES:
         return "something else"
     try:
@@ -107,13 +107,13 @@ def _value_at(place: str, data: bytes) -> str:
         for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
             value = value[int(index)] if index else value[key]
         text = json.dumps(value)
-    except (msgspec.DecodeError, ValueError, LookupError, TypeError, RecursionError):  # it is not JSON further on
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, RecursionError):  # the rest is not JSON
         return "something else"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def metadata_of(given: Metadata | None) -> dict[str, str]:
-    """A user's metadata as texts, for so it is given back; what is no text is its JSON.
+    """Return a user's metadata as texts, in which form it is given back; values other than texts become their JSON.
 
     Raises:
         ValueError: it is too large, or not Unicode.

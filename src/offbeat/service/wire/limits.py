@@ -1,4 +1,4 @@
-"""What one request may hold, and the checks of tokens that training and sampling share."""
+"""Limits on the contents of one request, and the checks of tokens that training and sampling share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +10,15 @@ from offbeat.service.errors import BadRequestError
 
 @dataclass(frozen=True, kw_only=True)
 class WireLimits:
-    """Bounds of what one request may hold; that of its body is the HTTP layer's.
+    """Limits on the contents of one request; the HTTP layer limits its body.
 
     Attributes:
-        vocab_size: token ids are below it.
-        context: tokens of one sequence or prompt.
-        max_datums, max_tokens, max_cells: of all datums together; cells are those of their targets, listed or not.
-        max_width: targets at one position, which is the K of a tensor [N, K].
-        max_datum_cells: of one datum, which is computed as a whole.
-        max_fields: of protocol buffers; each takes about a microsecond to read.
+        vocab_size: upper bound (exclusive) of token IDs.
+        context: number of tokens in one sequence or prompt.
+        max_datums, max_tokens, max_cells: totals over all datums; cells are those of their targets, stored or implied.
+        max_width: number of targets at one position, which is the K of a tensor [N, K].
+        max_datum_cells: number of cells in one datum, which is computed as a whole.
+        max_fields: number of protocol-buffer fields; each takes about a microsecond to read.
     """
 
     vocab_size: int
@@ -31,17 +31,19 @@ class WireLimits:
     max_fields: int = 1_000_000
 
     def check_length(self, name: str, length: int) -> None:
-        """
+        """Check the length of a sequence.
+
         Raises:
-            BadRequestError: a sequence has no tokens, or more than the context.
+            BadRequestError: the sequence has no tokens, or more than the context.
         """
         if not 0 < length <= self.context:
             raise BadRequestError(f"{name} must have 1 to {self.context} tokens, got {length}")
 
     def check_ids(self, name: str, ids: Any) -> None:
-        """
+        """Check token IDs: [n] integers, as a sequence or array.
+
         Raises:
-            BadRequestError: a number is no token of the model's.
+            BadRequestError: a number is not a token ID of the model.
         """
         array = np.asarray(ids)
         if len(array) and not 0 <= array.min() <= array.max() < self.vocab_size:

@@ -1,8 +1,8 @@
-"""Protocol-buffer messages to dictionaries and back, by the table in `schema`. Used by `training` and `answers`.
+"""Converts protocol-buffer messages to dictionaries and back, by the table in `schema`. Used by `training` and `answers`.
 
-A codec of our own, because what a body may cost must have a bound: at most `max_fields` objects are made of it, and its arrays are views of
-it rather than copies. It also leaves the version of `protobuf` to whatever else is installed. Absent fields are absent from the dictionary;
-unknown ones are passed over.
+It is a codec of our own because the cost of a body must be bounded: at most `max_fields` objects are created, and arrays are views of the
+body rather than copies. It also leaves the version of `protobuf` to other packages. Absent fields are absent from the dictionary, and
+unknown ones are ignored.
 """
 
 import struct
@@ -20,19 +20,19 @@ _WIRE_TYPES = {"double": _FIXED64, "int32": _VARINT, "int64": _VARINT, "uint32":
 
 
 def decode(kind: str, data: bytes, *, max_fields: int, into: Message | None = None) -> Message:
-    """Read a message.
+    """Decode a message.
 
     Args:
-        kind: its name in `SCHEMA`.
-        max_fields: fields that it and the messages within may have together; each number of a list is one.
-        into: is filled, and holds what came before the mistake if there is one.
+        kind: name of the message in `SCHEMA`.
+        max_fields: number of fields that the message and its submessages may have together; each number in a list counts as one.
+        into: dictionary to fill; after an error it holds what came before the mistake.
 
     Returns:
-        Its fields by name: str, memoryview, int, float and bool, lists, dictionaries and further messages.
+        The fields by name: str, memoryview, int, float and bool, lists, dictionaries and further messages.
 
     Raises:
         BadRequestError: the bytes are not such a message.
-        TooLargeError: it has too many fields.
+        TooLargeError: the message has too many fields.
     """
     try:
         return _Reader(data, max_fields).message(kind, 0, len(data), {} if into is None else into)
@@ -41,7 +41,7 @@ def decode(kind: str, data: bytes, *, max_fields: int, into: Message | None = No
 
 
 class _Reader:
-    """One pass over `data`, in which every field uses up one of `left`."""
+    """One pass over `data`; every field decrements `left`."""
 
     def __init__(self, data: bytes, max_fields: int) -> None:
         self._data = data
@@ -50,7 +50,7 @@ class _Reader:
         self._left = max_fields
 
     def message(self, kind: str, at: int, end: int, into: Message) -> Message:
-        """Add the fields between two positions to a message, which has some already where it comes in parts."""
+        """Add the fields between two positions to a message, which may already have some if it comes in parts."""
         fields = SCHEMA[kind]
         while at < end:
             self._use()
@@ -130,7 +130,7 @@ def _whole(kind: str, value: int) -> int | bool:
 
 
 def encode(kind: str, message: Mapping[str, Any]) -> bytes:
-    """Write the fields that a message has; bytes may be any contiguous buffer."""
+    """Encode the fields that a message has; values of type bytes may be any contiguous buffer."""
     parts: list[Any] = []
     for field in SCHEMA[kind].values():
         value = message.get(field.name)

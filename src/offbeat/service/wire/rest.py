@@ -1,4 +1,4 @@
-"""Answers that are given at once, as dictionaries for JSON. Used by `app`."""
+"""Immediate answers, as dictionaries to be encoded as JSON. Used by `app`."""
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -11,25 +11,25 @@ Answer = dict[str, Any]
 
 
 def pending(request_id: str, state: Pending) -> Answer:
-    """A future that has not ended; to be sent with status 408, after which clients ask again at once."""
+    """Describe a future that has not ended; sent with status 408, upon which clients retry at once."""
     reason = {"queue_state_reason": state.reason} if state.reason else {}
     return {"type": "try_again", "request_id": request_id, "queue_state": state.queue_state, **reason}
 
 
 def sample_accepted(request_id: str, *, num_samples: int) -> Answer:
-    """A call for samples goes on under this id; each sample has one of its own."""
+    """Confirm a sampling request under its ID; each sample has an ID of its own."""
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{index}" for index in range(num_samples)]}
 
 
 def capabilities(trained: Mapping[str, int], sampled: Mapping[str, int]) -> Answer:
-    """What the server offers: names and contexts of models that are trained and sampled, and of those that are only sampled."""
+    """List what the server offers: names and context sizes of the models that are trained and sampled, and of those only sampled."""
     return {"supported_models": [
         {"model_name": name, "max_context_length": context, "trainable": trainable, "sampleable": True}
         for models, trainable in ((trained, True), (sampled, False)) for name, context in models.items()]}
 
 
 def model_info(model: ModelInfo, *, tokenizer_id: str) -> Answer:
-    """A model, for the client that trains it."""
+    """Describe a model to the client that trains it."""
     return {
         "type": "get_info", "model_id": model.model_id, "model_name": model.base_model, "is_lora": True, "lora_rank": model.lora.rank,
         "model_data": {"model_name": model.base_model, "tokenizer_id": tokenizer_id}}
@@ -38,7 +38,7 @@ def model_info(model: ModelInfo, *, tokenizer_id: str) -> Answer:
 def training_run(
     model: ModelInfo, *, last_checkpoint: CheckpointInfo | None = None, last_sampler_checkpoint: CheckpointInfo | None = None,
 ) -> Answer:
-    """A model, for whoever looks at what there is."""
+    """Describe a model as a training run in listings."""
     return {
         "training_run_id": model.model_id, "base_model": model.base_model, "model_owner": model.owner, "is_lora": True, "corrupted": False,
         "lora_rank": model.lora.rank, "last_request_time": time_text(model.last_request),
@@ -47,12 +47,12 @@ def training_run(
 
 
 def training_runs(runs: Iterable[Answer], *, limit: int, offset: int, total: int) -> Answer:
-    """A page of what `training_run` gave."""
+    """Assemble a page of runs as described by `training_run`."""
     return {"training_runs": list(runs), "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
 
 def checkpoint(info: CheckpointInfo) -> Answer:
-    """A checkpoint."""
+    """Describe a checkpoint."""
     path = CheckpointPath(info.run_id, info.kind, info.name)
     return {
         "checkpoint_id": path.short, "checkpoint_type": info.kind, "time": time_text(info.created), "tinker_path": str(path),
@@ -61,39 +61,39 @@ def checkpoint(info: CheckpointInfo) -> Answer:
 
 
 def checkpoints(infos: Iterable[CheckpointInfo], *, limit: int, offset: int, total: int) -> Answer:
-    """A page of checkpoints."""
+    """Assemble a page of checkpoints."""
     return {"checkpoints": [checkpoint(info) for info in infos], "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
 
 def weights_info(base_model: str, lora: LoraSpec) -> Answer:
-    """What somebody who is to load a checkpoint needs to know of it."""
+    """Describe a checkpoint's weights to a client that is about to load it."""
     return {
         "base_model": base_model, "is_lora": True, "lora_rank": lora.rank, "train_unembed": False,
         "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
 
 
 def external_weights_urls(urls: Mapping[str, str], *, expires: float) -> Answer:
-    """Where the files of an export are, by their names; seconds since the epoch."""
+    """List the URLs of an export's files by name; `expires` is in seconds since the epoch."""
     return {"urls": dict(urls), "expires": time_text(expires)}
 
 
 def archive_url(url: str, *, expires: float) -> Answer:
-    """Where the archive of an adapter is; seconds since the epoch."""
+    """Give the URL of an adapter's archive; `expires` is in seconds since the epoch."""
     return {"url": url, "expires": time_text(expires)}
 
 
 def sampler(info: SamplerInfo) -> Answer:
-    """A sampler."""
+    """Describe a sampler."""
     return {"sampler_id": info.sampler_id, "base_model": info.base_model, "model_path": info.model_path}
 
 
 def session(info: SessionInfo) -> Answer:
-    """A session with what belongs to it."""
+    """Describe a session and what belongs to it."""
     return {
         "training_run_ids": list(info.run_ids), "sampler_ids": list(info.sampler_ids), "user_metadata": dict(info.metadata),
         "display_name": info.display_name or None}
 
 
 def time_text(seconds: float) -> str:
-    """A time since the epoch as the protocol writes it: ISO 8601 in UTC."""
+    """Format a time since the epoch as the protocol writes it: ISO 8601 in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,4 +1,4 @@
-"""The JSON body that asks for samples, and what it asks for in the service's own terms. Used by `app`."""
+"""JSON body of sampling requests, and its conversion to the service's own terms. Used by `app`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -18,7 +18,7 @@ TokenOrNone = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 TopTokens = Annotated[int, msgspec.Meta(ge=0, le=256)]
 
 _MAX_STOP_CHARS = 4096
-"""Of all stop strings together, which engines look for at every token."""
+"""Limit for all stop strings together, for which engines search at every token."""
 
 
 class Chunk(Body):
@@ -29,13 +29,13 @@ class Chunk(Body):
 
 
 class Prompt(Body):
-    """Pieces that follow each other."""
+    """A prompt: pieces in order."""
 
     chunks: list[Chunk]
 
 
 class SamplingParams(Body):
-    """How to sample; top_k is -1 for no limit."""
+    """Sampling parameters; top_k is -1 for no limit."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     seed: Seed | None = None
@@ -52,12 +52,12 @@ class SamplingParams(Body):
 
     @property
     def stops(self) -> Any:
-        """As `SampleRequest` has them."""
+        """The stop condition in the form of `SampleRequest.stop`."""
         return (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop)
 
 
 class TensorBody(Body):
-    """A tensor of token ids, dense or in compressed sparse rows; -1 is no token."""
+    """A tensor of token IDs, dense or in compressed sparse rows; -1 marks no token."""
 
     data: list[TokenOrNone]
     dtype: str
@@ -70,7 +70,7 @@ class TensorBody(Body):
             raise ValueError(f"a tensor of token ids must have the dtype int64, got {self.dtype[:40]!r}")
 
     def message(self) -> Mapping[str, Any]:
-        """The same in the form of the protocol's binary half."""
+        """Convert the tensor to the form of the binary half of the protocol."""
         values, crow, col = (
             np.array(given or (), np.int64).tobytes() for given in (self.data, self.sparse_crow_indices, self.sparse_col_indices))
         if self.sparse_crow_indices is None:
@@ -79,7 +79,7 @@ class TensorBody(Body):
 
 
 class SampleBody(Body):
-    """POST asample."""
+    """Body of POST asample."""
 
     max_bytes: ClassVar[int] = MAX_SAMPLE_BYTES
 
@@ -96,7 +96,7 @@ class SampleBody(Body):
     prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     def request(self, limits: WireLimits) -> SampleRequest:
-        """What is asked for.
+        """Convert the body to a request.
 
         Raises:
             BadRequestError: the prompt is empty, too long or not text, or a field does not fit it.
@@ -124,7 +124,7 @@ class SampleBody(Body):
         return tokens
 
     def _targets(self, length: int, limits: WireLimits) -> SparseArray | None:
-        """[length, K] int64. The request's rows are for the positions after the first, which nothing stands before."""
+        """Return [length, K] int64. The request's rows start at the second position, because the first cannot be scored."""
         tensor, name = self.target_prompt_logprobs, "target_prompt_logprobs"
         if tensor is None:
             return None

@@ -1,8 +1,8 @@
-"""The protocol's binary messages as a table, which `proto` reads and writes by.
+"""Table of the protocol's binary messages, by which `proto` decodes and encodes.
 
-Requests for passes and the results of passes and samples are protocol buffers (proto3); all else is JSON. Each line of the table names a
-message and its fields: number, name and type, `*` for a repeated field and `{type}` for a map from strings. Enums are int32; bytes hold
-little-endian arrays.
+Requests for passes and the results of passes and samples are protocol buffers (proto3); everything else is JSON. Each line of the table
+names a message and its fields: number, name and type, with `*` for a repeated field and `{type}` for a map from strings. Enums are int32;
+bytes hold little-endian arrays.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 STOP, LENGTH = 0, 1
-"""StopReason."""
+"""Values of the enum StopReason."""
 FLOAT32, INT64, INT32 = 1, 2, 3
-"""DType."""
+"""Values of the enum DType."""
 
 _TABLE = """
 ForwardBackwardRequest  1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string, 5 loss_fn_config {double}, 6 forward_only bool,
@@ -35,7 +35,7 @@ PromptAltTokens         1 tokens Tensor, 2 logprobs Tensor
 
 
 class Field(NamedTuple):
-    """One field of a message: `kind` is a scalar type or the name of a message; for a map, that of its entries, of `key` and `value`."""
+    """One field of a message. `kind` is a scalar type or a message's name; for a map, that of its entries, with `key` and `value`."""
 
     number: int
     name: str
@@ -61,4 +61,4 @@ def _messages() -> dict[str, dict[int, Field]]:
 
 
 SCHEMA: Mapping[str, Mapping[int, Field]] = MappingProxyType(_messages())
-"""The fields of each message, by number."""
+"""Fields of each message, by number."""

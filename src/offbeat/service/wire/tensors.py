@@ -1,4 +1,4 @@
-"""Tensors of training requests, dense or sparse, as numpy arrays. Used by `training`."""
+"""Parses tensors of training requests, dense or sparse, into numpy arrays. Used by `training`."""
 
 import math
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ _INDEX = np.dtype("<i8")
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """Numbers in rows, all of them or those that differ from 0.
+    """A tensor with all its values, or only those that differ from 0.
 
     Attributes:
         values: [n] float32 or int64, finite.
         shape: [L] or [L, K], each at least 1.
-        cells: [n] int64, rising: the flat indices of the values; None where every cell has one.
+        cells: [n] int64, increasing: flat indices of the values; None if every cell has a value.
     """
 
     values: np.ndarray
@@ -29,7 +29,10 @@ class Tensor:
     cells: np.ndarray | None = None
 
     def at(self, cells: np.ndarray | None) -> np.ndarray:
-        """The values of some cells, which include all that are listed, or of every one for None; 0 in those that are not listed."""
+        """Return the values of `cells` ([m] int64, increasing), which must include all stored cells, or of every cell for None.
+
+        The result is [m], in the dtype of `values`; cells that are not stored are 0.
+        """
         if self.cells is None:
             return self.values if cells is None else self.values[cells]
         values = np.zeros(math.prod(self.shape) if cells is None else len(cells), self.values.dtype)
@@ -38,11 +41,12 @@ class Tensor:
 
 
 def read_tensor(message: Mapping[str, Any], *, name: str, max_cells: int, max_width: int) -> Tensor:
-    """A tensor from its message, as a view of the bytes.
+    """Parse a tensor message as a view of its bytes.
 
     Args:
-        name: what errors call it.
-        max_width: of a tensor [N, K], the largest K.
+        name: name of the tensor in errors.
+        max_cells: largest number of cells.
+        max_width: largest K of a tensor [N, K].
 
     Raises:
         BadRequestError: it is neither float32 nor int64, its parts do not fit each other, it is too large, or a value is not finite.
@@ -70,7 +74,7 @@ def read_tensor(message: Mapping[str, Any], *, name: str, max_cells: int, max_wi
 
 
 def _cells(sparse: Mapping[str, Any], shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Flat indices of the cells that compressed sparse rows list."""
+    """Return the flat indices [n] int64 of the cells in compressed sparse rows."""
     if len(shape) != 2:
         raise BadRequestError(f"{name} is sparse, so its shape must be [N, K], got {list(shape)}")
     rows, width = shape

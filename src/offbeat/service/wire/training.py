@@ -1,6 +1,6 @@
-"""Requests for forward and backward passes: from the body to a batch of datums. Used by `app`.
+"""Parses requests for forward and backward passes into a batch of datums. Used by `app`.
 
-A body is checked as a whole before any of it is worked on, and what is wrong is said with the datum and the field where it is.
+A body is checked as a whole before any work on it begins, and errors name the datum and the field.
 """
 
 import math
@@ -19,7 +19,7 @@ from offbeat.service.wire.proto import Message, decode
 from offbeat.service.wire.tensors import Tensor, read_tensor
 
 _INPUTS = {"weights": "weights", "rollout_logprobs": "logprobs", "advantages": "advantages", "ratio_mask": "sequence_ratio_mask"}
-"""Fields of a `DatumBatch`, and what the protocol calls them."""
+"""Fields of a `DatumBatch`, with their names in the protocol."""
 _CONSTANTS = {"clip_low": "clip_low_threshold", "clip_high": "clip_high_threshold", "beta": "beta"}
 _TOKEN = np.dtype("<i4")
 _UNPUBLISHED = "stable_reinforce"
@@ -28,7 +28,7 @@ _UNPUBLISHED = "stable_reinforce"
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """A forward pass over datums, and unless `forward_only` a backward pass."""
+    """A forward pass over datums, followed by a backward pass unless `forward_only`."""
 
     model_id: str
     seq_id: int
@@ -37,16 +37,16 @@ class ForwardBackward:
 
 
 def read_forward_backward(body: bytes, *, limits: WireLimits, stable_reinforce: str = "") -> ForwardBackward:
-    """A request for a pass.
+    """Parse a request for a pass.
 
-    Without `weights`, cross_entropy gives every target that is listed the weight 1.
+    Without `weights`, cross_entropy gives every stored target the weight 1.
 
     Args:
-        stable_reinforce: the loss that stands in for the one of that name, with its own default settings; empty refuses it.
+        stable_reinforce: the loss that substitutes for the one of that name, with its own default settings; empty refuses it.
 
     Raises:
-        BadRequestError: something is wrong with it.
-        TooLargeError: it is larger than the limits; either error carries the model and the number of the request where they could be read.
+        BadRequestError: the request is invalid.
+        TooLargeError: the request exceeds a limit. Either error carries the model and the number of the request if they could be read.
     """
     message: Message = {}
     try:
@@ -80,7 +80,7 @@ def _loss(message: Message, stand_in: str) -> LossSpec:
             raise BadRequestError(
                 f"this server has no loss {_UNPUBLISHED!r}, whose formula is not public; set loss_fn to one of {', '.join(LOSSES)}, or "
                 f"have another loss stand in for it by serve.{_UNPUBLISHED} on the server")
-        return LossSpec.of(stand_in)  # the settings that came along are those of the other formula
+        return LossSpec.of(stand_in)  # the settings sent along belong to the other formula
     if name not in LOSSES:
         raise BadRequestError(f"this server has no loss {name[:80]!r}; set loss_fn to one of {', '.join(LOSSES)}")
     given = {key: value.get("number", value.get("text")) for key, value in message.get("loss_fn_config_v2", {}).items()}
@@ -98,7 +98,7 @@ def _loss(message: Message, stand_in: str) -> LossSpec:
 
 
 class _DatumReader:
-    """Checks one datum after the other and collects their arrays."""
+    """Checks datums one after another and collects their arrays."""
 
     def __init__(self, loss: LossSpec, limits: WireLimits) -> None:
         self._loss = loss
@@ -152,7 +152,7 @@ class _DatumReader:
         known = ("target_tokens", *self._inputs)
         if unknown := inputs.keys() - set(known):
             raise BadRequestError(f"{name}.loss_fn_inputs: {self._loss.name} takes {', '.join(known)}, got {min(unknown)[:80]!r}")
-        # Weights of 1 are what clients of other servers mean by none.
+        # Clients of other servers omit weights to mean weights of 1.
         if missing := [key for key in known if key not in inputs and key != "weights"]:
             raise BadRequestError(f"{name}.loss_fn_inputs: {self._loss.name} needs {', '.join(known)}; {missing[0]} is missing")
         most = min(self._cells_left, self._limits.max_datum_cells)
@@ -174,7 +174,7 @@ class _DatumReader:
         self._cells_left -= math.prod(targets.shape)
 
     def finish(self) -> TrainingData:
-        """The batch of all that was added."""
+        """Assemble the batch of all datums added."""
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         num_targets = len(columns["targets"])
         for name in _INPUTS:
@@ -190,7 +190,7 @@ class _DatumReader:
 
 
 def _cells(tensors: Sequence[Tensor]) -> np.ndarray | None:
-    """The cells to compute: all if the targets, which come first, are dense, else those where any tensor differs from 0."""
+    """Return the cells to compute, [n] int64: where any tensor is not 0; None for all if the targets, which come first, are dense."""
     first = tensors[0].cells
     if first is None:
         return None

@@ -1,4 +1,4 @@
-"""Request bodies that clients compressed, unpacked within bounds. Used by `app`."""
+"""Decompresses request bodies within bounds. Used by `app`."""
 
 import zstandard
 
@@ -6,7 +6,7 @@ from offbeat.service.errors import BadRequestError, TooLargeError
 
 
 def unpacked_size(data: bytes, *, max_bytes: int) -> int:
-    """The most bytes that `unpack` will hold: what the frame says, or `max_bytes` where it does not say; raises what `unpack` does."""
+    """Return the most bytes that `unpack` will hold: the size in the frame, or `max_bytes` if there is none; raises as `unpack` does."""
     try:
         size = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError as exc:
@@ -17,11 +17,11 @@ def unpacked_size(data: bytes, *, max_bytes: int) -> int:
 
 
 def unpack(data: bytes, *, max_bytes: int) -> bytes:
-    """One zstd frame as it was; never more than `max_bytes` are held.
+    """Decompress one zstd frame; never more than `max_bytes` are held.
 
     Raises:
-        TooLargeError: it says that it is larger.
-        BadRequestError: it is damaged, or turns out larger.
+        TooLargeError: the frame says that it is larger.
+        BadRequestError: the frame is damaged, or turns out larger.
     """
     unpacked_size(data, max_bytes=max_bytes)
     try:
