@@ -1,6 +1,6 @@
-"""How the tokens of a row reach the adapters of an `AdapterBank`: one for all, one per block of equal length, one per span.
+"""How the tokens of a row reach the adapters of an `AdapterBank`: one for all, one per block of equal length, or one per span.
 
-Chosen by the bank for each row; its layers compute with the two products of a `Route` and never know which it is.
+The bank chooses the route of each row; its layers compute with the products of a `Route` and never know which kind it is.
 """
 
 from collections.abc import Sequence
@@ -12,29 +12,29 @@ from torch.nn.functional import grouped_mm
 
 
 class Route(Protocol):
-    """Which adapter each of R tokens uses, as products of rows x [R, i] with matrices that stand in one slot each, as [N, i, o].
+    """The adapter of each of R tokens, as products of rows x [R, i] with matrices stacked by slot, [N, i, o].
 
     Attributes:
-        scaling: what a token's delta is multiplied by; a number, or [R, 1].
+        scaling: factor of each token's delta; a number, or [R, 1] float32.
     """
 
     scaling: float | Tensor
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """[R, o], each token's x times its adapter's weights, in the number format of x."""
+        """Multiply each token's row x by its adapter's matrix; returns [R, o] in the dtype of x."""
         ...
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """Add the same to rows [R, o]."""
+        """Add the same product to rows [R, o], in place."""
         ...
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """Add to each adapter's sums [N, i, o] the products x' g over its tokens, of g [R, o]."""
+        """Add to each adapter's sums [N, i, o] the products x' g over its tokens, with g [R, o]."""
         ...
 
 
 class OneRoute:
-    """All tokens use the adapter of one slot."""
+    """A route on which all tokens use the adapter of one slot."""
 
     def __init__(self, slot: int, scaling: float) -> None:
         self._slot = slot
@@ -54,7 +54,7 @@ class OneRoute:
 
 
 class EqualRoute:
-    """K spans of tokens, all of one length, each with the adapter of its slot: one batched product."""
+    """A route of K spans of tokens of equal length, each with the adapter of its slot: one batched product."""
 
     def __init__(self, slots: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
         self._num = len(slots)
@@ -82,7 +82,7 @@ class EqualRoute:
 
 
 class SpanRoute:
-    """Spans of tokens of any lengths, one product each: measured several times faster than padding them to one length."""
+    """A route of token spans of any length, one product each: measured several times faster than padding them to equal length."""
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
         self._lengths = list(lengths)
@@ -117,7 +117,9 @@ class SpanRoute:
 
 
 def _selector(slots: Sequence[int], device: torch.device) -> slice | Tensor:
-    """What picks the slots out of a stack: as a view where they are neighbours, else as a copy."""
+    """Return an index that selects the slots from a stack: a slice, and thus a view, where they are adjacent, else a tensor, and thus a
+    copy.
+    """
     run = range(slots[0], slots[0] + len(slots))
     return slice(run.start, run.stop) if list(slots) == list(run) else torch.tensor(slots, device=device)
 
@@ -130,13 +132,15 @@ def _add_at(sums: Tensor, slots: slice | Tensor, products: Tensor) -> None:
 
 
 def _is_aligned(matrices: Tensor) -> bool:
-    """Whether torch's grouped product takes them on the CPU, where it is one call instead of one per span: rows of whole 16 bytes."""
+    """Whether torch's grouped product takes these matrices on the CPU, as one call instead of one per span: rows must be multiples of 16
+    bytes.
+    """
     outer, inner = sorted(matrices.stride()[-2:], reverse=True)
     return matrices.is_cpu and inner == 1 and outer * matrices.element_size() % 16 == 0
 
 
 def _add_product(sums: Tensor, x: Tensor, y: Tensor) -> None:
-    """sums += x y, of matrices or of batches of them; the sums may be in another format, and are rounded once."""
+    """Compute sums += x y for matrices or batches of them; the sums may have another dtype, and are rounded once."""
     if sums.dtype == x.dtype:
         (sums.addmm_ if x.ndim == 2 else sums.baddbmm_)(x, y)
     else:
