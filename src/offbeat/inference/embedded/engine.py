@@ -392,7 +392,10 @@ class Engine:
         return self.version, self.adapters.live(name)
 
     def score(self, tokens: Sequence[int], *, adapter: str = "") -> tuple[Version, list[float]]:
-        """Score tokens in this thread, ahead of everything that waits.
+        """Score tokens at temperature 1 in this thread, ahead of everything that waits.
+
+        Returns:
+            The live version, and the log-probability of each token after the first.
 
         Raises:
             RefusedError: there are fewer than two tokens or too many, one is outside the vocabulary, or the adapter is not held.
