@@ -28,7 +28,7 @@ _PROMPT_ID = re.compile(r"(\d+):(\d+)")
 
 
 class PromptDataset(Protocol):
-    """Rows by index."""
+    """A dataset of rows that are read by index."""
 
     @property
     def num_rows(self) -> int | None:
@@ -67,7 +67,7 @@ class SourceDataset:
 
 @dataclass(frozen=True, eq=False)
 class ListDataset:
-    """Rows in memory."""
+    """A dataset of rows held in memory."""
 
     rows: tuple[Row, ...]
 

@@ -24,7 +24,7 @@ _TABLE_CHUNK = 1024
 
 
 class Source(Protocol):
-    """Records by index."""
+    """A source of raw records that are read by index."""
 
     def __len__(self) -> int: ...
 

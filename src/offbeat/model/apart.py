@@ -46,6 +46,7 @@ def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.d
             logits = logits[torch.arange(len(batch), device=device)[:, None], keep_NK]
         parts.append(logits[picked])
         positions.append(np.concatenate(wanted))
+    # The buckets' order of positions is undone, so that the result is in the order of `source`.
     return torch.cat(parts)[torch.from_numpy(np.argsort(np.concatenate(positions))).to(device)]
 
 

@@ -47,7 +47,7 @@ class Bucket:
     prefix_lengths: np.ndarray
 
     def window_mask(self, window: int) -> Tensor | None:
-        """Return the bucket's mask for a sliding window of `window` tokens, on the CPU; None for plain causal attention."""
+        """Return the mask [n or 1, 1, Lq, Lk] bool for a sliding window, on the CPU; None for plain causal attention."""
         if window < self.num_keys:
             return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries, window))
         return self.mask
@@ -76,7 +76,9 @@ class AttentionPlan:
     _masks: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
     def masks(self, window: int | None, device: torch.device) -> list[Tensor | None]:
-        """Return the mask of each bucket for layers with this sliding window; made once, on the device of the first layer that asks."""
+        """Return the mask [n or 1, 1, Lq, Lk] of each bucket for layers with this window; made once, on the device of the first layer that
+        asks.
+        """
         if window is None or window >= self.longest_span:
             return [bucket.mask for bucket in self.buckets]
         if window not in self._masks:

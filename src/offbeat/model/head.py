@@ -88,7 +88,14 @@ class FusedHead:
 
 @contextmanager
 def fused_head(model: nn.Module, picks: Picks, keep: Tensor | None) -> Iterator[FusedHead | None]:
-    """Put a fused head into a model for one forward pass; yields None and changes nothing where its head is not a plain linear layer."""
+    """Put a fused head into a model for one forward pass.
+
+    Yields None and changes nothing where the model's head is not a plain linear layer.
+
+    Args:
+        picks: the entries that the pass is to return.
+        keep: [U] int64, see `FusedHead`.
+    """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) and model not in _unfused else None
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
         yield None
@@ -139,7 +146,9 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, the weight and the bias."""
+        """Return the gradients of x [U, H] or [U, V], the weight [V, H] and the bias [V]; `grads` starts with that of the [M]
+        log-probabilities.
+        """
         x, weight, bias, normalizer = ctx.saved_tensors
         chunks = _Chunks(x, weight, bias, ctx.picks, ctx.compute)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad

@@ -137,7 +137,7 @@ class AdapterBank(nn.Module):
 
     @torch.no_grad()
     def remove(self, slot: int) -> None:
-        """Free a slot."""
+        """Free a slot and zero its weights and gradients."""
         self._slots[slot] = None
         self.weights[slot] = 0.0
         self.gradients[slot] = 0.0
@@ -271,7 +271,9 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, output: Tensor, _weights: Tensor, bank: AdapterBank, layer: _Layer, route: Route) -> Tensor:
-        """`_weights` is an argument so that the result has a gradient even where neither x nor output has."""
+        """Compute output [..., out] in place from x [..., in]. `_weights` is an argument so that the result has a gradient even without
+        x's.
+        """
         device_type = x.device.type
         ctx.dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
         ctx.bank, ctx.layer, ctx.route = bank, layer, route
@@ -284,7 +286,7 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and output; that of the bank's weights is added to `bank.gradients`."""
+        """Return the gradients of x [..., in] and output [..., out]; that of the bank's weights is added to `bank.gradients`."""
         (grad,) = grads
         x, narrow = ctx.saved_tensors
         a, b = ctx.bank._parts(ctx.bank.weights.detach(), ctx.layer)

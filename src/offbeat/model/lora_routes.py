@@ -41,15 +41,15 @@ class OneRoute:
         self.scaling: float | Tensor = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """See `Route.multiply`."""
+        """Multiply x [R, i] by the one adapter's matrix; see `Route.multiply`."""
         return x @ weights[self._slot].to(x.dtype)
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """See `Route.add_product`."""
+        """Add the product with the one adapter's matrix to rows [R, o]; see `Route.add_product`."""
         _add_product(rows, x, weights[self._slot].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """See `Route.add_outer`."""
+        """Add x' g over all tokens to the one adapter's sums [i, o]; see `Route.add_outer`."""
         _add_product(sums[self._slot], x.mT, g)
 
 
@@ -62,15 +62,15 @@ class EqualRoute:
         self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """See `Route.multiply`."""
+        """Multiply x, seen as [K, R / K, i], by the spans' matrices; see `Route.multiply`."""
         return (self._blocks(x) @ weights[self._slots].to(x.dtype)).flatten(0, 1)
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """See `Route.add_product`."""
+        """Add the spans' products to rows, seen as [K, R / K, o]; see `Route.add_product`."""
         _add_product(self._blocks(rows), self._blocks(x), weights[self._slots].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """See `Route.add_outer`."""
+        """Add each span's x' g [i, o] to its adapter's sums; see `Route.add_outer`."""
         x, g = self._blocks(x).mT, self._blocks(g)
         if isinstance(self._slots, slice):
             _add_product(sums[self._slots], x, g)
@@ -91,20 +91,20 @@ class SpanRoute:
         self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """See `Route.multiply`."""
+        """Multiply each span of x [R, i] by its matrix; see `Route.multiply`."""
         own = weights[self._slots].to(x.dtype)
         if _is_aligned(x) and _is_aligned(own):
             return grouped_mm(x, own, offs=self._ends)
         return torch.cat([span @ matrix for span, matrix in zip(self._spans(x), own, strict=True)])
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """See `Route.add_product`."""
+        """Add each span's product to its part of rows [R, o]; see `Route.add_product`."""
         own = weights[self._slots].to(x.dtype)
         for part, span, matrix in zip(self._spans(rows), self._spans(x), own.unbind(), strict=True):
             _add_product(part, span, matrix)
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """See `Route.add_outer`."""
+        """Add each span's x' g [i, o] to its adapter's sums; see `Route.add_outer`."""
         x = x.mT
         if _is_aligned(x) and _is_aligned(g):
             products = grouped_mm(x, g, offs=self._ends)
@@ -117,9 +117,7 @@ class SpanRoute:
 
 
 def _selector(slots: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Return an index that selects the slots from a stack: a slice, and thus a view, where they are adjacent, else a tensor, and thus a
-    copy.
-    """
+    """Return an index that selects the slots from a stack: a slice (a view) where they are adjacent, else a tensor (a copy)."""
     run = range(slots[0], slots[0] + len(slots))
     return slice(run.start, run.stop) if list(slots) == list(run) else torch.tensor(slots, device=device)
 
@@ -132,7 +130,7 @@ def _add_at(sums: Tensor, slots: slice | Tensor, products: Tensor) -> None:
 
 
 def _is_aligned(matrices: Tensor) -> bool:
-    """Whether torch's grouped product takes these matrices on the CPU, as one call instead of one per span: rows must be multiples of 16
+    """Whether torch's grouped product takes these matrices on the CPU, in one call for all spans: their rows must be multiples of 16
     bytes.
     """
     outer, inner = sorted(matrices.stride()[-2:], reverse=True)

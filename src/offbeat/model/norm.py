@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 
 class _RMSNorm(torch.autograd.Function):
+    """RMSNorm over the last dimension of x [..., D] with weight [D], both float32, and its gradient."""
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()

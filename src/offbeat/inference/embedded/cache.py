@@ -152,12 +152,13 @@ class DecodeStep:
         self.width = round_up(int(lengths.max()) + 1, BUCKET)
         cache.reserve(slots=self.rows, positions=self.width)
         self.positions = torch.from_numpy(lengths.astype(np.int64)).to(cache.device)
+        # Row of each (sample, key head)'s new position in a layer's keys, seen as [slots * num_kv_heads * positions, head_dim].
         heads = torch.arange(self.rows * shape.num_kv_heads, device=cache.device)
         self._index = heads * cache.positions + self.positions.repeat_interleave(shape.num_kv_heads)
         self.mask = self.window_mask(None)
 
     def window_mask(self, window: int | None) -> Tensor:
-        """Return `mask` with all but the last `window` positions hidden, the new one included; None hides no more."""
+        """Return `mask` [B * num_kv_heads, 1, width] with all but the last `window` positions hidden as well; None hides no more."""
         shape, device = self._cache.shape, self._cache.device
         position = torch.arange(self.width, device=device)
         hidden = position > self.positions[:, None]
@@ -201,7 +202,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale
 
 
 def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
-    """Compute `attend` by batched matrix products over (sample, key head).
+    """Compute `attend`, [B * num_kv_heads, G, head_dim], by batched matrix products over (sample, key head).
 
     In float32 they match or beat `scaled_dot_product_attention`, whose set-up costs more than its tiling saves for a single query.
     """

@@ -193,14 +193,17 @@ class DirectForward:
     def prefill(
         self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
     ) -> Tensor:
+        """Return the logits [N, V] after prompts [N, L] int64; see `Forward.prefill`."""
         hidden = self._run_prompts(tokens, cache=cache, rows=rows, lora=lora)
         return self._logits(hidden[torch.arange(len(tokens), device=self.device), lengths - 1])
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
+        """Yield the logits [rows, V] of tokens [N, L] int64 in blocks; see `Forward.score`."""
         hidden = self._run_prompts(tokens, cache=None, rows=None, lora=lora).flatten(0, 1)
         return map(self._logits, hidden.split(max(LOGITS_AT_ONCE // self.vocab_size, 1)))
 
     def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
+        """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
         weights, rows = self._weights, step.rows
         self._grow_rotary(step.width)
         cos, sin = self._cos[step.positions, None], self._sin[step.positions, None]

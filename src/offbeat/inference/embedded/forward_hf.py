@@ -51,6 +51,7 @@ class SlotStep:
     windows: dict[int, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
+        """Return the mask [B * num_kv_heads, 1, width] for layers with this sliding window; None is no window."""
         if window is None:
             return self.step.mask
         if window not in self.windows:
@@ -158,13 +159,16 @@ class HFForward:
     def prefill(
         self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
     ) -> Tensor:
+        """Return the logits [N, V] after prompts [N, L] int64; see `Forward.prefill`."""
         step = PromptStep(cache, rows)
         return self._run(tokens, self._positions(tokens.shape[1]), step, keep=(lengths - 1)[:, None], lora=lora)[:, 0]
 
     def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
+        """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
         return self._run(tokens[:, None], step.positions[:, None], SlotStep(step), keep=1, lora=lora)[:, 0]
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
+        """Return the logits [N * L, V] of tokens [N, L] int64 in one block; see `Forward.score`."""
         # All logits at once: what happens between the last layer and the logits differs between models.
         return [self._run(tokens, self._positions(tokens.shape[1]), PromptStep(None, None), keep=0, lora=lora).flatten(0, 1)]
 

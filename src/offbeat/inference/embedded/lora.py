@@ -199,6 +199,7 @@ def segment(slots: np.ndarray) -> Segments:
     Args:
         slots: [rows] int64, the slot of each row's adapter or `BASE`; at least one row has an adapter.
     """
+    # Rows sorted by slot, without those of the base model, whose slot is negative.
     order = np.argsort(slots, kind="stable")
     order = order[np.searchsorted(slots[order], 0) :]
     used, counts = np.unique(slots[order], return_counts=True)

@@ -37,9 +37,11 @@ class ByColumns:
         self.plain = matrix.t().contiguous().t()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x [rows, in] times the matrix plus the bias, [rows, out]."""
         return F.linear(x, self.plain, bias)
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
+        """Return `base` [rows, out] plus the product with x [rows, in]."""
         return torch.addmm(base, x, self.plain.t())
 
 
@@ -58,12 +60,15 @@ class Packed:
 
     @property
     def plain(self) -> Tensor:
+        """[out, in], unpacked into new memory."""
         return self._packed.to_dense()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x [rows, in] times the matrix plus the bias, [rows, out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
+        """Return `base` [rows, out] plus the product with x [rows, in]."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, base, self._packed, None, "add")
 
 

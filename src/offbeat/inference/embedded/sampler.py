@@ -28,7 +28,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def mix(words: np.ndarray) -> np.ndarray:
-    """Finaliser of SplitMix64: a bijection of uint64 whose outputs behave like independent random numbers; any shape.
+    """Finaliser of SplitMix64 on [...] uint64: a bijection whose outputs behave like independent random numbers.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
