@@ -64,7 +64,7 @@ class Material:
 
     @property
     def vocab_size(self) -> int:
-        """Upper bound of token ids: the number of rows of the model's embedding."""
+        """Exclusive upper bound of token ids: the number of rows of the model's embedding."""
         return self.build.vocab_size if self.build is not None else read_vocab_size(self.model) or self.tokenizer.vocab_size
 
 

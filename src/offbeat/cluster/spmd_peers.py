@@ -105,7 +105,7 @@ class FollowingPublisher:
 
 
 def make_release(pool: EnginePool, config: Config, peers: RankPeers) -> Release:
-    """Return how rank 0, which brings weights to the pool's engines, releases the other ranks."""
+    """Return the function by which rank 0, which brings weights to the pool's engines, releases the other ranks."""
 
     async def release(report: PublishReport | None) -> None:
         published = report and Published(report, _urls_of(pool))

@@ -77,7 +77,7 @@ def prior(model_config: Mapping[str, Any]) -> CostModel:
             parameters in a feed-forward layer, no output head. Sliding windows and compressed keys are ignored.
 
     Returns:
-        A model of which only the ratio of the coefficients is meaningful, because the speed of the device is unknown. The constant is 0.
+        A model whose coefficients are meaningful only as a ratio, because the speed of the device is unknown. The constant is 0.
     """
     config = model_config.get("text_config") or model_config
     hidden = _size(config, "hidden_size", "n_embd", "d_model", default=2048)

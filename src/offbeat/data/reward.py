@@ -1,7 +1,7 @@
 """What counts as a reward, and what replaces one that could not be computed.
 
 Reward workers pass what user code returned to `check_reward`, and `Trajectory` what a workflow made of it. A failed reward is a NaN that
-carries its reason, so that a workflow may compute with it as with any number: the result is NaN, too, and is not trained on either.
+carries its reason, so that a workflow may compute with it as with any number: a NaN that comes of it is not trained on either.
 """
 
 import math

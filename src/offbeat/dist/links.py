@@ -116,7 +116,7 @@ class Peers:
         return [card for card in list(self.cards.values()) if card.machine == self.own.machine and card.rank != self.own.rank]
 
     def states(self, among: Iterable[int] | None = None) -> tuple[ProcessState, ...]:
-        """Return what the system says of the neighbours, or of those of them that are in `among`."""
+        """Return what the system says of the neighbours, or of those whose rank is in `among`."""
         return tuple(observe(card) for card in self.neighbours() if among is None or card.rank in among)
 
     def store_lost(self) -> Verdict:

@@ -23,7 +23,7 @@ def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.d
         selects: whether the model accepts `logits_to_keep`.
 
     Returns:
-        [U, V] in the model's float dtype.
+        [U, V] in the dtype of the model's logits.
     """
     segments = row.segments
     of_source = np.searchsorted(segments.starts, source, side="right") - 1

@@ -320,9 +320,7 @@ class _Padding:
 
 
 def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int, window: int | None = None) -> np.ndarray:
-    """Return [n, 1, Lq, width + Lq] bool: the whole prefix and causal attention, or its last `window` tokens; n is 1 if all prefixes are
-    equal.
-    """
+    """Return [n, 1, Lq, width + Lq] bool: prefix and causal attention, or its last `window` tokens; n is 1 for equally long prefixes."""
     width = int(prefix_lengths.max(initial=0))
     if (prefix_lengths == width).all():
         prefix_lengths = prefix_lengths[:1]

@@ -1,4 +1,4 @@
-"""The output head and the log-softmax over its logits, of which only a few entries are needed: logits are held only chunk by chunk.
+"""The output head with its log-softmax, for callers that need only some entries: logits are held only chunk by chunk.
 
 Called by `logprobs`. At a vocabulary of 49,152 tokens the logits of 4,096 positions take 800 MB, their gradient as much again, and the
 softmax between them a third time. Here they are computed chunk by chunk, and computed again in the backward pass where keeping them would

@@ -249,14 +249,7 @@ class Engine:
         return events
 
     def _diverged(self, valid: np.ndarray) -> list[int]:
-        """Return the rows of all requests whose adapters gave no valid distribution.
-
-        Args:
-            valid: [B] bool, whether each row's distribution is finite.
-
-        Raises:
-            EngineError: a row of the base model is among them.
-        """
+        """Return the rows of requests whose adapters diverged, given `valid` [B] bool. Raises EngineError for the base model's."""
         broken = {self._rows.samples[row].request for row in np.flatnonzero(~valid)}
         if not all(request.adapter for request in broken):
             raise EngineError("the model's logits are not finite: its weights have diverged or are damaged")
