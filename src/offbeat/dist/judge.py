@@ -7,7 +7,7 @@
 Between cases it supervises whatever its rank waits for: a collective does not end by itself where a rank is stopped or does not join it,
 and some points have long deadlines.
 
-Exactly one of all judges gives the verdict: the first to poison a point's count, or to write the failure. If it is stopped before it has
+One of all judges gives the verdict: the first to poison a point's count, or to write the failure. If it is stopped before it has
 written, the next judge does; of several results the first one stands.
 """
 
