@@ -1,1 +1,1 @@
-"""Sharded training checkpoints, Hugging Face export and recovery."""
+"""Checkpoints: sharded ones to resume from, their recovery, and exports as Hugging Face folders."""

@@ -1,4 +1,4 @@
-"""Checkpoints of single adapters: weights, Adam's moments and step count in one safetensors file, whatever bank they came from.
+"""Checkpoints of single adapters: weights, Adam's moments and step count in one safetensors file, independent of the bank they came from.
 
 Written by rank 0 of an adapter engine and read by all ranks. A checkpoint appears complete or not at all, and nothing in it is unpickled.
 """
@@ -24,11 +24,11 @@ _KEY = re.compile(rf"(?P<part>{'|'.join(_PARTS)})\.(?P<module>.+)\.(?P<side>[AB]
 
 @dataclass(frozen=True, eq=False)
 class AdapterState:
-    """All that training an adapter goes on from.
+    """Everything needed to continue training an adapter.
 
     Attributes:
-        step: optimizer steps done.
-        weights: the adapter.
+        step: number of optimizer steps done.
+        weights: the adapter's weights.
         exp_avg, exp_avg_sq: Adam's moments, in the same form.
     """
 
@@ -39,10 +39,10 @@ class AdapterState:
 
 
 def write_adapter_state(state: AdapterState, folder: Path) -> None:
-    """Write a checkpoint, replacing the one that is there.
+    """Write a checkpoint, replacing an existing one.
 
     Raises:
-        StorageError: it cannot be written; what was there before is intact.
+        StorageError: it cannot be written; an earlier checkpoint there is intact.
     """
     part = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     tensors = {
@@ -65,7 +65,7 @@ def read_adapter_state(folder: Path) -> AdapterState:
     """Read a checkpoint.
 
     Raises:
-        StorageError: there is none, or it is damaged.
+        StorageError: there is no checkpoint, or it is damaged.
     """
     pairs: dict[str, dict[str, dict[str, Tensor]]] = {name: {} for name in _PARTS}
     try:

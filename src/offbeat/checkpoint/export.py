@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a trained model, which any tool can load: the export of a run, and each published version.
+"""A Hugging Face folder of a trained model, which any tool can load: a run's export, and each published version.
 
 Called on rank 0 with the whole weights. The folder appears complete or not at all.
 """
@@ -23,15 +23,15 @@ def export_folder(
     state: Mapping[str, Tensor], folder: Path, *, model_folder: Path, tokenizer_folder: Path | None = None,
     dtype: Literal["float32", "bfloat16"], add: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a model folder, replacing the one that is there.
+    """Write a model folder, replacing an existing one.
 
     Args:
-        state: all weights, in `dtype`.
-        folder: parents are created.
-        model_folder: where the model came from; its configuration, and its tokenizer if it has one, are copied.
-        tokenizer_folder: where the tokenizer comes from instead.
-        dtype: number format, noted in the configuration.
-        add: writes what else belongs into the folder; is called with the place where it grows.
+        state: all weights by their Hugging Face names, in `dtype`.
+        folder: destination; parents are created.
+        model_folder: folder of the original model; its configuration, and its tokenizer if it has one, are copied.
+        tokenizer_folder: folder to take the tokenizer from instead.
+        dtype: number format, recorded in the configuration.
+        add: writes whatever else belongs into the folder; called with the temporary folder in which it is built.
 
     Raises:
         StorageError: the disk is full or the folder cannot be written; what was there before is intact.
@@ -56,7 +56,7 @@ def export_folder(
 
 def _note_dtype(config_file: Path, dtype: str) -> None:
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)  # The name of older versions, which readers would prefer to ours.
+    config.pop("torch_dtype", None)  # the key of older versions, which readers would prefer to ours
     config_file.write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

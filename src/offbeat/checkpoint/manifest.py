@@ -1,7 +1,7 @@
-"""What a checkpoint consists of: size and checksum of every file, which stand in the marker that makes it complete. Torch-free.
+"""The contents of a checkpoint: size and checksum of every file, recorded in the marker that makes it complete. Torch-free.
 
-The marker is one JSON object: the controller's state, `step`, `files`, and a `checksum` of all that. `recover` looks for damage in two
-depths: `look` reads the marker and asks for the sizes, `read_through` reads every byte. It guards against disks and slips, not people.
+The marker is one JSON object: the controller's state, `step`, `files`, and a `checksum` of all of it. `recover` checks for damage at two
+depths: `look` reads the marker and compares sizes, `read_through` reads every byte. This protects against disks and slips, not attackers.
 """
 
 import hashlib
@@ -14,16 +14,16 @@ from typing import Any
 MARKER = "complete.json"
 
 _NUM_THREADS = 4
-"""Files are read at once; hashing leaves the interpreter lock, and one core does about 1.6 GB/s."""
+"""Number of files read at once; hashing releases the interpreter lock, and one core hashes about 1.6 GB/s."""
 
 
 def seal(folder: Path, step: int, state: bytes) -> bytes:
-    """The marker of a checkpoint whose files are all there.
+    """Build the marker of a checkpoint whose files are all written.
 
     Args:
-        folder: of the checkpoint; read to the last byte.
-        step: that it was taken at.
-        state: of the controller, a JSON object.
+        folder: folder of the checkpoint, which is read completely.
+        step: optimizer step at which it was taken.
+        state: the controller's state, a JSON object.
     """
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         names = _names(folder)
@@ -34,9 +34,9 @@ def seal(folder: Path, step: int, state: bytes) -> bytes:
 
 
 def look(folder: Path, step: int) -> str:
-    """What is wrong with a checkpoint, as far as its marker and the sizes of its files tell; "" for nothing.
+    """Return what is wrong with a checkpoint, as far as its marker and file sizes show; "" for nothing.
 
-    Those that were written before there were checksums are taken as they are, if they are of this step.
+    Checkpoints from before there were checksums are accepted as they are if they are of this step.
     """
     try:
         marker = _read(folder)
@@ -61,7 +61,7 @@ def look(folder: Path, step: int) -> str:
 
 
 def read_through(folder: Path) -> str:
-    """Which file of a checkpoint that `look` finds sound has other bytes than were written; "" for none."""
+    """Return which file of a checkpoint that passes `look` has other bytes than were written; "" for none."""
     files: Mapping[str, Mapping[str, Any]] = _read(folder).get("files", {})
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         found = pool.map(_digest_or_reason, (folder / name for name in files))
@@ -86,7 +86,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _checksum(marker: Mapping[str, Any]) -> str:
-    """Of the values and not of the bytes, so that a tool may write the file anew; a flipped bit that changes no value is no damage."""
+    """Hash the values, not the bytes, so that a tool may rewrite the file; a flipped bit that changes no value is no damage."""
     text = json.dumps(marker, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

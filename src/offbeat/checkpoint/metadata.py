@@ -1,7 +1,7 @@
-"""Reads torch's distributed checkpoints without running what a stranger may have put into one. Used by `shards`.
+"""Reads torch's distributed checkpoints without executing what a stranger may have put into one. Used by `shards`.
 
-Their `.metadata` is a pickle, and numbers beside the tensors are pickles as well, which torch loads without restraint. Here only what torch
-itself writes there is let in.
+Their `.metadata` is a pickle, and so are the numbers beside tensors, which torch loads without restriction. Here only the classes that
+torch itself writes are allowed.
 """
 
 import io
@@ -27,7 +27,7 @@ _PATHS = ("pathlib", "pathlib._local")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes that torch writes, and no other."""
+    """Accepts the classes that torch writes, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (known := _ALLOWED.get((module, name))) is not None:
@@ -40,10 +40,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder that torch has written."""
+    """Reads a folder written by torch."""
 
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds.
+        """Read the description of the checkpoint's contents.
 
         Raises:
             StorageError: it cannot be read, or holds more than torch writes there.
@@ -58,7 +58,7 @@ class SafeReader(FileSystemReader):
                     raise ValueError(f"it names the file {place.relative_path!r}")
         except OSError:
             raise
-        except Exception as exc:  # a pickle that is damaged raises anything
+        except Exception as exc:  # a damaged pickle can raise anything
             raise StorageError(f"{path} is no description of a checkpoint, or a damaged one: {exc}; nothing in it was executed") from exc
         metadata.storage_meta = metadata.storage_meta or _metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -66,16 +66,16 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads numbers and texts beside the tensors, and nothing that runs."""
+    """Loads numbers and strings beside the tensors, and nothing executable."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one of them in its place; raises what torch raises where it is something else."""
+        """Load one such value; raises what torch raises if it is anything else."""
         plain = torch.load(value, weights_only=True)
         super().load_bytes(read_item, io.BytesIO(_saved(plain)))
 
 
 def _saved(value: Any) -> bytes:
-    """What torch's planner, which loads anything, may load: our own bytes."""
+    """Serialise a checked value again, because torch's planner loads any pickle: it only ever sees our own bytes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

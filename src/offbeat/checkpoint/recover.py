@@ -1,9 +1,9 @@
 """The checkpoints of a run on disk: which one to resume from, and which to remove. Torch-free: the controller owns it.
 
-A checkpoint is a folder `step-00000050`; those of supervised fine-tuning have another word in their name. Ranks write their part into it;
-when all have, the controller writes `complete.json`: its own state, with size and checksum of every file. A folder without that file does
-not exist for recovery, so a crash at any moment leaves the previous checkpoint the newest. One whose files are not those that it names is
-damaged: it is never loaded, and set aside for the one before.
+A checkpoint is a folder `step-00000050`; those of supervised fine-tuning have another word in their name. Ranks write their parts into it;
+when all have, the controller writes `complete.json`: its own state, with size and checksum of every file. For recovery a folder without
+that file does not exist, so after a crash at any moment the previous checkpoint is still the newest. A checkpoint whose files differ from
+that record is damaged: it is never loaded, but set aside in favour of the one before.
 """
 
 import re
@@ -23,8 +23,8 @@ class Checkpoint:
 
     Attributes:
         step: optimizer steps done when it was taken.
-        folder: where it lies.
-        payload: JSON object with what the controller gave to `CheckpointIndex.complete`.
+        folder: folder of the checkpoint.
+        payload: JSON object with the state that the controller gave to `CheckpointIndex.complete`.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Damage:
 
     Attributes:
         reason: which file is not as it was written.
-        finished: whether it was complete once; a save that was cut off is nothing to keep.
+        finished: whether it was once complete; an interrupted save is not worth keeping.
     """
 
     step: int
@@ -54,19 +54,19 @@ class CheckpointIndex:
     """The checkpoints of one kind below one directory."""
 
     def __init__(self, directory: Path, kind: str = "step") -> None:
-        """`kind` is what their names begin with; others in the directory are left alone."""
+        """`kind` is the prefix of their names; other folders in the directory are left alone."""
         self.directory = directory
         self.kind = kind
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of `step` goes; not created here."""
+        """Return the folder for the checkpoint of `step`; not created here."""
         return self.directory / f"{self.kind}-{step:08d}"
 
     def complete(self, step: int, state: bytes) -> None:
-        """Declare the checkpoint of `step` complete, atomically, once all of it is on disk. Reads all of it.
+        """Declare the checkpoint of `step` complete, atomically, once all of it is on disk. Reads every file for its checksum.
 
         Args:
-            state: a JSON object.
+            state: the controller's state, a JSON object.
 
         Raises:
             StorageError: the marker could not be written; earlier checkpoints are intact.
@@ -88,19 +88,19 @@ class CheckpointIndex:
             raise StorageError(f"{marker} could not be written: {exc.strerror}; earlier checkpoints are intact") from exc
 
     def newest(self) -> Checkpoint | None:
-        """The complete checkpoint of the highest step whose files are there in their sizes, or None. Quick: reads no more than markers."""
+        """Return the complete checkpoint of the highest step whose files exist with the right sizes, or None. Fast: reads only markers."""
         return self._search(thorough=False)[0]
 
     def damaged(self) -> list[Damage]:
-        """Complete checkpoints newer than `newest`, which have files that are missing or of another size."""
+        """Complete checkpoints newer than `newest` with files that are missing or of another size."""
         return [damage for damage in self._search(thorough=False)[1] if damage.finished]
 
     def choose(self) -> tuple[Checkpoint | None, list[Damage]]:
-        """The newest checkpoint whose every byte is as it was written, or None; and those newer than it, newest first."""
+        """Return the newest checkpoint whose every byte is as written, or None, and the damaged ones newer than it, newest first."""
         return self._search(thorough=True)
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, so that it counts no more and nothing removes it; its new place."""
+        """Rename a damaged checkpoint, so that it no longer counts and nothing removes it; returns its new path."""
         folder = self.folder(step)
         aside, number = folder.with_name(f"{folder.name}.damaged"), 1
         while aside.exists():
@@ -118,7 +118,7 @@ class CheckpointIndex:
                 self._remove(step)
 
     def clear(self) -> None:
-        """Remove all of them."""
+        """Remove all checkpoints of this kind."""
         for step in self._steps():
             self._remove(step)
 
@@ -137,7 +137,7 @@ class CheckpointIndex:
         return None, damages
 
     def _remove(self, step: int) -> None:
-        # Without its marker first: a removal that is cut off must not leave half a checkpoint that looks complete.
+        # The marker goes first: an interrupted removal must not leave half a checkpoint that looks complete.
         (self.folder(step) / MARKER).unlink(missing_ok=True)
         shutil.rmtree(self.folder(step))
 
@@ -151,7 +151,7 @@ class CheckpointIndex:
 
 
 def none_sound(damages: Sequence[Damage]) -> StorageError:
-    """The error of a run that has checkpoints, none of which can be used."""
+    """Build the error for a run that has checkpoints, none of which can be used."""
     listed = "; ".join(str(damage) for damage in damages)
     return StorageError(
         f"no checkpoint in {str(damages[0].folder.parent)!r} can be gone on from ({listed}); put sound copies of the files there, or give"

@@ -1,8 +1,8 @@
 """Checkpoints to resume from: each rank writes its share of weights and optimizer state, whatever the strategy.
 
-Called by the train engine on all ranks at once. A checkpoint can be loaded by another number of ranks and another strategy. It is written
-beside its final name and renamed when every rank is done, so a crash or a full disk leaves what was there before. Nothing that a checkpoint
-says is executed when it is loaded, wherever it came from.
+Called by the train engine on all ranks at once. A checkpoint can be loaded with another number of ranks and another strategy. It is
+written beside its final name and renamed when every rank is done, so a crash or a full disk leaves the previous contents intact. Loading
+never executes anything from a checkpoint, wherever it came from.
 """
 
 import shutil
@@ -22,22 +22,22 @@ from offbeat.pulse import progress
 
 
 def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, step: int, groups: ProcessGroups) -> None:
-    """Write weights, optimizer state and `step` to `folder`, replacing what is there; collective.
+    """Write weights, optimizer state and `step` to `folder`, replacing what is there; a collective call.
 
     Raises:
-        StorageError: on every rank, when some rank could not write; `folder` is as it was before.
+        StorageError: on every rank, when some rank could not write; `folder` is unchanged.
     """
     part = folder.with_name(folder.name + ".part")
     leads = groups.rank == 0
     if leads:
-        # No rank writes before rank 0 has planned, which it does after this.
+        # No rank writes before rank 0 has planned, which happens after this.
         shutil.rmtree(part, ignore_errors=True)
     failure = None
     with groups.sync.region("save_recover"):
         progress("write_checkpoint")
         try:
             dcp.save(_state(model, optimizer, step), storage_writer=dcp.FileSystemWriter(part), process_group=groups.cpu_group)
-        except CheckpointException as exc:  # Raised on every rank when it is on one, so no rank failed alone.
+        except CheckpointException as exc:  # raised on every rank if on any, so no rank fails alone
             failure = exc
     if failure:
         if leads:
@@ -49,7 +49,7 @@ def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, step: int, gro
 
 
 def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> int:
-    """Read weights and optimizer state into `model` and `optimizer`, and return the step; collective.
+    """Read weights and optimizer state into `model` and `optimizer`, and return the step; a collective call.
 
     Raises:
         StorageError: on every rank, when some rank could not read.
@@ -71,7 +71,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: Proces
     settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)  # a resumed run obeys its present configuration; only moments and step counts are history
+        group.update(own)  # a resumed run obeys its current configuration; only moments and step counts come from the checkpoint
     return state["step"]
 
 
@@ -98,7 +98,7 @@ def _describe(exc: CheckpointException, folder: Path, outcome: str) -> StorageEr
 
 
 def _is_storage(failure: BaseException) -> bool:
-    # A write that fails inside torch's archive writer surfaces as the writer's complaint about its own position.
+    # When a write fails inside torch's archive writer, the error is the writer's complaint about its own position.
     return isinstance(failure, OSError) or "inline_container" in str(failure)
 
 

@@ -1,4 +1,4 @@
-"""Where rollouts are played: engines, rewards and data. Torch-free.
+"""Rollouts of a process: brings together engines, rewards and data. Torch-free.
 
 Opened by the controller, by rank 0 in SPMD mode, and by every other rank that rolls out on rank 0's engines.
 """
@@ -27,7 +27,7 @@ from offbeat.types import Version
 
 @dataclass(frozen=True)
 class Arena:
-    """Where rollouts are played, on what `generate` routes to."""
+    """Plays rollouts on the engines that `generate` routes to."""
 
     config: Config
     record: RunRecord
@@ -36,7 +36,7 @@ class Arena:
     rewards: RewardPool
 
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> RolloutExecutor:
-        """An executor that feeds the training steps from `version` to `last_version`."""
+        """Create an executor that feeds the training steps from `version` to `last_version`."""
         config, record = self.config.timed_rollout, self.record
         gate = Gate(
             batch_size=config.consumer_batch_size, max_running=config.max_concurrent_rollouts, eta=config.max_head_offpolicyness,
@@ -70,7 +70,7 @@ class Arena:
             tokenizer=material.tokenizer, context=material.context)
 
     def _generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> Awaitable[list[Sample]]:
-        """See `Generate`; raises TooLongError where an engine would refuse for want of context."""
+        """Generate samples; see `Generate`. Raises TooLongError where an engine would refuse because the context is too short."""
         if len(prompt) + sampling.max_new_tokens > self.material.context:
             raise TooLongError(
                 f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} are more than the context of"
@@ -78,7 +78,7 @@ class Arena:
         return self.generate(prompt, sampling, n=n, session=session)
 
     def _too_long(self, needed: int) -> str:
-        """Why what needs a row of so many tokens cannot be trained on; empty if it can."""
+        """Return why a row of this many tokens cannot be trained on; empty if it can."""
         most = self.config.train.max_tokens_per_microbatch
         if needed > most:
             return f"a row of {needed} tokens exceeds train.max_tokens_per_microbatch = {most}"

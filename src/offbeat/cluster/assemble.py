@@ -1,6 +1,6 @@
-"""Puts a run together from its configuration. The one place where modes are chosen: how the loop runs, and who launches workers.
+"""Puts a run together from its configuration. Modes are chosen only here: how the loop runs, and who launches workers.
 
-Nothing that the controller imports reaches torch: workers, and SPMD mode, are started by name.
+Nothing that the controller imports reaches torch: workers and SPMD mode are started by name.
 """
 
 import importlib
@@ -31,13 +31,13 @@ from offbeat.types import Version
 from offbeat.weights.channels import CollectiveChannel, DiskChannel, WriteVersion, draw_incarnation
 from offbeat.weights.publish import Publisher
 
-# By name: importing Ray costs a second and is an optional extra; SPMD mode imports torch.
+# By name: importing Ray costs a second, and Ray is an optional extra; SPMD mode imports torch.
 _LAUNCHERS = {"local": ("offbeat.cluster.local", "LocalLauncher"), "ray": ("offbeat.cluster.ray", "RayLauncher")}
 _MODES = {"controller": ("offbeat.cluster.assemble", "open_controller"), "spmd": ("offbeat.cluster.spmd", "open_rank")}
 
 
 def open_session(config: Config, place: Place, material: Material, record: RunRecord) -> AbstractAsyncContextManager[Session]:
-    """Start this process's part of a training run; all that it started is gone when the body ends, however it ends."""
+    """Open this process's part of a training run; everything it has started is gone when the body ends, however it ends."""
     for variable, value in library_environment(config.train.threads).items():
         os.environ.setdefault(variable, value)  # a rank of SPMD mode is about to import torch
     module, name = _MODES[config.run.mode]
@@ -46,7 +46,7 @@ def open_session(config: Config, place: Place, material: Material, record: RunRe
 
 @asynccontextmanager
 async def open_controller(config: Config, place: Place, material: Material, record: RunRecord) -> AsyncIterator[Session]:
-    """Single-controller mode: train ranks and engines are workers of this process, which has no device."""
+    """Open a run in single-controller mode: train ranks and engines are workers of this process, which has no device."""
     assert place.world == 1, f"a controller is alone, got {place}"
     if material.build is not None:
         material.tokenizer.save(material.model)
@@ -65,10 +65,10 @@ async def open_controller(config: Config, place: Place, material: Material, reco
 
 @asynccontextmanager
 async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[tuple[Arena, Callable[[], Coroutine[Any, Any, None]]]]:
-    """Start engines that serve `model.path` as it is, and rewards, for evaluation without training; and what watches the engines.
+    """Start engines that serve `model.path` as it is, and rewards, to evaluate without training; also yields the watch over the engines.
 
     Raises:
-        ConfigError: there is no model.
+        ConfigError: `model.path` is empty.
     """
     if not config.model.path:
         raise ConfigError("model.path is empty, so there is no model to evaluate; give a folder or hub id, such as runs/quickstart/export")
@@ -82,7 +82,7 @@ async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[tuple[A
         serving = await open_serving(stack, engines, addresses, config, record, model=material.model)
 
         async def version_of(engine: EngineClient) -> Version:
-            """What it serves: the weights that it was started with, or those that another run left in an engine by URL."""
+            """Return the version served: that of the initial weights, or of those that another run left in an engine by URL."""
             return (await engine.health(timeout_s=config.inference.probe_timeout_s)).get("version", UNPUBLISHED)
 
         for name in serving.pool.states:
@@ -92,7 +92,7 @@ async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[tuple[A
 
 @dataclass(frozen=True)
 class Policy:
-    """How a run's policy reaches the engines, is sampled there, and comes back to one that was healed."""
+    """How a run's policy is published to the engines, sampled there, and restored on an engine that was healed."""
 
     publisher: Publishing
     generate: Generate
@@ -103,11 +103,11 @@ async def open_policy(
     stack: AsyncExitStack, serving: Serving, material: Material, config: Config, *, write: WriteVersion, release: Release = release_nobody,
     holds: Callable[[Version], bool] = lambda _version: False,
 ) -> Policy:
-    """Publishes what `write` writes: whole weights, or the adapter that `model.lora` asks for; under names that are new with this start.
+    """Publish what `write` writes, whole weights or the adapter that `model.lora` asks for, under names that are new with this start.
 
     Args:
         holds: whether `write` may be called again for this version, and by this process alone.
-        release: lets other ranks go on that wait for this process to publish.
+        release: releases other ranks that wait for this process to publish.
     """
     pool, fleet = serving.pool, serving.fleet
     directory, incarnation = config.weights_dir.resolve(), draw_incarnation()
@@ -129,6 +129,6 @@ async def open_policy(
 
 
 def make_launcher(config: Config, *, devices_taken: int = 0) -> Launcher:
-    """The launcher that [cluster] names; the first accelerators of this machine may be taken by processes that it does not start."""
+    """Create the launcher that [cluster] names; the first `devices_taken` accelerators belong to other processes."""
     module, name = _LAUNCHERS[config.cluster.launcher]
     return getattr(importlib.import_module(module), name).from_config(config, devices_taken=devices_taken)

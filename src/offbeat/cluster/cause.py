@@ -1,7 +1,7 @@
-"""Which of several workers' errors is the root cause, and how the others are told beside it. Pure; called by `group.ask_all`.
+"""Finds which of several workers' errors is the root cause, and how the others are reported beside it. Pure; called by `group.ask_all`.
 
-One rank's failure makes its peers fail, too: their store is gone, a collective breaks, a sync point is not reached. What the run ends
-with is the cause; the consequences become one short line each.
+One rank's failure makes its peers fail, too: their store is gone, a collective breaks, a sync point is not reached. The run ends with the
+cause; each consequence is reported in one short line.
 """
 
 import re
@@ -17,22 +17,22 @@ _MAX_LINE = 300
 
 
 class Cause(IntEnum):
-    """What an error says; the smaller, the likelier it explains the others."""
+    """Kinds of errors; the smaller the number, the more likely it explains the others."""
 
     RAISED = 0
     DIED = 1
-    MISSED = 2  # a verdict on a sync point, or on a rank that is stuck, the same on every rank
+    MISSED = 2  # a verdict on a sync point or on a stuck rank, the same on every rank
     LOST_PEER = 3
-    LATE = 4  # no more than that a wait took too long
+    LATE = 4  # says only that a wait took too long
 
     @property
     def is_consequence(self) -> bool:
-        """Whether something else, in another worker, must be behind it."""
+        """Whether something else, in another worker, must be the cause."""
         return self >= Cause.LOST_PEER
 
 
 def cause_of(error: Exception) -> Cause:
-    """Tell from an error's class; what torch says of a lost peer has none of its own."""
+    """Classify an error by its class; what torch says of a lost peer has no class of its own, so its text decides."""
     if isinstance(error, StuckError):
         return Cause.MISSED
     if isinstance(error, PeerError) or _TORCH_LOST_PEER.search(str(error)):
@@ -45,12 +45,12 @@ def cause_of(error: Exception) -> Cause:
 
 
 def root_cause(failures: Mapping[str, Exception]) -> str:
-    """The name of the worker whose error explains the others; among equals, the one that failed first, as `failures` is ordered."""
+    """Return the name of the worker whose error explains the others; among equals the first of `failures`."""
     return min(failures, key=lambda name: cause_of(failures[name]))
 
 
 def consequences(failures: Mapping[str, Exception], *, root: str) -> list[str]:
-    """One line for each other worker that failed; none for one that says the same as the root."""
+    """Return one line for each other worker that failed, except for those that say the same as the root."""
     texts = {name: str(error) for name, error in failures.items() if name != root and str(error) != str(failures[root])}
     lines = {name: text.partition("\n")[0][:_MAX_LINE] for name, text in texts.items()}
     return [line if line.startswith(name) else f"{name}: {line}" for name, line in lines.items()]

@@ -1,7 +1,7 @@
 """The engines of a run: started, watched and stopped as workers. Torch-free.
 
-Each run draws a key that its engines demand of every request. It reaches them through the pipe to their worker or by their environment, and
-stands on no command line and in no file.
+Each run draws a key that its engines require with every request. They get it through the pipe to their worker or in their environment; it
+appears on no command line and in no file.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ _WATCH_INTERVAL_S = 0.25
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 5.0
 _RESTART_STOP_TIMEOUT_S = 0.5
-"""A process that is restarted has failed already."""
+"""Short, because a process that is restarted has already failed."""
 _KEY_BYTES = 32
 _MARGIN_S = 5.0
-"""Beyond its deadline, what a worker gets to tell why its server missed it."""
+"""Added to a worker's deadline, so that it can report why its server missed it."""
 
 
 class EngineGroup:
-    """E engines by name, "engine 0" to "engine E-1": processes of the run, or servers at `inference.urls` that it only uses.
+    """E engines named "engine 0" to "engine E-1": processes of the run, or servers at `inference.urls` that it only uses.
 
     Attributes:
-        workers: the processes, in order; none where the engines are not the run's own.
-        key: that the engines want: one of this run alone, or of servers by URL $OFFBEAT_API_KEY; empty for none.
+        workers: the processes, in order; empty where the run does not own the engines.
+        key: key that the engines require: one of this run alone, or $OFFBEAT_API_KEY for servers by URL; empty for none.
     """
 
     def __init__(self, config: Config, *, launcher: Launcher | None = None, specs: Sequence[WorkerSpec] = ()) -> None:
@@ -55,7 +55,7 @@ class EngineGroup:
         """Start the processes; they serve nothing before `serve`.
 
         Raises:
-            ConfigError: the environment of another make of engines is not there.
+            ConfigError: the environment of another make of engine does not exist.
         """
         if config.inference.urls:
             return cls(config)
@@ -72,7 +72,7 @@ class EngineGroup:
         return group
 
     async def serve(self, *, model: str, tokenizer: str, version: int) -> EngineAddresses:
-        """Load `model` on every engine."""
+        """Load `model` on every engine and return their addresses."""
         if not self.workers:
             given = self._config.inference.urls
             return EngineAddresses(dict(zip(engine_names(len(given)), given, strict=True)), self.key)
@@ -81,8 +81,9 @@ class EngineGroup:
         return EngineAddresses({worker.name: url for worker, url in zip(self.workers, urls, strict=True)}, self.key)
 
     async def restart(self, name: str) -> str:
-        """End the engine's process, start it anew on the model folder of `serve`, and give its URL, an embedded engine's old one if it can
-        be had. For engines of the run's own.
+        """Replace the engine's process by a new one on the model folder of `serve`, and return its URL.
+
+        An embedded engine keeps its old URL if the port is still free. Only for engines that the run owns.
 
         Raises:
             EngineError, WorkerError, DeadlineError: it does not start.
@@ -90,12 +91,12 @@ class EngineGroup:
         assert self._launcher is not None, "only engines that the run started are restarted"
         index = [worker.name for worker in self.workers].index(name)
         await self.workers[index].stop(timeout_s=_RESTART_STOP_TIMEOUT_S)
-        port = self._ports.pop(name, 0)  # where others look for it; only once, for by now it may be somebody else's
+        port = self._ports.pop(name, 0)  # others look for it there; used once, as someone else may take the port
         self.workers[index] = await self._launcher.start(self._specs[index], timeout_s=self._config.inference.start_timeout_s)
         return await self._serve(index, port=port)
 
     async def watch(self, on_death: Callable[[str, str], None]) -> None:
-        """Until cancelled, tell of each engine that dies."""
+        """Report each engine that dies, until cancelled."""
         told: set[Worker] = set()
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
@@ -124,17 +125,17 @@ class EngineGroup:
 
 
 def engine_names(count: int) -> list[str]:
-    """How engines are known."""
+    """Return the names of engines."""
     return [f"engine {index}" for index in range(count)]
 
 
 def engine_seed(config: Config, index: int) -> int:
-    """The seed of engine `index`, which serves requests without one."""
+    """Return the seed of engine `index`, for requests that have none."""
     return config.run.seed * 1000 + index
 
 
 def engine_options(config: Config, model: str, tokenizer: str, version: int, index: int, *, api_key: str = "") -> EngineOptions:
-    """What engine `index` of a run is started with."""
+    """Return the options that engine `index` of a run starts with."""
     inference = config.inference
     return EngineOptions(
         model=model, tokenizer=tokenizer, dtype=config.model.dtype, forward=inference.forward, max_running=inference.max_running,
@@ -145,7 +146,7 @@ def engine_options(config: Config, model: str, tokenizer: str, version: int, ind
 
 @asynccontextmanager
 async def serve_one(options: EngineOptions, *, host: str, port: int, threads: int, device: int | None) -> AsyncIterator[tuple[str, Worker]]:
-    """One engine outside of any run, in a process that writes to this one's terminal; gives its URL and its worker."""
+    """Run one engine outside of any run, in a process that writes to this one's terminal; yields its URL and its worker."""
     env = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
     spec = WorkerSpec("engine", _EMBEDDED, log=None, threads=threads, env=env)
     async with LocalLauncher(stop_timeout_s=_STOP_TIMEOUT_S) as launcher:
@@ -155,5 +156,5 @@ async def serve_one(options: EngineOptions, *, host: str, port: int, threads: in
 
 
 async def raise_death(worker: Worker) -> None:
-    """Raise the error that tells how a dead worker died."""
+    """Raise the error that says how a dead worker died."""
     await ask(worker, "ping", Nothing(), Nothing, timeout_s=_STOP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The process of one embedded engine: serves HTTP from a thread and answers the controller's start call. Torch lives here."""
+"""The process of one embedded engine: serves HTTP from a thread and answers the controller's start call. Torch is imported here."""
 
 from offbeat.cluster.group import Nothing, Service
 from offbeat.cluster.messages import EngineAddress, EngineStart
@@ -8,7 +8,7 @@ from offbeat.inference.embedded.server import EngineServer
 
 
 class EngineWorker(Service):
-    """One engine."""
+    """The service of one engine process."""
 
     def __init__(self) -> None:
         self._server: EngineServer | None = None

@@ -11,7 +11,7 @@ from offbeat.process import Child, ChildSpec
 
 
 class LocalLauncher:
-    """Starts processes on this machine. Accelerators are dealt out by number, in the order of starting; a name keeps those it got."""
+    """Starts processes on this machine. Accelerators are assigned by number, in the order of starting, and kept across restarts."""
 
     def __init__(self, *, stop_timeout_s: float, devices_taken: int = 0, visible_devices_variable: str = "CUDA_VISIBLE_DEVICES") -> None:
         self._stop_timeout_s = stop_timeout_s
@@ -32,7 +32,7 @@ class LocalLauncher:
         await asyncio.gather(*(child.stop(timeout_s=timeout_s) for child in self._children))
 
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
-        """See `Launcher.start`."""
+        """Start a worker; see `Launcher.start`."""
         env = spec.environment
         if spec.num_devices:
             if spec.name not in self._devices:

@@ -1,4 +1,4 @@
-"""What a run works on: model folder, tokenizer and data, read before any process is started so that mistakes show at once. Torch-free."""
+"""The inputs of a run: model folder, tokenizer and data, read before any process is started so that mistakes show at once. Torch-free."""
 
 import string
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from offbeat.inference.sampling import Sampling
 
 _MAX_CANARY_TOKENS = 64
 _PROBE_TEXT = f"{string.printable} Offbeat goes on where it stopped: 3.14159 * 2 = 6.28318?\n\tÄpfel, 你好, naïve, don't, return x[0]"
-"""Something of all that tokenizers differ in."""
+"""Covers what tokenizers differ in; its encoding stands for the tokenizer in a run's identity."""
 _MATH_REWARD = "offbeat.rollout.rewards.math:math_reward"
 _EXACT_MATCH = "offbeat.rollout.rewards.exact_match:exact_match"
 
 
 @dataclass(frozen=True)
 class Base:
-    """The model that is trained or adapted; see `Material`, whose `context` may be shorter."""
+    """The model that is trained or adapted; fields as in `Material`, whose `context` may be shorter."""
 
     model: str
     build: BuildRequest | None
@@ -38,16 +38,16 @@ class Base:
 
 @dataclass(frozen=True)
 class Material:
-    """What a run works on, read before any process is started so that mistakes show at once.
+    """The inputs of a run, read before any process is started so that mistakes show at once.
 
     Attributes:
         model: folder of the initial model.
-        build: how rank 0 has to make that folder's weights first; None where they are there.
+        build: how rank 0 must first create that folder's weights; None where they exist.
         context: the engines' longest sequence, in tokens.
-        sampling: as configured, with all that ends a sample.
+        sampling: settings as configured, with everything that ends a sample.
         supervision: how rows are imitated.
-        num_dropped: rows to train on that are too long to be imitated, and dropped; of an endless dataset those among the first.
-        identity: all of this by its contents, and the settings that it came from, for a checkpoint to remember.
+        num_dropped: number of training rows dropped because they are too long to imitate; of an endless dataset, among its first rows.
+        identity: digests of all of this and the settings that it came from, for a checkpoint to remember.
     """
 
     model: str
@@ -64,7 +64,7 @@ class Material:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it: the rows of the model's embedding."""
+        """Exclusive upper bound of token ids: the number of rows of the model's embedding."""
         return self.build.vocab_size if self.build is not None else read_vocab_size(self.model) or self.tokenizer.vocab_size
 
 
@@ -72,13 +72,13 @@ def read_material(config: Config, *, trains: bool = True, supervised: bool = Fal
     """Read model configuration, tokenizer and data; writes nothing.
 
     Args:
-        trains: whether what is rolled out has to fit into micro-batches.
-        supervised: rows are only imitated, and held-out ones answered; otherwise all are answered.
+        trains: whether rollouts must fit into micro-batches.
+        supervised: whether training rows are only imitated and held-out ones answered; otherwise all are answered.
 
     Raises:
         ModelError: the folder holds no model or tokenizer, or the tokenizer has no template for a chat.
         DataError: the data cannot be used, or a row is too long for the model.
-        ConfigError: lengths contradict each other, or what is to end a sample cannot.
+        ConfigError: lengths contradict each other, or a configured end of samples is impossible.
     """
     base = read_base(config)
     context = min(base.context, config.inference.max_context or base.context)
@@ -112,13 +112,13 @@ def _choose_sampling(base: Base, config: Config) -> Sampling:
 
 
 def base_ends(base: Base, *, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> Ends:
-    """All that ends a sample of a model; see `find_ends`."""
+    """Return everything that ends a sample of a model; see `find_ends`."""
     model_end_ids = read_end_token_ids(base.model) if base.build is None else ()
     return find_ends(base.tokenizer, model_end_ids=model_end_ids, stop=stop, stop_token_ids=stop_token_ids)
 
 
 def _check_limits(config: Config, *, context: int, longest: int, trains: bool) -> None:
-    """Refuse limits that prompts of `longest` tokens, or of as many as are allowed, would break in the middle of a run."""
+    """Refuse limits that prompts of `longest` tokens, or of the allowed length, would break during a run."""
     allowed, answer, row = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.train.max_tokens_per_microbatch
     if allowed + answer > context:
         raise ConfigError(
@@ -151,7 +151,7 @@ def read_base(config: Config) -> Base:
 
 
 def choose_reward(config: Config) -> str:
-    """The configured reward, or the one that suits the data."""
+    """Return the configured reward, or the one that suits the data."""
     if config.rollout.reward:
         return config.rollout.reward
     if config.data.task:
@@ -160,6 +160,6 @@ def choose_reward(config: Config) -> str:
 
 
 def choose_canary(material: Material, config: Config) -> tuple[int, ...]:
-    """Tokens whose log-probability every publish compares: a prompt with its answer, as the model will see them."""
+    """Return the tokens whose log-probabilities every publish compares: a prompt with its answer, as the model will see them."""
     tokens, _ = sft_sequence(material.train.row(0), material.tokenizer, config.data)
     return tuple(int(token) for token in tokens[:_MAX_CANARY_TOKENS])

@@ -1,6 +1,6 @@
-"""Where this process stands among those that run the loop: alone in single-controller mode, a rank under torchrun in SPMD mode.
+"""The place of this process among those that run the loop: alone in single-controller mode, a rank under torchrun in SPMD mode.
 
-Read from the environment before anything is started, so that a command given the wrong way ends at once. Torch-free.
+It is read from the environment before anything is started, so that a command that does not fit the mode ends at once. Torch-free.
 """
 
 import os
@@ -16,14 +16,14 @@ _COMMAND = "torchrun --nproc-per-node 2 -m offbeat train CONFIG --run.mode spmd"
 
 @dataclass(frozen=True)
 class Place:
-    """One process that runs the loop.
+    """The place of one process that runs the loop.
 
     Attributes:
-        rank, world: this process and how many there are; 0 of 1 for a controller.
-        local_rank, local_world: the same among those on this machine.
+        rank, world: rank of this process and number of ranks; 0 of 1 for a controller.
+        local_rank, local_world: the same among the ranks on this machine.
         store_host, store_port: where torchrun wants the store; empty for a controller.
         store_is_served: whether torchrun itself serves that store, so that it outlives every rank.
-        attempt: restarts of the ranks by torchrun so far.
+        attempt: number of times that torchrun has restarted the ranks.
     """
 
     rank: int = 0
@@ -42,11 +42,11 @@ class Place:
 
 
 def read_place(config: Config, environ: Mapping[str, str] = os.environ) -> Place:
-    """This process's place in the run's mode.
+    """Determine this process's place for the run's mode.
 
     Raises:
-        ConfigError: SPMD mode without torchrun's variables, with a number of ranks that is not `train.num_ranks`, or the other way round:
-            a controller for every rank of torchrun.
+        ConfigError: SPMD mode without torchrun's variables, or with a number of ranks other than `train.num_ranks`; or, conversely,
+            torchrun started several processes in single-controller mode.
     """
     if config.run.mode == "spmd":
         return _read_torchrun(config, environ)
@@ -58,7 +58,7 @@ def read_place(config: Config, environ: Mapping[str, str] = os.environ) -> Place
 
 
 def resolve_ranks(config: Config, place: Place) -> Config:
-    """The configuration with as many train ranks as torchrun has started; a controller's own as it is."""
+    """Return the configuration with as many train ranks as torchrun has started; a controller's configuration is unchanged."""
     if config.run.mode == "controller":
         return config
     return config.model_copy(update={"train": config.train.model_copy(update={"num_ranks": place.world})})

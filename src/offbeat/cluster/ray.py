@@ -1,7 +1,7 @@
-"""The `ray` launcher: on one machine or many, Ray places the workers. The only module that imports Ray; an optional extra.
+"""The `ray` launcher: Ray places the workers, on one machine or many. The only module that imports Ray, which is an optional extra.
 
 An actor is the parent of one child process, the same as under the `local` launcher, so workers live, fail and die alike under both: an
-actor that is asked about a child that is stopped or dead still answers. Errors cross as data.
+actor still answers when its child is stopped or dead. Errors cross as data.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ except ImportError as exc:
 
 _SERVERS = ("raylet", "gcs_server")
 _MARGIN_S = 3.0
-"""Beyond its own deadline, what an actor gets to tell why it was missed."""
+"""Added to an actor's own deadline, so that it can report why it was missed."""
 
 
 class _Host:
-    """The actor: starts one child, and passes on what is asked of it."""
+    """The actor: starts one child and forwards calls to it."""
 
     _child: Child
 
@@ -67,7 +67,7 @@ class _Host:
 
 
 class RayWorker:
-    """One actor and its child, seen from the controller."""
+    """The controller's view of one actor and its child."""
 
     def __init__(self, spec: WorkerSpec, actor: Any) -> None:
         self.name = spec.name
@@ -78,7 +78,7 @@ class RayWorker:
 
     @classmethod
     async def start(cls, spec: WorkerSpec, *, timeout_s: float, reaper: Reaper | None) -> Self:
-        """See `Launcher.start`. Without a `reaper`, Ray is a cluster: servers must listen on their machine's address."""
+        """Start a worker; see `Launcher.start`. Without a `reaper`, Ray is a cluster: servers listen on their machine's address."""
         actor = ray.remote(_Host).options(num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0).remote()
         worker = cls(spec, actor)
         try:
@@ -120,7 +120,7 @@ class RayWorker:
         self.kill()
 
     def kill(self) -> None:
-        """End actor and child at once."""
+        """End the actor and its child at once."""
         self._dead = True
         if self._life is not None:
             self._life.cancel()
@@ -146,10 +146,10 @@ class RayWorker:
 
 
 class RayLauncher:
-    """Starts actors. Joins the cluster at `address`, or starts one here that ends with this process."""
+    """Starts actors. Joins the cluster at `address`, or starts a local one that ends with this process."""
 
     def __init__(self, *, address: str, num_cpus: int, start_timeout_s: float, stop_timeout_s: float) -> None:
-        """`num_cpus` is what all workers ask for; a Ray started here is told that it has as many, so that none waits for a core."""
+        """`num_cpus` is the number of cores that all workers request; a local Ray is told that it has as many, so none waits."""
         self._address = address
         self._num_cpus = num_cpus
         self._start_timeout_s = start_timeout_s
@@ -167,7 +167,7 @@ class RayLauncher:
             stop_timeout_s=config.cluster.stop_timeout_s)
 
     async def __aenter__(self) -> Self:
-        logging.getLogger("ray").setLevel(logging.ERROR)  # its remarks would stand between ours on the terminal
+        logging.getLogger("ray").setLevel(logging.ERROR)  # its messages would mix with ours on the terminal
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         if self._address:
             await self._init(address=self._address, **quiet)
@@ -203,9 +203,9 @@ class RayLauncher:
         for process in self._own:
             with suppress(psutil.NoSuchProcess):
                 if process.name() not in _SERVERS:
-                    process.kill()  # its monitors have nothing to save, and heed a gentle signal after a second only
+                    process.kill()  # its monitors have nothing to save, and react to SIGTERM only after a second
         try:
-            with suppress(DeadlineError):  # what is left then is ended below, or belongs to a cluster
+            with suppress(DeadlineError):  # whatever is left then is ended below, or belongs to a cluster
                 await self._thread.run("Ray to end", ray.shutdown, timeout_s=self._stop_timeout_s)
         finally:
             self._thread.close()
@@ -220,7 +220,7 @@ class RayLauncher:
 
 
 def _umask() -> int:
-    """Of this process; what it keeps to itself, workers elsewhere do, too."""
+    """Return this process's umask; workers elsewhere use it, so that they keep private what this process keeps private."""
     os.umask(mask := os.umask(0o077))
     return mask
 

@@ -1,7 +1,7 @@
-"""Ends what a killed controller leaves of the Ray it started: Ray's own agents outlive their parent for half a minute.
+"""Ends what a killed controller leaves behind of the Ray it started: Ray's own agents outlive their parent for half a minute.
 
-A process of its own, `python -m offbeat.cluster.ray_reaper`, whose standard input the controller holds open and tells of processes, one
-identifier a line. When the controller is gone, however it went, it kills what is still alive of them and of their children, and ends.
+It is a separate process, `python -m offbeat.cluster.ray_reaper`. The controller holds its standard input open and writes process ids to
+it, one per line. When the controller is gone, for whatever reason, it kills those processes and their children that still live, and ends.
 """
 
 import contextlib
@@ -13,30 +13,30 @@ import psutil
 
 
 class Reaper:
-    """The controller's end."""
+    """The controller's end of the pipe to the reaper process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "offbeat.cluster.ray_reaper"], stdin=subprocess.PIPE, start_new_session=True)
 
     def add(self, pids: Iterable[int]) -> None:
-        """Watch over these, too."""
+        """Watch over these processes, too."""
         assert self._process.stdin is not None, "it was started with a pipe"
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(b"".join(b"%d\n" % pid for pid in pids))
             self._process.stdin.flush()
 
     def reap(self) -> None:
-        """Kill what is left, and return when it is done."""
+        """Kill the remaining processes, and return when that is done."""
         self._process.communicate()
 
 
 def main() -> None:
-    """Collect processes until the end of standard input, then kill."""
+    """Collect process ids until the end of standard input, then kill the processes."""
     processes = []
     for line in sys.stdin:
         with contextlib.suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(int(line)))  # remembers the time of creation, so that a pid used again is not killed
+            processes.append(psutil.Process(int(line)))  # remembers the creation time, so that a reused pid is not killed
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             for each in (process, *process.children(recursive=True)):

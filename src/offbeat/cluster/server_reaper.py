@@ -1,7 +1,7 @@
-"""Ends what is left of a server when its worker is gone, however that went.
+"""Ends what is left of a server when its worker is gone, for whatever reason.
 
-A process of its own, `python -m offbeat.cluster.server_reaper GROUP`, whose standard input the worker holds open. At its end it kills the
-server's process group. Python's resource trackers go last: they remove the group's shared memory once its other processes are gone.
+It is a separate process, `python -m offbeat.cluster.server_reaper GROUP`. The worker holds its standard input open; when that ends, it
+kills the server's process group. Python's resource trackers go last: they remove the group's shared memory after its other processes.
 """
 
 import os
@@ -19,7 +19,7 @@ _POLL_S = 0.02
 
 
 class ServerReaper:
-    """The worker's end. The group is killed when this object, or its process, is gone."""
+    """The worker's end of the pipe. The group is killed when this object, or its process, is gone."""
 
     def __init__(self, group: int) -> None:
         self._process = subprocess.Popen(
@@ -27,7 +27,7 @@ class ServerReaper:
 
 
 def members(group: int) -> list[psutil.Process]:
-    """The living processes of a process group."""
+    """Return the living processes of a process group."""
     found = []
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):
@@ -37,7 +37,7 @@ def members(group: int) -> list[psutil.Process]:
 
 
 def reap(group: int) -> None:
-    """Kill a process group; its resource trackers get a moment to clean up."""
+    """Kill a process group, leaving its resource trackers a moment to clean up."""
     trackers = [process for process in members(group) if _is_tracker(process)]
     for process in members(group):
         if process not in trackers:

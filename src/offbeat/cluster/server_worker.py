@@ -1,7 +1,7 @@
-"""The process that owns one engine of another make: it starts the server, waits until it is ready, ends when it ends, and takes it along.
+"""The process that owns one engine of another make: it starts the server, waits until it is ready, and ends together with it.
 
-The server runs in a process group of its own, with all that it spawns. When this process is gone, however it went, a `ServerReaper` kills
-that group.
+The server runs in a process group of its own, with everything that it spawns. When this process is gone, for whatever reason, a
+`ServerReaper` kills that group.
 """
 
 import os
@@ -22,7 +22,7 @@ _PROBE_TIMEOUT_S = 5.0
 
 
 class ServerWorker(Service):
-    """One server."""
+    """The service of one server process."""
 
     def __init__(self) -> None:
         self._reaper: ServerReaper | None = None
@@ -31,7 +31,7 @@ class ServerWorker(Service):
         """Start the server and wait until it answers.
 
         Raises:
-            EngineError: it cannot be executed, or did not answer in time. One that ends takes this process with it.
+            EngineError: it cannot be executed, or did not answer in time. A server that ends takes this process with it.
         """
         address = f"{request.host}:{_free_port(request.host)}"
         self._launch(request, address)
@@ -59,7 +59,7 @@ class ServerWorker(Service):
         threading.Thread(target=self._end_with, args=(server,), name="server", daemon=True).start()
 
     def _end_with(self, server: "subprocess.Popen[bytes]") -> None:
-        os._exit(server.wait() or 1)  # A server that ends is a failure; the reaper ends what it leaves.
+        os._exit(server.wait() or 1)  # the end of a server is a failure; the reaper ends what it leaves
 
 
 def _free_port(host: str) -> int:

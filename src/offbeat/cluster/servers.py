@@ -1,7 +1,7 @@
-"""How engines of other makes are started: the command line and the environment of one server, from the configuration. Torch-free.
+"""Command lines and environments that start engines of other makes, from the configuration. Torch-free.
 
-What each flag is for stands beside it; `inference.arguments` come last and win. The server's key is in its environment, for a command line
-is there for everybody on the machine to read.
+A comment beside each flag says what it is for; `inference.arguments` come last and win. The server's key is in its environment, because
+anyone on the machine can read a command line.
 """
 
 import subprocess
@@ -12,9 +12,9 @@ from offbeat.errors import ConfigError
 from offbeat.inference import inside
 
 _CPU_CACHE_BYTES = 1 << 29
-"""Without a number vLLM takes most of the machine's memory, and each engine would."""
+"""Size of vLLM's cache on a CPU; by default each engine would take most of the machine's memory."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as --max-lora-rank."""
+"""Values that vLLM accepts as --max-lora-rank."""
 _ASK_PACKAGE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 _ASK_TIMEOUT_S = 30.0
 
@@ -22,18 +22,18 @@ _ASK_TIMEOUT_S = 30.0
 def server_command(
     config: Config, *, model: str, tokenizer: str, version: int, seed: int, key: str,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The command, without its address, and the environment variables of one server of kind `inference.engine`.
+    """Return the command (without its address) and the environment variables of one server of kind `inference.engine`.
 
     Args:
-        key: that the server is to demand.
+        key: key that the server is to require.
 
     Raises:
-        ConfigError: there is no such environment, or a rank that the engine cannot serve.
+        ConfigError: the environment does not exist, or the engine cannot serve this rank.
     """
     python = _find_python(config)
     if config.inference.engine == "vllm":
         command, env = _vllm(config, model, tokenizer, seed)
-        env |= {"OFFBEAT_VERSION": str(version), "VLLM_API_KEY": key}  # which `Inside` demands for all paths, and vLLM itself below /v1
+        env |= {"OFFBEAT_VERSION": str(version), "VLLM_API_KEY": key}  # `Inside` requires it on all paths, vLLM itself below /v1
     else:
         command, env = _sglang(config, model, tokenizer, seed)
         env["OFFBEAT_ENGINE_KEY"] = key
@@ -41,10 +41,10 @@ def server_command(
 
 
 def engine_python(config: Config) -> Path:
-    """The Python that starts the servers, asked whether it has their package.
+    """Find the Python that starts the servers, and check that it has their package.
 
     Raises:
-        ConfigError: it is not there, or has not.
+        ConfigError: it does not exist, or lacks the package.
     """
     kind, python = config.inference.engine, _find_python(config)
     try:
@@ -60,7 +60,7 @@ def engine_python(config: Config) -> Path:
 
 
 def _find_python(config: Config) -> Path:
-    """Not resolved, for it is a link that leads out of its environment."""
+    """Return the path unresolved, since it is a link that leads out of its environment."""
     kind = config.inference.engine
     python = Path(config.inference.python or f".venv-{kind}/bin/python").absolute()
     if not python.is_file():
@@ -76,23 +76,23 @@ def _vllm(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[s
     command = [
         "-m", "vllm.entrypoints.cli.main", "serve", model, "--tokenizer", tokenizer, "--dtype", config.model.dtype, "--seed", str(seed),
         "--max-num-seqs", str(inference.max_running),
-        "--generation-config", "vllm",  # else the model's own sampling defaults get into every request
-        "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled
-        "--scheduling-policy", "priority",  # proofs go ahead of what waits
+        "--generation-config", "vllm",  # otherwise the model's own sampling defaults apply to every request
+        "--logprobs-mode", "processed_logprobs",  # those of the distribution that was sampled
+        "--scheduling-policy", "priority",  # proofs go ahead of waiting requests
         "--middleware", "vllm_inside.Inside", "--worker-extension-cls", "vllm_inside.WorkerExtension"]
     env = {"PYTHONPATH": str(Path(inside.__file__ or "").parent), "VLLM_NO_USAGE_STATS": "1"}
     if inference.max_context:
         command += ["--max-model-len", str(inference.max_context)]
     if config.weights.interrupt == "keep":
-        command += ["--no-enable-prefix-caching"]  # new requests must not find what old weights computed
+        command += ["--no-enable-prefix-caching"]  # new requests must not use what old weights computed
     if lora.rank:
         most = str(inference.max_adapters)
-        # As many in memory as are loaded: one that makes room and is asked for again is read from a folder that may be gone.
+        # As many in memory as are loaded: an evicted adapter that is requested again would be read from a folder that may be gone.
         command += ["--enable-lora", "--max-loras", most, "--max-cpu-loras", most, "--max-lora-rank", str(_lora_rank(config))]
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not config.cluster.devices_per_worker:
         command += ["--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES), "--enforce-eager"]
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every engine binds itself to the same first core
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise every engine binds itself to the same first core
     elif config.cluster.devices_per_worker > 1:
         command += ["--tensor-parallel-size", str(config.cluster.devices_per_worker)]
     return command, env
@@ -108,7 +108,7 @@ def _lora_rank(config: Config) -> int:
 def _sglang(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[str], dict[str, str]]:
     inference, lora = config.inference, config.model.lora
     command = [
-        str(Path(inside.__file__ or "").with_name("sglang_keyed.py")),  # the server, with the key out of its environment
+        str(Path(inside.__file__ or "").with_name("sglang_keyed.py")),  # the server, which takes its key from its environment
         "--model-path", model, "--tokenizer-path", tokenizer, "--dtype", config.model.dtype,
         "--random-seed", str(seed), "--max-running-requests", str(inference.max_running)]
     if inference.max_context:

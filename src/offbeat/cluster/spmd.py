@@ -1,8 +1,8 @@
-"""SPMD mode: every rank that torchrun started runs the loop beside its own train engine. Torch lives here; opened by name.
+"""SPMD mode: every rank that torchrun started runs the loop beside its own train engine. Imports torch, so it is opened by name.
 
 Rank 0 leads: it starts the engines, publishes to them, evaluates, writes the run's files and talks to the user. With
 `rollout.single_rank_load` it also draws all data and rolls out, and hands every rank its share of each batch. The other ranks wait for it
-at named points, for as long as it shows life; what it does meanwhile has deadlines of its own.
+at named points for as long as it shows life; whatever it does meanwhile has deadlines of its own.
 """
 
 import asyncio
@@ -44,21 +44,21 @@ from offbeat.telemetry.record import RunRecord
 
 _BEAT_INTERVAL_S = 0.25
 _HEARSAY_LOOKS = 3
-"""Torchrun looks at its ranks every 0.1 s, and may know of a failure before the others do."""
+"""Torchrun checks its ranks every 0.1 s, and may know of a failure before the other ranks do."""
 
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
 async def open_rank(config: Config, place: Place, material: Material, record: RunRecord) -> AsyncIterator[Session]:
-    """This rank's part of a run; see `offbeat.cluster.assemble.open_session`."""
+    """Open this rank's part of a run; see `offbeat.cluster.assemble.open_session`."""
     thread = SideThread("rank", around=work)
     try:
         async with beside(_listen()):
             groups = await thread.run("join", partial(_join, config, place))
             if not place.leads:
                 set_up_logging(record.log_dir / f"rank-{place.rank}.log")
-                if not config.rollout.single_rank_load:  # what this rank rejects is nobody else's to record
+                if not config.rollout.single_rank_load:  # only this rank records what it rejects
                     record.events = EventLog(record.run_dir / f"events-rank-{place.rank}.jsonl")
             peers = RankPeers(groups.sync, thread)
             async with beside(_beat(groups.sync, thread)), AsyncExitStack() as stack:
@@ -84,7 +84,8 @@ async def _open(
 ) -> Session:
     one_loads = config.rollout.single_rank_load
     own, rows = (config, material) if one_loads else (share_limits(config, place), share_rows(material, place))
-    # Engines start beside the trainer, but only the trainer may use collectives then: they come in the same order on every rank.
+    # Engines start while the trainer loads, but only the trainer may use collectives then, as they must come in the same order on every
+    # rank.
     engine, (engines, rewards) = await both(
         _build_engine(config, material, groups, thread, peers),
         both(_start_engines(stack, config, place, record), _start_rewards(stack, own, place, rows, record)))
@@ -124,7 +125,7 @@ async def _open_news(stack: AsyncExitStack, config: Config, place: Place) -> Eng
 
 
 async def _watch_nothing() -> None:
-    """Rank 0 watches the engines."""
+    """Watch nothing: rank 0 watches the engines."""
 
 
 async def _build_engine(
@@ -155,7 +156,7 @@ async def _start_rewards(
 
 
 def _join(config: Config, place: Place) -> ProcessGroups:
-    torch.set_num_threads(config.train.threads)  # torchrun has set one for every process
+    torch.set_num_threads(config.train.threads)  # torchrun has set one thread for every process
     timeout_s = config.dist.init_timeout_s
     if place.leads and not place.store_is_served:
         store = host_store(timeout_s, host=place.store_host, port=place.store_port)
@@ -167,22 +168,22 @@ def _join(config: Config, place: Place) -> ProcessGroups:
 
 
 async def _listen() -> None:
-    """Until cancelled, hear of peers that failed while this rank waits for none of them, or is late itself.
+    """Notice peers that failed while this rank waits for none of them, or is late itself; runs until cancelled.
 
     Raises:
-        PeerError: one has.
+        PeerError: a peer has failed.
     """
     while True:
         try:
             check_peers()
         except PeerError:
-            await asyncio.sleep(_BEAT_INTERVAL_S)  # If the rank's thread waits at a point it hears of it too, and says more.
+            await asyncio.sleep(_BEAT_INTERVAL_S)  # if the rank's thread waits at a point, it hears of it, too, and says more
             raise
         await asyncio.sleep(_BEAT_INTERVAL_S)
 
 
 async def _reason(error: BaseException) -> BaseException:
-    """Why this rank ends. One that is told to end ends because of a peer that failed, if there is one: torchrun ends the others then."""
+    """Find why this rank ends. A cancelled rank ends because of a failed peer, if there is one: torchrun ends the others then."""
     if isinstance(error, asyncio.CancelledError):
         for _ in range(_HEARSAY_LOOKS):
             try:
@@ -196,7 +197,7 @@ async def _reason(error: BaseException) -> BaseException:
 async def _beat(sync: Sync, thread: SideThread) -> None:
     """Say that this rank's loop is alive while it waits for rollouts and engines, under their own deadlines.
 
-    Not while the rank's thread works: a loop that lives says nothing of a thread that hangs.
+    It does not while the rank's thread works: a live loop says nothing about a thread that hangs.
     """
     while True:
         if thread.idle:
@@ -205,7 +206,7 @@ async def _beat(sync: Sync, thread: SideThread) -> None:
 
 
 def _tell_torchrun(error: BaseException) -> None:
-    """Torchrun's last words are a table of the ranks that failed; what a rank writes to this file stands in it."""
+    """Write the error to the file from which torchrun takes its final table of failed ranks."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"
         details = {"message": text, "extraInfo": {"timestamp": int(time.time())}}

@@ -33,22 +33,22 @@ from offbeat.weights.publish import PublishReport
 T = TypeVar("T")
 
 _LOOK_S = 0.25
-"""Between two looks at where rank 0's engines are."""
+"""Interval between two looks at the addresses of rank 0's engines."""
 
 _log = logging.getLogger(__name__)
 
 
 class RankPeers:
-    """The ranks, as the loop's peers: named waits over the gloo group."""
+    """The ranks as the loop's peers: named waits over the gloo group."""
 
     def __init__(self, sync: Sync, thread: SideThread) -> None:
         self._sync = sync
         self._thread = thread
 
     async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any, *, timeout_s: float | None = None) -> T:
-        """See `Peers.lead`; a leader that fails tells the others when its run ends.
+        """Let rank 0 do some work and share its result; see `Peers.lead`. A leader that fails tells the others when its run ends.
 
-        `timeout_s` is for work of which a part runs in the leader's thread, where it shows no life.
+        `timeout_s` is for work that partly runs in the leader's thread, where it shows no life.
         """
         result = await work() if self._sync.rank == 0 else None
         data = wire.encode(result) if self._sync.rank == 0 else None
@@ -65,7 +65,7 @@ class RankPeers:
 
 @dataclass(frozen=True)
 class Published:
-    """How a publish went, and where the engines are now, by name; one that was started anew has another URL."""
+    """Result of a publish, and the current URLs of the engines by name; a restarted engine has another URL."""
 
     report: PublishReport
     urls: dict[str, str]
@@ -73,14 +73,14 @@ class Published:
 
 @dataclass(frozen=True)
 class FollowingPublisher:
-    """Publishing on a rank that does not lead: it gives its weights, and goes on when rank 0 lets it.
+    """Publishing on a rank that does not lead: it contributes its weights, and continues when rank 0 releases it.
 
-    Rank 0 does so when engines serve whole weights, and when it has written an adapter. It is waited for as long as it shows life.
+    Rank 0 does so when engines serve whole weights, or when it has written an adapter. It is waited for as long as it shows life.
 
     Attributes:
         give: this rank's part in writing a version.
-        timeout_s: seconds for rank 0 to write the weights, on top of what it shows life in.
-        on_published: hears how it went, if this rank is told.
+        timeout_s: seconds that rank 0 has to write the weights, during which it may show no life.
+        on_published: called with the result, if this rank is told.
     """
 
     give: Callable[[Version], Awaitable[object]]
@@ -89,7 +89,7 @@ class FollowingPublisher:
     on_published: Callable[[Published], None] = lambda _published: None
 
     async def publish(self, version: Version, *, on_served: OnServed) -> None:
-        """See `Publishing.publish`.
+        """Contribute to a version and wait for rank 0; see `Publishing.publish`.
 
         Raises:
             PeerError: rank 0 failed.
@@ -101,11 +101,11 @@ class FollowingPublisher:
             on_served(published.report)
 
     async def settle(self) -> None:
-        """See `Publishing.settle`: rank 0 waits for engines, and this rank for rank 0 where it needs it."""
+        """Do nothing; see `Publishing.settle`. Rank 0 waits for engines, and this rank for rank 0 where it needs it."""
 
 
 def make_release(pool: EnginePool, config: Config, peers: RankPeers) -> Release:
-    """How rank 0, which brings weights to the engines of the pool, lets the other ranks go on."""
+    """Return the function by which rank 0, which brings weights to the pool's engines, releases the other ranks."""
 
     async def release(report: PublishReport | None) -> None:
         published = report and Published(report, _urls_of(pool))
@@ -115,7 +115,7 @@ def make_release(pool: EnginePool, config: Config, peers: RankPeers) -> Release:
 
 
 async def _pass_published(peers: RankPeers, published: Published | None, *, timeout_s: float) -> Published | None:
-    """The point at which ranks leave a publish; gives what rank 0 tells."""
+    """Meet at the point at which ranks leave a publish; returns what rank 0 tells."""
 
     async def told() -> Published | None:
         return published
@@ -126,7 +126,7 @@ async def _pass_published(peers: RankPeers, published: Published | None, *, time
 def follow(
     trainers: RankTrainers, material: Material, config: Config, peers: RankPeers, *, followed: "Followed | None" = None,
 ) -> FollowingPublisher:
-    """The publisher of a rank that does not lead; one that rolls out routes to what rank 0 proved."""
+    """Create the publisher of a rank that does not lead; one that rolls out routes to the engines that rank 0 has proven."""
     canary = choose_canary(material, config)
 
     async def give_weights(version: Version) -> None:
@@ -137,13 +137,13 @@ def follow(
 
 
 class EngineNews:
-    """Where rank 0's engines are, for ranks that cannot wait for the next publish; told and read without meeting."""
+    """Addresses of rank 0's engines, for ranks that cannot wait for the next publish; shared without a sync point."""
 
     def __init__(self, notice: Notice) -> None:
         self._notice = notice
 
     async def watch(self, pool: EnginePool) -> None:
-        """On rank 0, until cancelled: tell of each engine that was started anew, with the URLs of all."""
+        """On rank 0: announce each restarted engine with the URLs of all engines, until cancelled."""
         told = _urls_of(pool)
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -151,14 +151,14 @@ class EngineNews:
                 try:
                     await self._notice.put_up(wire.encode_json(urls).decode())
                     told = urls
-                except DeadlineError as exc:  # the next publish tells
+                except DeadlineError as exc:  # the next publish announces it
                     _log.warning("the other ranks cannot be told where engines are: %s", exc)
 
     async def find(self, engine: EngineClient) -> str:
-        """On another rank: where the engine is now.
+        """On another rank: return the engine's current URL.
 
         Raises:
-            EngineError: it is where it was, as far as rank 0 has told.
+            EngineError: as far as rank 0 has announced, the engine has not moved.
             DeadlineError: the store does not answer.
         """
         text = await self._notice.read()
@@ -173,35 +173,33 @@ def _urls_of(pool: EnginePool) -> dict[str, str]:
 
 
 class Followed:
-    """The engines as rank 0 has published to them, in the pool of another rank."""
+    """In the pool of another rank: the engines as rank 0 has published to them."""
 
     def __init__(self, pool: EnginePool, config: InferenceConfig, *, find: Callable[[EngineClient], Awaitable[str]]) -> None:
-        """`find` tells where an engine is now that is no longer where it was; see `EngineNews.find`."""
+        """`find` returns the new URL of an engine that is no longer at its old one; see `EngineNews.find`."""
         self._pool = pool
         self._config = config
         self._find = find
         self._version: Version | None = None
 
     def take(self, published: Published) -> None:
-        """Route to those engines that serve a version, where they are now, and to no other."""
+        """Route to the engines that serve a version, at their current URLs, and to no others."""
         pool, report = self._pool, published.report
         self._version = report.version
         for name, state in pool.states.items():
             if name not in report.serving:
                 pool.quarantine(name, report.quarantined.get(name, "rank 0 has taken it out of service"))
             elif state in (State.QUARANTINED, State.HEALING) or pool.client(name).url != published.urls[name]:
-                pool.quarantine(name, "rank 0 has started it anew")  # where this rank has not even missed it
+                pool.quarantine(name, "rank 0 has started it anew")  # even where this rank has not missed it
                 pool.mark_healing(name, url=published.urls[name])
                 pool.restore(name, report.version)
             else:
                 pool.admit(name, report.version)
 
     async def watch(self) -> None:
-        """Until cancelled, notice engines that fail, and take them back, wherever they are now, once rank 0 has healed them to what is
-        published.
-        """
+        """Notice failing engines, and restore them at their current URLs once rank 0 has healed them; runs until cancelled."""
         interval_s = self._config.probe_interval_s
-        # Rank 0 does the work; this rank only looks whether it is done, and may do so often.
+        # Rank 0 does the healing; this rank only checks whether it is done, and may do so often.
         healer = Healer(
             self._pool, reload=self._look, restart=lambda name: self._find(self._pool.client(name)), probe_interval_s=interval_s,
             probe_timeout_s=self._config.probe_timeout_s, max_backoff_s=interval_s)

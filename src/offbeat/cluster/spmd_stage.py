@@ -1,4 +1,4 @@
-"""What a rank of SPMD mode rolls out: nothing, or its share on rank 0's engines. Rank 0 itself has a plain `Arena`. Torch-free."""
+"""Rollouts of a rank in SPMD mode: none, or its share on rank 0's engines. Rank 0 itself has a plain `Arena`. Torch-free."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Bystander:
 
 @dataclass(frozen=True)
 class NoRollouts:
-    """Rollouts of a rank that rolls nothing out."""
+    """Rollouts of a rank that does not roll out."""
 
     sampling: Sampling
     in_flight: tuple[str, ...] = ()
@@ -47,14 +47,14 @@ class NoRollouts:
         pass
 
     async def prepare_batch(self) -> list[Group]:
-        """Nothing: the batch comes to the trainers."""
+        """Return nothing: rank 0 sends the batch to the trainers."""
         return []
 
     def publish(self, version: Version) -> None:
-        """Nothing is admitted."""
+        """Do nothing, since nothing is admitted."""
 
     def take_stats(self) -> StatsPart:
-        """Nothing became of anything."""
+        """Return empty statistics."""
         return StatsPart()
 
     async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:  # noqa: ARG002
@@ -63,7 +63,7 @@ class NoRollouts:
 
 
 def share_limits(config: Config, place: Place) -> Config:
-    """The configuration of one head: every limit that counts groups or sequences divided by the number of heads.
+    """Return the configuration of one head: every limit that counts groups or sequences is divided by the number of heads.
 
     Raises:
         ConfigError: a batch has fewer groups or sequences than there are heads.
@@ -81,7 +81,7 @@ def share_limits(config: Config, place: Place) -> Config:
 
 
 def share_rows(material: Material, place: Place) -> Material:
-    """The rows that one head draws.
+    """Return the material with the rows that one head draws.
 
     Raises:
         DataError: there are fewer rows than heads.

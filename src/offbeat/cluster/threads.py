@@ -1,6 +1,6 @@
-"""How many CPU threads each process of a run gets, from the cores that this process may use. Torch-free.
+"""Chooses how many CPU threads each process of a run gets, from the cores that this process may use. Torch-free.
 
-Called once, before anything is started and recorded, so that a run's own `config.toml` says what was chosen.
+Called once, before anything is started and recorded, so that a run's own `config.toml` states the choice.
 """
 
 import os
@@ -12,21 +12,21 @@ from offbeat.config.root import Config
 
 _CONTROLLER = Place()
 _MOST_BESIDE_DEVICE = 4
-"""An accelerator computes, and the cores only feed it: they read, convert and write weights, which a few threads do as fast as many."""
+"""Most threads beside an accelerator: the cores only feed it, moving and converting weights, which a few threads do as well as many."""
 
 
 def choose_threads(config: Config, *, cores: int, place: Place = _CONTROLLER, trains: bool = True) -> Config:
-    """The configuration with numbers in place of a `train.threads` or `inference.threads` of 0.
+    """Return the configuration with numbers in place of a `train.threads` or `inference.threads` of 0.
 
-    The cores of a machine are divided among the ranks and engines that this run has there; see `divide_cores`. Of a Ray cluster nobody
-    knows beforehand which machine a worker comes to and who else is on it, so there each asks for one core and computes on one.
+    The cores of a machine are divided among the ranks and engines that this run has there; see `divide_cores`. On a Ray cluster it is
+    unknown beforehand which machine a worker is placed on and what else runs there, so each worker requests one core and computes on one.
 
     Args:
-        cores: what this process may use.
-        trains: whether there are train ranks. What there is none of keeps its 0.
+        cores: number of cores that this process may use.
+        trains: whether there are train ranks. A setting without processes keeps its 0.
     """
     spmd = config.run.mode == "spmd"
-    is_first_machine = place.rank == place.local_rank  # where rank 0 is, which starts the engines
+    is_first_machine = place.rank == place.local_rank  # the machine of rank 0, which starts the engines
     num_ranks = (place.local_world if spmd else config.train.num_ranks) if trains else 0
     num_engines = config.inference.num_engines if is_first_machine and not config.inference.urls else 0
     on_cluster = config.cluster.launcher == "ray" and bool(config.cluster.ray_address)
@@ -45,13 +45,13 @@ def choose_threads(config: Config, *, cores: int, place: Place = _CONTROLLER, tr
 def divide_cores(
     cores: int, *, num_ranks: int, num_engines: int, rank_threads: int = 0, engine_threads: int = 0,
 ) -> tuple[int, int]:
-    """Threads for each train rank and each engine of one machine, at least 1.
+    """Return the number of threads for each train rank and each engine of one machine, at least 1.
 
-    Both get the same share, and what that leaves goes to the ranks as far as it can be divided. The rule is the same for runs whose ranks
-    and engines take turns, as with a staleness of 0: idle threads cost nothing, but a run may let its engines go ahead at any time.
+    Both get the same share, and the remainder goes to the ranks as far as it can be divided. The rule is the same for runs whose ranks and
+    engines take turns, as with a staleness of 0: idle threads cost nothing, and a run may let its engines go ahead at any time.
 
     Args:
-        rank_threads, engine_threads: what is given already, and stays; 0 is to be chosen from what the others leave.
+        rank_threads, engine_threads: numbers that are given and stay; 0 is chosen from the cores that the others leave.
     """
     if not engine_threads:
         sharing = num_engines + (0 if rank_threads else num_ranks)
@@ -62,30 +62,30 @@ def divide_cores(
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those of its affinity, within a container's quota."""
+    """Return the number of cores that this process may use: those of its affinity, within a container's quota."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return min([len(affinity), *quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))])
 
 
 def quotas(mount: Path, membership: Path) -> Iterator[int]:
-    """Whole cores, at least 1, that each control group of a process allows it, those that hold it included; of either version.
+    """Yield the whole cores, at least 1, that each control group of a process and its ancestors allow; for versions 1 and 2.
 
     Args:
-        mount: where control groups are shown.
-        membership: the process's groups, a line "ID:CONTROLLERS:PATH" for each hierarchy; without controllers it is version 2.
+        mount: where control groups are mounted.
+        membership: file with the process's groups, a line "ID:CONTROLLERS:PATH" for each hierarchy; without controllers it is version 2.
     """
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = mount / "cpu" if controllers else mount
-        lowest = top / path.strip("/")  # shown only to a process outside of any container
+        lowest = top / path.strip("/")  # visible only to a process outside of any container
         for group in [lowest, *lowest.parents]:
             if group.is_relative_to(top):
                 quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
                 if not controllers:
                     quota, _, period = _read(group / "cpu.max").partition(" ")
-                if quota.isdigit() and period.isdigit():  # else it is "max" or -1: no quota
+                if quota.isdigit() and period.isdigit():  # otherwise "max" or -1: no quota
                     yield max(1, int(quota) // int(period))
 
 

@@ -1,1 +1,1 @@
-"""Trajectories, batches, tokenizers and datasets, in numpy; no torch."""
+"""Rows, tokenizers, trajectories and batches, and their packing and balancing; in numpy, without torch."""

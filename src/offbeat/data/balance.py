@@ -1,8 +1,8 @@
-"""Splitting items of known cost over ranks so that no rank is much busier than another, with a certificate of how good the split is.
+"""Splits items of known cost over ranks so that no rank is much busier than another, with a certificate of how good the split is.
 
-Called by `data/packing.py`. Every item appears in exactly one part, ties are broken by index, so every process computes the same split.
-`partition` takes the best of its methods: longest-first, then moves and swaps; Karmarkar-Karp differencing where that leaves a gap; and for
-a dozen items or fewer, the optimum.
+Called by `data/packing.py`. Every item appears in exactly one part, and ties are broken by index, so every process computes the same
+split. `partition` takes the best of its methods: longest-first, then moves and swaps; Karmarkar-Karp differencing where that leaves a gap;
+and for a dozen items or fewer, the optimum.
 """
 
 import heapq
@@ -16,7 +16,7 @@ import numpy as np
 from offbeat.errors import DataError
 
 GOOD_GAP = 5e-5
-"""A split this close to the lower bound is not improved further: 0.005 % of a step is less than its time varies by."""
+"""A split this close to the lower bound is not improved further: 0.005 % of a step is less than the variation of its time."""
 _MAX_EXACT_ITEMS = 12
 _MAX_DIFFERENCING_WORK = 4_000_000
 _PARTNERS = 6
@@ -29,9 +29,9 @@ class Partition:
     """A split and its certificate.
 
     Attributes:
-        parts: k tuples of item indices, rising; some are empty when there are fewer items than parts.
-        largest: cost of the dearest part.
-        lower_bound: no split has a dearest part below this.
+        parts: k tuples of item indices, ascending; some are empty when there are fewer items than parts.
+        largest: cost of the most expensive part.
+        lower_bound: no split has a most expensive part below this.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -40,17 +40,17 @@ class Partition:
 
     @property
     def gap(self) -> float:
-        """How far the dearest part is above the lower bound, as a share of it; 0 is proven optimal."""
+        """How far the most expensive part exceeds the lower bound, as a share of the bound; 0 is proven optimal."""
         return self.largest / self.lower_bound - 1.0 if self.lower_bound else 0.0
 
 
 def partition(costs: Sequence[float] | np.ndarray, k: int, *, equal_size: bool = False) -> Partition:
-    """Split items into k parts with the smallest possible dearest part.
+    """Split items into k parts so that the most expensive part costs as little as possible.
 
     Args:
         costs: [N] non-negative, one per item.
         k: number of parts, at least 1; it may exceed N.
-        equal_size: numbers of items in parts differ by at most 1.
+        equal_size: the numbers of items in parts differ by at most 1.
 
     Raises:
         DataError: k < 1, or a cost is negative or not finite.
@@ -67,9 +67,13 @@ def partition(costs: Sequence[float] | np.ndarray, k: int, *, equal_size: bool =
 
 
 def lower_bound(costs: np.ndarray, k: int) -> float:
-    """The largest of three bounds on the dearest part: the mean, the dearest item, and what the pigeonhole principle says.
+    """Return the largest of three lower bounds on the most expensive part: the mean, the most expensive item, and the pigeonhole bound.
 
-    Of the j k + 1 dearest items some part holds at least j + 1, which cost at least the j + 1 cheapest of them.
+    Of the j k + 1 most expensive items some part holds at least j + 1, which cost at least the j + 1 cheapest of them.
+
+    Args:
+        costs: [N] float64, non-negative.
+        k: number of parts.
     """
     if not len(costs):
         return 0.0
@@ -79,24 +83,24 @@ def lower_bound(costs: np.ndarray, k: int) -> float:
     pigeonhole = [sums[end] - sums[end - (j + 2)] for j, end in enumerate(ends.tolist())]
     bound = float(max(sums[-1] / k, descending[0], *pigeonhole))
     whole = bool((costs == np.floor(costs)).all()) and sums[-1] < 2**53
-    return float(np.ceil(bound)) if whole else bound  # whole costs have a whole sum
+    return float(np.ceil(bound)) if whole else bound  # a sum of whole costs is whole
 
 
 def karmarkar_karp(seqlen_list: Sequence[float] | np.ndarray, k_partitions: int, equal_size: bool) -> Parts:
-    """Largest differencing: always combine the two partial splits whose parts differ most, dearest part with cheapest.
+    """Largest differencing: repeatedly combine the two partial splits with the largest spread, most expensive parts with cheapest.
 
-    Partial splits keep only their parts that hold something, and a part is a tree of the parts it came from, so a merge copies no items.
+    Partial splits keep only their non-empty parts, and a part is a tree of the parts it came from, so merging copies no items.
 
     Args:
         seqlen_list: [N] costs.
         k_partitions: number of parts.
-        equal_size: start from blocks of k items, one for each part, so that numbers of items differ by at most 1.
+        equal_size: start from blocks of k items, one per part, so that numbers of items differ by at most 1.
 
     Returns:
         k lists of item indices.
 
     Raises:
-        DataError: as `partition`.
+        DataError: as for `partition`.
 
     Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982.
     """
@@ -117,10 +121,10 @@ def karmarkar_karp(seqlen_list: Sequence[float] | np.ndarray, k_partitions: int,
 
 
 def longest_first(costs: Sequence[float], k: int) -> Parts:
-    """Give each item, dearest first, to the part that is cheapest so far: at most 4/3 - 1/(3k) times the optimum.
+    """Give each item, most expensive first, to the part that is cheapest so far: at most 4/3 - 1/(3k) times the optimum.
 
     Raises:
-        DataError: as `partition`.
+        DataError: as for `partition`.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
     """
@@ -144,11 +148,11 @@ def _largest(values: np.ndarray, parts: Parts) -> float:
 def _longest_first(costs: list[float], k: int, *, equal_size: bool) -> Parts:
     least, extra = divmod(len(costs), k) if equal_size else (len(costs), 0)
     parts: Parts = [[] for _ in range(k)]
-    # The number of items breaks ties, so that items of no cost are spread too.
+    # The number of items breaks ties, so that items without cost are spread, too.
     open_parts = [(0.0, 0, part) for part in range(k)]
     for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         load, count, part = open_parts[0]
-        while count >= least and not extra:  # `extra` parts hold one item more; the others are full now
+        while count >= least and not extra:  # only `extra` parts hold one more item; others are full
             heapq.heappop(open_parts)
             load, count, part = open_parts[0]
         parts[part].append(item)
@@ -165,7 +169,7 @@ def _spread(split: list[tuple[float, Any]], k: int) -> float:
 
 
 def _merge(first: list[tuple[float, Any]], second: list[tuple[float, Any]], k: int) -> list[tuple[float, Any]]:
-    """Both are sorted, dearest first; only where together they have more than k parts do two have to share one."""
+    """Merge two splits, each sorted by falling cost; two parts are combined only where there are more than k together."""
     shared = max(len(first) + len(second) - k, 0)
     alone_first, alone_second = len(first) - shared, len(second) - shared
     merged = first[:alone_first] + second[:alone_second]
@@ -187,7 +191,7 @@ def _leaves(tree: Any) -> list[int]:
 
 
 def _refine(values: np.ndarray, parts: Parts, bound: float, *, equal_size: bool) -> Parts:
-    """Take cost from the dearest part by a move or a swap with one of the cheapest, until none helps or the bound is near.
+    """Reduce the most expensive part by a move or a swap with one of the cheapest, until none helps or the bound is near.
 
     Each exchange brings two parts closer without passing each other, so the sum of squared loads falls and the search ends.
     """
@@ -209,10 +213,14 @@ def _refine(values: np.ndarray, parts: Parts, bound: float, *, equal_size: bool)
 
 
 def _best_exchange(values: np.ndarray, high: list[int], low: list[int], difference: float, *, move: bool) -> tuple[int, int | None] | None:
-    """The exchange that halves the difference most nearly: an item of `high`, and of `low` or None for a move. None if none lessens it."""
+    """Find the exchange that comes closest to halving the difference of two parts.
+
+    Returns:
+        An item of `high`, and one of `low`, or None for a move. None if no exchange reduces the difference.
+    """
     dear, cheap = values[high], values[low]
     if move:
-        cheap = np.concatenate([[0.0], cheap])  # an item of no cost stands for getting nothing back
+        cheap = np.concatenate([[0.0], cheap])  # an item without cost stands for a move, which gets nothing back
     if not len(dear) or not len(cheap):
         return None
     at = np.searchsorted(cheap, dear - difference / 2)
@@ -239,7 +247,7 @@ def _apply(values: np.ndarray, members: Parts, loads: np.ndarray, high: int, low
 
 
 def _exact(costs: list[float], k: int, best: Parts, bound: float, *, equal_size: bool) -> Parts:
-    """The optimum by depth-first search, dearest items first, cut off by the best split known and by parts that are alike."""
+    """Find the optimum by depth-first search, most expensive items first, pruned by the best known split and by parts that are alike."""
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     least, extra = divmod(len(costs), k)
     most = least + (extra > 0) if equal_size else len(costs)

@@ -1,7 +1,7 @@
 """A chat as supervised fine-tuning sees it: the tokens that a model would have seen and written, and which of them it would have written.
 
-Called by `data.supervised`. Where the template has `{% generation %}` spans, they say what the assistant writes; elsewhere it is what a
-render with the answer has beyond the render that asks for it. The token that ends the turn belongs to it.
+Called by `data.supervised`. Where the template has `{% generation %}` spans, they mark what the assistant writes; elsewhere it is whatever
+a rendering with the answer adds to the rendering that asks for it. The token that ends the turn is part of it.
 """
 
 import re
@@ -23,10 +23,10 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A chat as its template writes it.
+    """A chat as rendered by its template.
 
     Attributes:
-        spans: characters that the assistant wrote and that are trained on, in rising order; those before them are given.
+        spans: ranges of characters that the assistant wrote and that are trained on, ascending; text before them is given.
         is_open: whether the last span lacks the token that ends a turn.
     """
 
@@ -35,16 +35,16 @@ class MarkedText:
     is_open: bool
 
     def sequence(self, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [L] int32 up to the end of the last span, the end token among them, and loss_mask [L] bool.
+        """Encode the text up to the end of the last span, including the end token: tokens [L] int32 and loss_mask [L] bool.
 
-        The text is encoded as a whole, or in parts where a token would reach over the edge of a span: a model that answers sees its prompt
-        encoded without the answer, so no token holds some of both.
+        The text is encoded as a whole, or in parts where a token would cross the edge of a span: a model that answers sees its prompt
+        encoded without the answer, so no token may hold some of both.
         """
         text = self.text[: self.spans[-1][1]]
         bounds = sorted({0, *(edge for span in self.spans for edge in span)})
         encoding = tokenizer.hf.backend_tokenizer.encode(text, add_special_tokens=False)
         ids, ends = np.array(encoding.ids, np.int64), np.array([end for _, end in encoding.offsets], np.int64)
-        # Offsets may leave out white space in front of a token: it belongs to the token, if to any.
+        # Offsets may leave out white space before a token, which then belongs to that token.
         starts = np.minimum([start for start, _ in encoding.offsets], np.concatenate([[0], ends[:-1]]))
         if all(not ((starts < edge) & (edge < ends)).any() for edge in bounds):
             mask = np.zeros(len(ids), bool)
@@ -60,17 +60,17 @@ class MarkedText:
 
 
 def mark_answers(messages: Messages, tokenizer: Tokenizer, *, turns: Literal["all", "last"]) -> list[MarkedText]:
-    """What a chat teaches: one text, or more where the template writes a turn differently once others follow it.
+    """Return what a chat teaches: one text, or several where the template writes a turn differently once others follow it.
 
-    Such a template (one that drops the reasoning of earlier turns) gives a model other tokens to continue from than it wrote itself, so
-    that each turn is a text of its own, as it was when the turn was written.
+    Such a template (one that drops the reasoning of earlier turns) shows a model other tokens to continue from than it wrote itself, so
+    each turn becomes a text of its own, as it was when the turn was written.
 
     Args:
-        messages: each with `role` and `content`. What the assistant says first of all answers nothing and is not trained on.
+        messages: each with `role` and `content`. A first message by the assistant answers nothing and is not trained on.
         turns: which of the assistant's messages are trained on.
 
     Raises:
-        DataError: no message is the assistant's, one is empty, or the template leaves it out or changes what comes before it.
+        DataError: no message is the assistant's, one is empty, or the template omits it or changes what precedes it.
         ModelError: there is no chat template, or it refuses these messages.
     """
     answers = [index for index, message in enumerate(messages) if index and message["role"] == "assistant"]
@@ -86,7 +86,7 @@ def mark_answers(messages: Messages, tokenizer: Tokenizer, *, turns: Literal["al
 
 
 def _answer(messages: Messages, index: int, tokenizer: Tokenizer) -> MarkedText:
-    """The chat up to the message at `index`, which is the assistant's."""
+    """Render the chat up to the assistant's message at `index`, and mark that message."""
     if not messages[index]["content"].strip():
         raise DataError(f"message {index} of the chat, the assistant's, is empty; there is nothing to imitate")
     text = tokenizer.chat_text(messages[: index + 1], to_answer=False)
@@ -117,10 +117,10 @@ def _marked_spans(messages: Messages, text: str, tokenizer: Tokenizer) -> list[S
 
 
 def _end_of_turn(text: str, start: int, content: str, tokenizer: Tokenizer) -> int | None:
-    """Where the token that ends the turn ends; None if the turn ends without one.
+    """Find the end of the token that ends the turn; None if the turn ends without one.
 
-    It is the added token right behind the message: generation stops there, and what the template writes after it is not generated. Where
-    the template has changed the message, it is the last of those with which the text ends.
+    It is the added token right after the message: generation stops there, and what the template writes after it is never generated. Where
+    the template has changed the message, it is the last added token at the end of the text.
     """
     added = sorted(map(str, tokenizer.hf.added_tokens_decoder.values()), key=len, reverse=True)
     token = "|".join(map(re.escape, added))

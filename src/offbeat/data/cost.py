@@ -1,10 +1,10 @@
-"""What a rank's share of a training step takes, in seconds: a L + b L² + c, guessed from the model's sizes and fitted to measured times.
+"""Time of a rank's share of a training step in seconds, a L + b L² + c, estimated from the model's sizes and fitted to measured times.
 
-`data/packing.py` balances by it, `cluster/shards.py` feeds it what each rank measured. Numpy only.
+`data/packing.py` balances by it, and `cluster/shards.py` passes it what each rank measured. Numpy only.
 
-*Work* is an array [..., 2] float64 of row tokens and attention squares. A run of n tokens behind a prefix of p tokens has n² + 2np squares,
-twice its pairs of tokens that look at one another. So a sequence of L tokens has L² of them, however it is cut into a prefix and a run, and
-a shared prompt counts once. Work adds up: runs to units, units to ranks.
+*Work* is an array [..., 2] float64 of row tokens and attention squares. A run of n tokens behind a prefix of p tokens has n² + 2np
+squares, twice the number of its pairs of attending tokens. So a sequence of L tokens has L² squares, however it is cut into a prefix and a
+run, and a shared prompt counts once. Work is additive: over the runs of a unit, and over the units of a rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,9 @@ _NOMINAL_FLOPS_PER_S = 1e12
 _FORGETTING = 0.95
 _FIRST_STEP_WEIGHT = 0.01
 _SHORTEST_S = 1e-6
-# How wrong the guess before any measurement may be: linear and quadratic apart by this share of the larger, the constant by this share of
-# a step, and the noise of a measured time. A ridge weighs as much as the noise, squared, by the first two.
+# Scales of error before any measurement: linear and quadratic coefficients differ by this share of the larger one, the constant is this
+# share of a step, and measured times have this relative noise. A ridge is weighted by noise squared over the square of one of the first
+# two.
 _RATIO_ERROR = 0.7
 _CONSTANT_ERROR = 0.5
 _NOISE = 0.1
@@ -45,20 +46,20 @@ class CostModel:
                 raise DataError(f"CostModel.{name} must be finite and not negative, got {value}")
 
     def load(self, work: np.ndarray) -> np.ndarray:
-        """[..., 2] work to [...] seconds, without the constant: what balancing spreads."""
+        """Return the [...] seconds of [..., 2] work, without the constant: the quantity that balancing spreads."""
         return work @ np.array([self.linear, self.quadratic])
 
 
 TOKENS = CostModel(1.0, 0.0)
-"""Balances by row tokens."""
+"""Cost model that balances by row tokens alone."""
 
 
 def run_work(lengths: Sequence[int] | np.ndarray | int, prefix_lengths: Sequence[int] | np.ndarray | int = 0) -> np.ndarray:
-    """Work of runs of tokens, each behind a prefix that it does not compute itself.
+    """Compute the work of runs of tokens, each behind a prefix that it does not compute itself.
 
     Args:
-        lengths: [...] tokens of each run.
-        prefix_lengths: [...], or one for all.
+        lengths: [...] integer, tokens of each run.
+        prefix_lengths: [...] integer, tokens of each prefix, or one number for all.
 
     Returns:
         [..., 2] float64.
@@ -68,15 +69,15 @@ def run_work(lengths: Sequence[int] | np.ndarray | int, prefix_lengths: Sequence
 
 
 def prior(model_config: Mapping[str, Any]) -> CostModel:
-    """The cost that a model's sizes suggest, from floating-point operations, before anything was measured.
+    """Estimate the cost from a model's sizes, by counting floating-point operations, before anything is measured.
 
     Args:
-        model_config: contents of a config.json. Where it has a `text_config`, that counts. Of a mixture of experts, those that one token
-            visits count. A size that it does not name is guessed: width 2048, 24 layers, heads of 128, as many key as query heads, 8 width²
-            parameters in a feed-forward layer, no output head. Windows and compressed keys are not looked at.
+        model_config: contents of a config.json, or of its `text_config` if it has one. In a mixture of experts, only the experts that one
+            token visits count. Missing sizes are guessed: width 2048, 24 layers, heads of 128, as many key as query heads, 8 width²
+            parameters in a feed-forward layer, no output head. Sliding windows and compressed keys are ignored.
 
     Returns:
-        Only the ratio of its coefficients means something: the speed of the device is unknown. The constant is 0.
+        A model whose coefficients are meaningful only as a ratio, because the speed of the device is unknown. The constant is 0.
     """
     config = model_config.get("text_config") or model_config
     hidden = _size(config, "hidden_size", "n_embd", "d_model", default=2048)
@@ -88,21 +89,21 @@ def prior(model_config: Mapping[str, Any]) -> CostModel:
         config, "moe_intermediate_size", "intermediate_size", default=8 * hidden // 3)
     ffn += _size(config, "shared_expert_intermediate_size", default=0)
     weights = layers * hidden * (2 * head_dim * (heads + kv_heads) + 3 * ffn) + hidden * _size(config, "vocab_size", default=0)
-    # Forward and backward make three passes. Each takes two operations per weight and token; and four per pair, which is half a square,
-    # and head dimension: two for scores, two for values.
+    # Forward and backward make three passes. Each takes two operations per weight and token, and four (two for scores, two for values) per
+    # head dimension and attending pair, which is half a square.
     linear, quadratic = 3 * 2 * weights, 3 * 4 * layers * heads * head_dim / 2
     return CostModel(linear / _NOMINAL_FLOPS_PER_S, quadratic / _NOMINAL_FLOPS_PER_S)
 
 
 class CostFit:
-    """Keeps a cost model true to what ranks measure: least squares of the *relative* error, so that a slow step pulls little.
+    """Fits a cost model to what ranks measure: least squares of the *relative* error, so that one slow step has little influence.
 
-    Old steps are forgotten at 5 % per step. Where the times cannot tell (after good balancing all ranks have like loads) a weak ridge keeps
-    linear and quadratic in the prior's ratio and the constant at 0. Coefficients are never negative. The first step, which pays for
-    warming up, counts for little.
+    The weight of old steps decays by 5 % per step. Where the times carry no information (after good balancing all ranks have similar
+    loads), a weak ridge keeps linear and quadratic in the prior's ratio and the constant at 0. Coefficients are never negative. The first
+    step, which includes warming up, gets little weight.
 
     Attributes:
-        model: the present cost model; the prior until something was measured.
+        model: the current cost model; the prior until something was measured.
     """
 
     def __init__(self, prior: CostModel) -> None:
@@ -110,7 +111,7 @@ class CostFit:
         self._prior = prior
         self._scale = 0.0  # the larger of the fitted coefficients, in units of the prior's; 0 for not fitted yet
         self._variance = _NOISE**2  # of the relative error
-        # Of rows (seconds by the prior for tokens, for squares, and 1) / measured seconds, which the coefficients should map to 1.
+        # Sums over rows (prior's seconds for tokens, for squares, and 1) / measured seconds, which the coefficients should map to 1.
         self._gram = np.zeros((3, 3))
         self._sum = np.zeros(3)
         self._weight = 0.0
@@ -119,11 +120,11 @@ class CostFit:
         """Learn from one step.
 
         Args:
-            work: [R, 2] of each rank.
-            busy_s: [R] seconds that each rank computed, waiting left out; one below a microsecond is passed over.
+            work: [R, 2] float64, work of each rank.
+            busy_s: [R] seconds that each rank computed, without waiting; times below a microsecond are ignored.
 
         Raises:
-            DataError: not one time per rank, or a time is negative or not finite.
+            DataError: the number of times is not R, or a time is negative or not finite.
         """
         seconds = np.asarray(busy_s, dtype=np.float64)
         if seconds.shape != work.shape[:1] or not (np.isfinite(seconds) & (seconds >= 0)).all():
@@ -139,15 +140,15 @@ class CostFit:
         self._weight = _FORGETTING * self._weight + weight * len(rows)
         fitted = _non_negative_minimum(self._gram + self._ridge(), self._sum)
         candidate = CostModel(float(fitted[0]) * self._prior.linear, float(fitted[1]) * self._prior.quadratic, float(fitted[2]))
-        if candidate.load(work).any():  # times that do not grow with the work say nothing of its cost
+        if candidate.load(work).any():  # times that do not grow with the work carry no information
             self.model, self._scale = candidate, float(fitted[:2].max())
             squared_error = fitted @ self._gram @ fitted - 2 * self._sum @ fitted + self._weight
             self._variance = float(max(squared_error, 0.0) + _NOISE**2) / (self._weight + 1)
 
     def _ridge(self) -> np.ndarray:
-        """What holds the coefficients: (linear - quadratic)² by the square of the larger, and constant² by that of the mean time.
+        """Return the [3, 3] penalty: (linear - quadratic)² relative to the square of the larger, constant² to that of the mean time.
 
-        By the larger as fitted so far, so that a prior that is wrong by orders of magnitude weighs no more than one that is half wrong.
+        The larger one is the fitted one, so that a prior that is wrong by orders of magnitude weighs no more than one that is half wrong.
         """
         both, apart = np.array([1.0, 1.0, 0.0]), np.array([1.0, -1.0, 0.0])
         scale = self._scale or (both @ self._sum) / (both @ self._gram @ both)
@@ -157,12 +158,12 @@ class CostFit:
 
 
 def _size(config: Mapping[str, Any], *names: str, default: int) -> int:
-    """The first of `names` that is there as a positive number."""
+    """Return the first of `names` that the configuration has as a positive integer."""
     return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), default)
 
 
 def _non_negative_minimum(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """The x >= 0 with the least x' matrix x - 2 vector' x, by trying every set of coordinates that may be above 0."""
+    """Return the x >= 0 that minimises x' matrix x - 2 vector' x, by trying every set of positive coordinates."""
     scale = 1 / np.sqrt(np.where(np.diag(matrix) > 0, np.diag(matrix), 1.0))
     matrix, vector = matrix * np.outer(scale, scale), vector * scale
     best, least = np.zeros(len(vector)), 0.0

@@ -1,8 +1,8 @@
 """Prompts to train on and to evaluate with: opened from [data], drawn in a resumable order, rendered as tokens.
 
-`open_datasets` is called once at the start; the rollout executor draws from a `PromptStream`; workflows call
-`render`. Promises: the same seed gives the same order, a restored stream goes on exactly where it was, and no generated
-prompt that is trained on is ever a held-out one.
+`open_datasets` is called once at the start; the rollout executor draws from a `PromptStream`; workflows call `render`. Promises: the same
+seed gives the same order, a restored stream continues exactly where it was, and no generated prompt that is trained on is ever a held-out
+one.
 """
 
 import re
@@ -22,32 +22,32 @@ from offbeat.errors import DataError, TooLongError
 
 _MOST_REDRAWS = 1000
 _DIGESTED_ROWS = 16
-"""Of a task, which makes all of its rows in the same way."""
+"""Number of rows that stand for a task in its digest, since a task makes all of its rows in the same way."""
 
 _PROMPT_ID = re.compile(r"(\d+):(\d+)")
 
 
 class PromptDataset(Protocol):
-    """Rows by index."""
+    """A dataset of rows that are read by index."""
 
     @property
     def num_rows(self) -> int | None:
-        """None: there is always another row."""
+        """Number of rows; None if there is always another one."""
         ...
 
     @property
     def digest(self) -> str:
-        """Of all rows in their order, and so of what a place in them means; of an endless dataset, of what makes the rows."""
+        """Digest of all rows in order, and so of what an index means; for an endless dataset, of what generates the rows."""
         ...
 
     def row(self, index: int) -> Row:
-        """The row at `index`; IndexError outside of 0 <= index < num_rows."""
+        """Return the row at `index`; raises IndexError outside of 0 <= index < num_rows."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class SourceDataset:
-    """Records `start` to `start + num_rows` of a source, whose rows have together the digest `all_rows`."""
+    """Records `start` to `start + num_rows` of a source; `all_rows` is the digest of all rows of the source."""
 
     source: Source
     config: DataConfig
@@ -67,7 +67,7 @@ class SourceDataset:
 
 @dataclass(frozen=True, eq=False)
 class ListDataset:
-    """Rows in memory."""
+    """A dataset of rows held in memory."""
 
     rows: tuple[Row, ...]
 
@@ -106,7 +106,7 @@ class EveryNth:
 
 @dataclass(frozen=True, eq=False)
 class TaskDataset:
-    """A task's endless rows, less those that are held out."""
+    """A task's endless rows, without the held-out ones."""
 
     task: Task
     seed: int
@@ -130,7 +130,7 @@ def open_datasets(config: DataConfig, *, seed: int) -> tuple[PromptDataset, Prom
     """Open what [data] describes.
 
     Returns:
-        Rows to train on, and held-out rows (none of them if `data.heldout_size` is 0).
+        Rows to train on, and held-out rows (empty if `data.heldout_size` is 0).
 
     Raises:
         DataError: nothing is configured, or a source or row cannot be used; every row is checked here.
@@ -160,7 +160,7 @@ def open_datasets(config: DataConfig, *, seed: int) -> tuple[PromptDataset, Prom
 
 
 def _open_source(path: str, config: DataConfig, *, split: str) -> tuple[Source, str]:
-    """A source, every record of which can be used, and the digest of its rows."""
+    """Open a source, check every record of it, and return it with the digest of its rows."""
     state = new_digest()
 
     def check(record: dict[str, Any], where: str) -> None:
@@ -179,7 +179,7 @@ def _open_task(task: Task, *, heldout_size: int, seed: int) -> tuple[TaskDataset
         if repeats == _MOST_REDRAWS:
             raise _too_few_prompts(task, heldout_size)
     train = TaskDataset(task, seed, frozenset(heldout))
-    train.row(0)  # fails now, not in the run, if nothing is left to train on
+    train.row(0)  # fail now, not in the run, if nothing is left to train on
     return train, ListDataset(tuple(heldout.values()))
 
 
@@ -191,12 +191,12 @@ def _too_few_prompts(task: Task, heldout_size: int) -> DataError:
 
 @dataclass(frozen=True)
 class StreamState:
-    """Where a prompt stream stands.
+    """Position of a prompt stream.
 
     Attributes:
-        epoch: passes over the dataset finished.
-        position: prompts drawn in this epoch.
-        returned: ids of prompts drawn and given back, in the order in which they come again.
+        epoch: number of passes over the dataset completed.
+        position: number of prompts drawn in this epoch.
+        returned: ids of prompts drawn and given back, in the order in which they are drawn again.
     """
 
     epoch: int = 0
@@ -205,7 +205,7 @@ class StreamState:
 
 
 class PromptStream:
-    """Draws prompts without end: each epoch visits every row once, in a seeded order; what is given back comes first.
+    """Draws prompts without end: each epoch visits every row once, in a seeded order; prompts that were given back come first.
 
     Resuming loses nothing if the ids drawn and neither trained on nor rejected are given back after `restore`.
     """
@@ -217,7 +217,7 @@ class PromptStream:
         self.restore(StreamState())
 
     def next(self) -> tuple[str, Row]:
-        """The next prompt: its id, "epoch:index" with the row's index in the dataset, and its row."""
+        """Draw the next prompt: its id, "epoch:index" with the row's index in the dataset, and its row."""
         if self._returned:
             prompt_id = self._returned.popleft()
             return prompt_id, self.row(prompt_id)
@@ -228,7 +228,7 @@ class PromptStream:
         return f"{self._epoch}:{index}", self._dataset.row(index)
 
     def row(self, prompt_id: str) -> Row:
-        """The row behind a prompt id.
+        """Return the row of a prompt id.
 
         Raises:
             DataError: the id is malformed or past the end of the dataset.
@@ -244,18 +244,18 @@ class PromptStream:
         """Put a drawn prompt in front of all that were not drawn yet, behind those given back before it.
 
         Raises:
-            DataError: as `row`.
+            DataError: as for `row`.
         """
         self.row(prompt_id)
         assert prompt_id not in self._returned, f"prompt {prompt_id} was given back twice"
         self._returned.append(prompt_id)
 
     def state(self) -> StreamState:
-        """Where the stream stands now."""
+        """Return the current position of the stream."""
         return StreamState(self._epoch, self._position, tuple(self._returned))
 
     def restore(self, state: StreamState) -> None:
-        """Go on from `state`, which a stream over the same dataset and seed had.
+        """Continue from `state`, which was taken from a stream over the same dataset and seed.
 
         Raises:
             DataError: the dataset is shorter than it was.
@@ -273,24 +273,26 @@ class PromptStream:
     def _start_epoch(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
         self._order: np.ndarray | None = None
-        # An endless dataset is random as it is, and has no permutation.
+        # An endless dataset is random already, and has no permutation.
         if self._shuffle and self._dataset.num_rows is not None:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self._dataset.num_rows)
 
 
 def render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
-    """Token ids of a row's prompt: text, with the BOS token that the tokenizer may put before it, or a chat when the row is one or
-    `data.chat_template` is on. A chat's template writes a BOS token where there is to be one.
+    """Return the token ids of a row's prompt.
+
+    The prompt is rendered as text, after the tokenizer's BOS token if it adds one, or as a chat if the row is one or `data.chat_template`
+    is on. In a chat, the template writes the BOS token where there is to be one.
 
     Raises:
-        ModelError: a chat is needed and the tokenizer cannot make one.
+        ModelError: a chat is needed and the tokenizer has no template for it.
     """
     messages = messages_of(row, config)
     return tokenizer.prompt(str(row.prompt)) if messages is None else tokenizer.chat(messages)
 
 
 def messages_of(row: Row, config: DataConfig) -> tuple[dict[str, str], ...] | None:
-    """A row's prompt as a chat, when it is one or `data.chat_template` is on; None where it is plain text."""
+    """Return a row's prompt as a chat if it is one or `data.chat_template` is on; None where it is plain text."""
     if isinstance(row.prompt, str) and not config.chat_template:
         return None
     messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
@@ -303,9 +305,9 @@ def check_length(num_tokens: int, config: DataConfig, *, name: str, context: int
     """Refuse a prompt that is empty or leaves no room for its answer.
 
     Args:
-        num_tokens: of the rendered prompt.
-        name: the prompt's, for the message.
-        context: the model's, in tokens.
+        num_tokens: length of the rendered prompt.
+        name: name of the prompt, for the message.
+        context: context length of the model in tokens.
 
     Raises:
         DataError: `num_tokens` is 0.
@@ -329,10 +331,10 @@ def check_lengths(
     """Render the first `max_rows` rows and refuse a prompt that is too long, before a run begins.
 
     Returns:
-        Tokens in the longest of them; 0 for an empty dataset.
+        Number of tokens in the longest of them; 0 for an empty dataset.
 
     Raises:
-        DataError: as `check_length`, naming the row.
+        DataError: as for `check_length`; the message names the row.
     """
     longest = 0
     for index in range(max_rows if dataset.num_rows is None else min(max_rows, dataset.num_rows)):
@@ -343,9 +345,9 @@ def check_lengths(
 
 
 def sft_sequence(row: Row, tokenizer: Tokenizer, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt, solution (or answer) and end token: of a chat the token that ends a turn in its template, else the tokenizer's.
+    """Encode prompt, solution (or answer) and end token, which is the chat template's end of turn for a chat, else the tokenizer's.
 
-    The two parts are encoded apart, as they are when the answer is generated.
+    The two parts are encoded separately, as they are when the answer is generated.
 
     Returns:
         tokens [L] int32, and loss_mask [L] bool, True on the answer and the end token.

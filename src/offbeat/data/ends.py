@@ -1,4 +1,4 @@
-"""Which tokens and strings end a sample. Called before anything starts; every request then names all of them, whatever the engine is.
+"""Which tokens and strings end a sample. Called before anything starts; every request then names all of them, for any kind of engine.
 
 A sample ends at the tokenizer's end token, at every end token of the model's generation_config.json, at the special token that the chat
 template writes after an assistant's message, and at what `rollout.stop_token_ids` and `rollout.stop` name. An end token is part of the
@@ -12,16 +12,16 @@ from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError
 
 MAX_ENDS = 64
-"""Engines compare each token with all of them."""
+"""Largest number of end tokens, and of stop strings; engines compare each token with all of them."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends a sample.
+    """The tokens and strings that end a sample.
 
     Attributes:
-        token_ids: without repetition, the tokenizer's end token first.
-        strings: of ordinary text.
+        token_ids: distinct ids, the tokenizer's end token first.
+        strings: strings of ordinary text.
     """
 
     token_ids: tuple[int, ...]
@@ -31,15 +31,15 @@ class Ends:
 def find_ends(
     tokenizer: Tokenizer, *, model_end_ids: Sequence[int] = (), stop: Sequence[str] = (), stop_token_ids: Sequence[int] = (),
 ) -> Ends:
-    """All that ends a sample.
+    """Collect everything that ends a sample.
 
     Args:
-        model_end_ids: the model's own, as from `read_end_token_ids`.
-        stop: `rollout.stop`. A special token in it becomes its id, since decoded text holds no special tokens.
+        model_end_ids: the model's own end tokens, as from `read_end_token_ids`.
+        stop: `rollout.stop`. A special token in it is replaced by its id, because decoded text contains no special tokens.
         stop_token_ids: `rollout.stop_token_ids`.
 
     Raises:
-        ConfigError: an id is no token, a string can never match, or there are too many.
+        ConfigError: an id is not a token, a string can never match, or there are too many.
     """
     for token in stop_token_ids:
         if not 0 <= token < tokenizer.vocab_size:

@@ -1,7 +1,7 @@
-"""What a run is: its settings, and by their contents data, model, tokenizer and the user's code. A checkpoint remembers it, and resuming
+"""What identifies a run: its settings, and digests of data, model, tokenizer and the user's code. Checkpoints store it, and resuming
 compares.
 
-Digests tell what has changed by accident or in passing; they are BLAKE2b. A model's weights are sampled, which any training changes.
+The digests are BLAKE2b and detect accidental changes, not attacks. A model's weights are only sampled, since training changes all of them.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ _NUM_SAMPLES = 32
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run is.
+    """The identity of a run.
 
     Attributes:
-        settings: by "section.key", those that `offbeat.config.resume` remembers.
-        data: of the rows to train on, in their order.
-        num_rows: to train on; None for an endless dataset.
-        model: of the initial model, or of what it is made from.
-        tokenizer: of what it makes of a text.
-        code: of the source files of the user's functions, by setting.
+        settings: values by "section.key" of the settings that `offbeat.config.resume` remembers.
+        data: digest of the rows to train on, in order.
+        num_rows: number of rows to train on; None for an endless dataset.
+        model: digest of the initial model, or of what it is made from.
+        tokenizer: digest of how the tokenizer encodes texts.
+        code: digests of the source files of the user's functions, by setting.
     """
 
     settings: Mapping[str, Any]
@@ -41,17 +41,17 @@ class Identity:
 
 
 def new_digest() -> "hashlib.blake2b":
-    """A digest that grows."""
+    """Return an empty digest to which values can be added."""
     return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
 def add_to_digest(state: "hashlib.blake2b", value: Any) -> None:
-    """Add a value that has a form as JSON."""
+    """Add a value that can be written as JSON."""
     state.update(wire.encode_json(value) + b"\n")
 
 
 def digest_of(values: Iterable[Any]) -> str:
-    """Of values in their order."""
+    """Return the digest of values in order."""
     state = new_digest()
     for value in values:
         add_to_digest(state, value)
@@ -59,7 +59,7 @@ def digest_of(values: Iterable[Any]) -> str:
 
 
 def model_digest(folder: Path) -> str:
-    """Of a model folder: its config.json, and samples of its weights."""
+    """Return the digest of a model folder: of its config.json, and of samples of its weights."""
     state = new_digest()
     for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         size = path.stat().st_size
@@ -73,9 +73,9 @@ def model_digest(folder: Path) -> str:
 
 
 def code_digest(dotted: str) -> str:
-    """Of the source file of "module:function" or "file.py:function", which is not imported for this.
+    """Return the digest of the source file of "module:function" or "file.py:function", without importing it.
 
-    Empty for a module of Offbeat, whose source another version changes, and for one that is no file on the search path.
+    Empty for a module of Offbeat, whose source changes with its version, and for a module that is no file on the search path.
     """
     module, _, _ = dotted.rpartition(":")
     if not module or module.startswith("offbeat."):

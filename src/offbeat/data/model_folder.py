@@ -1,4 +1,4 @@
-"""Model folders without torch: where a model lies, whether it can be one, and what its config.json says.
+"""Model folders without torch: where a model is, whether the folder is complete, and what its config.json says.
 
 Called by the controller and the command line before any process starts, and by `offbeat.model.load`, so that both give the same errors.
 """
@@ -21,14 +21,14 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""What configurations call the longest sequence in tokens; the first that is there counts."""
+"""Names that configurations use for the longest sequence in tokens; the first one present counts."""
 
 
 def check_model_folder(path: str) -> Path:
-    """The local folder of a model, fetched from the hub if `path` is not a folder.
+    """Return the local folder of a model, fetched from the hub if `path` is not a folder.
 
     Raises:
-        ModelError: no such folder and not on the hub (or no network), no config.json, or no safetensors weights.
+        ModelError: the folder does not exist and is not on the hub (or there is no network), or has no config.json or safetensors weights.
     """
     folder = _local(path) or Path(_fetch(path))
     read_model_config(str(folder))
@@ -38,10 +38,10 @@ def check_model_folder(path: str) -> Path:
 
 
 def read_model_config(path: str) -> dict[str, Any]:
-    """The contents of a model's config.json; of a model on the hub only this file is fetched.
+    """Return the contents of a model's config.json; of a model on the hub only this file is fetched.
 
     Raises:
-        ModelError: as `check_model_folder`, or config.json is not a JSON object with a model_type.
+        ModelError: as for `check_model_folder`, or config.json is not a JSON object with a model_type.
     """
     folder = _local(path)
     file = folder / "config.json" if folder else Path(_fetch(path, file="config.json"))
@@ -57,10 +57,10 @@ def read_model_config(path: str) -> dict[str, Any]:
 
 
 def read_context_length(path: str) -> int:
-    """Longest sequence in tokens that the model's config.json allows, and that is the same in every company; see `rope_limit`.
+    """Return the longest sequence in tokens that config.json allows and that does not depend on other sequences; see `rope_limit`.
 
     Raises:
-        ModelError: as `read_model_config`, or it names none.
+        ModelError: as for `read_model_config`, or the configuration states none.
     """
     config = read_model_config(path)
     text_config = config.get("text_config") or config
@@ -72,10 +72,10 @@ def read_context_length(path: str) -> int:
 
 
 def read_vocab_size(path: str) -> int | None:
-    """Rows of the model's embedding, by its config.json; None if it does not say.
+    """Return the number of rows of the model's embedding, by its config.json; None if it does not say.
 
     Raises:
-        ModelError: as `read_model_config`.
+        ModelError: as for `read_model_config`.
     """
     config = read_model_config(path)
     size = (config.get("text_config") or config).get("vocab_size", config.get("vocab_size"))
@@ -83,10 +83,10 @@ def read_vocab_size(path: str) -> int | None:
 
 
 def read_end_token_ids(folder: str) -> tuple[int, ...]:
-    """Tokens that end a generation according to a local model's generation_config.json, or to its config.json where it has none.
+    """Return the end tokens in a local model's generation_config.json, or in its config.json if it has no generation_config.json.
 
     Raises:
-        ModelError: as `read_model_config`, the file is no JSON, or its eos_token_id is no token or list of tokens.
+        ModelError: as for `read_model_config`; or the file is not JSON, or its eos_token_id is not a token or a list of tokens.
     """
     file = Path(folder) / "generation_config.json"
     try:
@@ -104,14 +104,14 @@ def read_end_token_ids(folder: str) -> tuple[int, ...]:
 
 
 def rope_limit(ropes: Mapping[str, Any] | None, *, context: int, original: int | None = None) -> int | None:
-    """Longest sequence up to which a model's rotary frequencies are the same for all sequences; None where they always are.
+    """Return the longest sequence up to which a model's rotary frequencies are the same for all sequences; None where they always are.
 
-    LongRoPE changes them for a whole call where its longest sequence passes the original context, and dynamic NTK where it passes the
-    configured one, so that the numbers of a longer sequence would depend on its neighbours, on the engine, and on how far it got.
+    LongRoPE changes them for a whole call whose longest sequence exceeds the original context, and dynamic NTK where it exceeds the
+    configured one, so that the numbers of a longer sequence would depend on its neighbours, on the engine, and on its current length.
 
     Args:
-        ropes: `rope_parameters` of a configuration, or `rope_scaling` of an older one; of each kind of layers where these differ.
-        context: that is configured.
+        ropes: `rope_parameters` of a configuration, or `rope_scaling` of an older one; may hold one entry per kind of layer.
+        context: the configured context length.
         original: `original_max_position_embeddings` of the configuration, where it is not among the parameters.
     """
     limits = []
@@ -130,7 +130,7 @@ def _local(path: str) -> Path | None:
 
 
 def _fetch(path: str, *, file: str | None = None) -> str:
-    """Path of a hub model's snapshot, or of one file of it."""
+    """Return the path of a hub model's snapshot, or of one file of it."""
     if not _HUB_ID.fullmatch(path):
         raise ModelError(f"model folder {path!r} does not exist; give an existing folder or a hub id such as 'Qwen/Qwen3-0.6B'")
     try:

@@ -1,7 +1,7 @@
-"""Rows from reasoning-gym: more than a hundred families of puzzles, made on the spot, each with a verifier of its own.
+"""Rows from reasoning-gym: more than a hundred families of generated puzzles, each with a verifier of its own.
 
-`data.tasks` calls `open_reasoning` for `data.task = "reasoning_gym:NAME"`; the reward process asks `verify`. A row carries what it was made
-from, so that the verifier sees the very same puzzle, whatever process it runs in. Needs `offbeat[reasoning]`; imports no torch.
+`data.tasks` calls `open_reasoning` for `data.task = "reasoning_gym:NAME"`; the reward process calls `verify`. A row contains what it was
+generated from, so that the verifier sees the same puzzle in any process. Needs `offbeat[reasoning]`; imports no torch.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Family:
     """One family of puzzles.
 
     Attributes:
-        name: as reasoning-gym calls it.
+        name: reasoning-gym's name of the family.
         weight: how often it is drawn, relative to the others.
         options: its configuration, such as {"min_terms": 2}.
     """
@@ -42,7 +42,7 @@ class Family:
 
 @dataclass(frozen=True)
 class ReasoningTask:
-    """Families mixed by weight. A row depends on (families, seed, stream, index) alone; see `data.tasks.Task`."""
+    """A mixture of families by weight. A row depends on (families, seed, stream, index) alone; see `data.tasks.Task`."""
 
     name: str
     families: tuple[Family, ...]
@@ -50,7 +50,7 @@ class ReasoningTask:
     remedy: str = "widen its ranges in data.task_options"
 
     def row(self, index: int, *, seed: int, stream: str = "train") -> Row:
-        """The row at `index`; streams of different names are independent."""
+        """Return the row at `index`; streams of different names are independent."""
         digest = hashlib.sha256(f"{self.name}/{seed}/{stream}/{index}".encode()).digest()
         drawn = int.from_bytes(digest[:8], "big") / 2**64 * sum(family.weight for family in self.families)
         for family in self.families:
@@ -63,14 +63,14 @@ class ReasoningTask:
 
 
 def open_reasoning(task: str, options: Sequence[str]) -> ReasoningTask:
-    """The task that `data.task` and `data.task_options` describe.
+    """Create the task that `data.task` and `data.task_options` describe.
 
     Args:
         task: "reasoning_gym:" and one or more NAME or NAME*WEIGHT, separated by commas.
-        options: "NAME.OPTION=VALUE" each, the value as in TOML.
+        options: each "NAME.OPTION=VALUE", with the value as in TOML.
 
     Raises:
-        DataError: the text has another form, there is no such family or option, or a value is refused.
+        DataError: the text has another form, the family or option does not exist, or a value is refused.
         MissingExtraError: reasoning-gym is not installed.
     """
     parts = [part.strip() for part in task.removeprefix(PREFIX).split(",")]
@@ -93,20 +93,20 @@ def open_reasoning(task: str, options: Sequence[str]) -> ReasoningTask:
 
 
 def verify(completion: str, row: Row) -> float:
-    """What the family's verifier gives an answer, 0 to 1: 0 where it cannot read the answer, on which some verifiers raise.
+    """Score an answer with the family's verifier, 0 to 1; 0 where the verifier cannot read the answer, at which some of them raise.
 
     Raises:
-        KeyError: the row is not one of `ReasoningTask`.
+        KeyError: the row was not made by `ReasoningTask`.
     """
     dataset, entry = _entry(row.extra["family"], row.extra["options"], row.extra["seed"])
     try:
         return float(dataset.score_answer(completion, entry))
-    except Exception:  # whatever a parser of theirs stumbles over
+    except Exception:  # whatever a parser of the library raises
         return 0.0
 
 
 def _entry(family: str, options: str, seed: str) -> tuple[Any, Any]:
-    """The puzzle that a seed stands for, and the dataset of one row that it is in, which has the verifier."""
+    """Generate the puzzle of a seed; returns its dataset of one row, which has the verifier, and the row."""
     dataset = _library().create_dataset(family, seed=int(seed), size=1, **json.loads(options))
     return dataset, dataset[0]
 
@@ -130,7 +130,7 @@ def _parse_option(option: str, names: Mapping[str, float]) -> tuple[str, str, An
 
 
 def _check(family: Family) -> None:
-    """Make a first row, so that what reasoning-gym refuses is known before anything starts."""
+    """Generate a first row, so that anything reasoning-gym refuses is known before anything starts."""
     known = _library("reasoning_gym.factory").DATASETS
     if family.name not in known:
         near = get_close_matches(family.name, known, n=3, cutoff=0.4) or sorted(known)

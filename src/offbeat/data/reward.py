@@ -1,7 +1,7 @@
-"""What a reward may be, and what stands in its place where it could not be computed.
+"""What counts as a reward, and what replaces one that could not be computed.
 
-Reward workers check with `check_reward` what user code returned, and `Trajectory` what a workflow made of it. A failed reward is a NaN that
-knows why, so that a workflow may compute with it as with any other: whatever comes of a NaN is not trained on either.
+Reward workers pass what user code returned to `check_reward`, and `Trajectory` what a workflow made of it. A failed reward is a NaN that
+carries its reason, so that a workflow may compute with it as with any number: a NaN that comes of it is not trained on either.
 """
 
 import math
@@ -10,13 +10,13 @@ from typing import Any
 from offbeat.errors import shorten
 
 LARGEST_REWARD = 1e12
-"""Rewards scale gradients, whose squares are summed over all parameters as float32, which ends at 3.4e38."""
+"""Rewards scale gradients, whose squares are summed over all parameters in float32, which ends at 3.4e38."""
 
 _TEXT, _NO_NUMBER_KINDS = (str, bytes, bytearray, memoryview), "SUMmc"
 
 
 class FailedReward(float):
-    """NaN, with the reason for which there is no reward."""
+    """A NaN with the reason why there is no reward."""
 
     reason: str
 
@@ -27,15 +27,16 @@ class FailedReward(float):
 
 
 def check_reward(value: Any) -> float:
-    """`value` as a number, or a `FailedReward` that says why it is none that can be trained on.
+    """Convert `value` to a number, or to a `FailedReward` that says why it cannot be trained on.
 
-    Numbers of any kind are taken, also numpy's and torch's without dimensions; text is not, and neither are arrays, even of one element.
+    Numbers of any type are accepted, including those of numpy and torch without dimensions; text is not, and neither are arrays, even of
+    one element.
     """
     if isinstance(value, FailedReward):
         return value
     try:
         number = _number(value)
-    except Exception:  # what a value of user code does when it is looked at
+    except Exception:  # a value from user code may raise anything when it is inspected
         number = None
     if number is None:
         return FailedReward(f"{shorten(value)} is not a number")
@@ -45,7 +46,7 @@ def check_reward(value: Any) -> float:
 
 
 def _number(value: Any) -> float | None:
-    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # numpy's: text, times and complex numbers have a float() of their own
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")  # numpy text, times and complex numbers convert to float, too
     if isinstance(value, _TEXT) or getattr(value, "ndim", 0) or kind in _NO_NUMBER_KINDS:
         return None
     return float(value)

@@ -1,6 +1,6 @@
-"""A row of a dataset: a prompt, its answer, and whatever else a reward may want to see. Also: how a raw record becomes one.
+"""A row of a dataset: a prompt, its answer, and other fields for rewards. Also parses raw records into rows.
 
-Rows cross to reward processes, so they are frozen and plain. Every complaint about a record says where it stands and which fields it has.
+Rows cross to reward processes, so they are frozen and plain. Every error about a record says where it is and which fields it has.
 """
 
 import json
@@ -25,9 +25,9 @@ class Row:
     Attributes:
         prompt: text, or a chat of messages with `role` and `content`.
         answer: what a reward compares with.
-        extra: the record's other fields as text; what was no text is JSON.
-        solution: what supervised fine-tuning imitates, where that is more than the answer (GSM8K's worked solution, or what the assistant
-            says last in a chat that has an answer beside it); else empty.
+        extra: the record's other fields as text; values that are not text are written as JSON.
+        solution: what supervised fine-tuning imitates, where that is more than the answer (GSM8K's worked solution, or the assistant's
+            last message in a chat that has a separate answer); else empty.
     """
 
     prompt: Prompt
@@ -37,13 +37,13 @@ class Row:
 
 
 def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str) -> Row:
-    """Make a row from a JSON object or table row, as `config.format` and the field names say.
+    """Make a row from a JSON object or table row, according to `config.format` and the field names.
 
     Args:
-        where: names the record in messages, like `'train.jsonl', line 3`.
+        where: names the record in messages, such as `'train.jsonl', line 3`.
 
     Raises:
-        DataError: a field is absent or of the wrong type, GSM8K's answer has no `####`, or a chat has no answer.
+        DataError: a field is missing or of the wrong type, GSM8K's answer has no `####`, or a chat has no answer.
     """
     default_prompt, default_answer = _DEFAULT_FIELDS[config.format]
     prompt_field, answer_field = config.prompt_field or default_prompt, config.answer_field or default_answer
@@ -63,7 +63,7 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str) -
 
 
 def _chat(record: Mapping[str, Any], prompt_field: str, answer_field: str, where: str) -> Row:
-    """A row whose prompt ends where the assistant is to answer. What it says last, if it does, is the answer, or else the solution."""
+    """Make a row whose prompt ends where the assistant is to answer. A last message by the assistant is the answer or solution."""
     messages = _messages(record[prompt_field], prompt_field, where)
     extra = _extra(record, prompt_field, answer_field)
     given = record.get(answer_field)

@@ -1,7 +1,7 @@
-"""Raw records by index: JSON-lines files, Parquet files, hub datasets. `dataset` opens them and makes rows of them.
+"""Raw records by index, from JSON-lines files, Parquet files and hub datasets. `dataset` opens them and makes rows of them.
 
-Every record is shown to a `check` once, when the source is opened, so that a bad row stops a run at its start and not in its middle.
-What is kept in memory is line offsets for JSON-lines, and the Arrow table (memory-mapped for hub datasets) otherwise.
+Every record is passed to a `check` once, when the source is opened, so that a bad row stops a run at its start and not midway. Memory
+holds line offsets for JSON lines, and the Arrow table (memory-mapped for hub datasets) otherwise.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import msgspec
 from offbeat.errors import DataError, MissingExtraError, first_line
 
 Check = Callable[[dict[str, Any], str], object]
-"""Called with a record and where it stands; raises DataError if the record cannot be used."""
+"""Called with a record and its location; raises DataError if the record cannot be used."""
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -24,12 +24,12 @@ _TABLE_CHUNK = 1024
 
 
 class Source(Protocol):
-    """Records by index."""
+    """A source of raw records that are read by index."""
 
     def __len__(self) -> int: ...
 
     def record(self, index: int) -> dict[str, Any]:
-        """The record at `index`, 0 <= index < len."""
+        """Return the record at `index`, 0 <= index < len."""
         ...
 
 
@@ -44,7 +44,7 @@ class JsonLines:
         return len(self.offsets)
 
     def record(self, index: int) -> dict[str, Any]:
-        """See `Source.record`; raises DataError where the file was changed under the run."""
+        """Read a record; raises DataError if the file has been changed during the run."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offsets[index])
@@ -57,7 +57,7 @@ class JsonLines:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A `pyarrow.Table`."""
+    """Records in a `pyarrow.Table`."""
 
     table: Any
 
@@ -69,7 +69,7 @@ class Table:
 
 
 def is_file(path: str) -> bool:
-    """Whether `path` names a data file, as opposed to a hub id."""
+    """Whether `path` names a data file rather than a hub id."""
     return Path(path).suffix in (*_JSON_SUFFIXES, ".parquet") or Path(path).is_file()
 
 
@@ -80,7 +80,7 @@ def open_source(path: str, *, split: str, check: Check) -> Source:
         split: split of a hub dataset; files have none.
 
     Raises:
-        DataError: not found, not readable, empty, or `check` refused a record.
+        DataError: it does not exist, cannot be read, is empty, or `check` refused a record.
         MissingExtraError: `datasets` or `pyarrow` is needed and not installed.
     """
     if not is_file(path):
@@ -145,10 +145,10 @@ def _checked(source: Table, name: str, check: Check) -> Table:
 
 
 def import_extra(module: str, purpose: str, *, extra: str = "hub") -> Any:
-    """A module by name, and not at the top: optional, and slow to import for those who do not need it.
+    """Import an optional module when it is needed, since it may be missing, and is slow to import.
 
     Raises:
-        MissingExtraError: it is not installed; says for what `purpose` it is needed, and that `offbeat[extra]` has it.
+        MissingExtraError: it is not installed; the message says that `purpose` needs it, and that `offbeat[extra]` provides it.
     """
     try:
         return importlib.import_module(module)

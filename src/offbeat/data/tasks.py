@@ -1,4 +1,4 @@
-"""Tasks that make their own rows: sorting digits, adding, countdown, and those of reasoning-gym. No file, no download.
+"""Tasks that generate their own rows: sorting digits, addition, countdown, and those of reasoning-gym. They need no file and no download.
 
 A row depends on (task, size, seed, stream, index) alone and is made in constant time, so a resumed run sees the rows it would have seen.
 """
@@ -18,12 +18,12 @@ _LARGEST_TARGET = 999
 
 
 class Task(Protocol):
-    """Rows without end.
+    """An endless sequence of rows.
 
     Attributes:
-        name: for messages.
+        name: name of the task, for messages.
         reward: dotted name of the reward that fits it.
-        remedy: what makes for more different rows.
+        remedy: advice for getting more different rows.
     """
 
     @property
@@ -36,7 +36,7 @@ class Task(Protocol):
     def remedy(self) -> str: ...
 
     def row(self, index: int, *, seed: int, stream: str = "train") -> Row:
-        """The row at `index`; streams of different names are independent."""
+        """Return the row at `index`; streams of different names are independent."""
         ...
 
 
@@ -45,9 +45,9 @@ class BuiltInTask:
     """A family of generated rows; see `Task`.
 
     Attributes:
-        name: as in `data.task`.
+        name: name as in `data.task`.
         size: difficulty: digits to sort, digits per addend, or numbers to combine.
-        make: draws one row from a random generator, at a size.
+        make: draws one row from a random generator, given the size.
         reward: dotted name of the reward that fits it.
     """
 
@@ -58,15 +58,15 @@ class BuiltInTask:
     remedy: str = "raise data.task_size"
 
     def row(self, index: int, *, seed: int, stream: str = "train") -> Row:
-        """The row at `index`; streams of different names are independent."""
+        """Return the row at `index`; streams of different names are independent."""
         return self.make(random.Random(f"{self.name}/{self.size}/{seed}/{stream}/{index}"), self.size)
 
 
 def find_task(config: DataConfig) -> Task:
-    """The task that [data] names.
+    """Return the task that [data] names.
 
     Raises:
-        DataError: reasoning-gym has none of that name, or the task does not take these options.
+        DataError: reasoning-gym has no task of that name, or the task does not take these options.
         MissingExtraError: it needs an optional dependency.
     """
     if config.task.startswith(PREFIX):
@@ -103,7 +103,7 @@ def _countdown(rng: random.Random, size: int) -> Row:
 
 
 def _moves(a: int, b: int) -> list[tuple[int, str]]:
-    """Results of a and b, a >= b >= 1, that are whole, positive and small. Never empty: a - b if they differ, else a / b."""
+    """Return the results of a and b, a >= b >= 1, that are whole, positive and small. Never empty: a - b if they differ, else a / b."""
     moves = [(a + b, "+"), (a - b, "-"), (a * b, "*")] + ([(a // b, "/")] if a % b == 0 else [])
     return [(value, sign) for value, sign in moves if 0 < value <= _LARGEST_TARGET]
 

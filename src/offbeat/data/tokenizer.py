@@ -1,7 +1,7 @@
 """Text to token ids and back, without torch: the controller renders prompts and decodes completions with this.
 
-`load_tokenizer` reads a Hugging Face folder or hub id; `character_tokenizer` builds one on the spot for tiny models. Both are
-`PreTrainedTokenizerFast` underneath, which imports without torch (`AutoTokenizer` does not).
+`load_tokenizer` reads a Hugging Face folder or hub id; `character_tokenizer` builds one for tiny models. Both use
+`PreTrainedTokenizerFast`, which can be imported without torch (`AutoTokenizer` cannot).
 """
 
 import string
@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from offbeat.errors import ModelError
 
 DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
-"""What the built-in tasks and the default chat template need; 54 tokens with the three special ones."""
+"""Characters that the built-in tasks and the default chat template need; 54 tokens with the three special ones."""
 
 TEXT_ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \t\n"
-"""All printable ASCII, for chats and word problems with a character tokenizer."""
+"""All printable ASCII characters, for chats and word problems with a character tokenizer."""
 
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
@@ -42,8 +42,8 @@ class Tokenizer:
     """A tokenizer with an end token.
 
     Attributes:
-        hf: what does the work.
-        name: folder or hub id it came from, for messages.
+        hf: the underlying tokenizer.
+        name: folder or hub id that it came from, for messages.
     """
 
     hf: PreTrainedTokenizerFast
@@ -53,7 +53,7 @@ class Tokenizer:
         if self.hf.eos_token_id is None:
             raise ModelError(
                 f"tokenizer {self.name!r} has no end token, so generation could not stop; set eos_token in tokenizer_config.json")
-        # A tokenizer.json may carry the truncation and padding of its training; a prompt must never be cut or filled in silence.
+        # A tokenizer.json may carry the truncation and padding of its training, but a prompt must never be cut or padded silently.
         self.hf.backend_tokenizer.no_truncation()
         self.hf.backend_tokenizer.no_padding()
 
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @property
     def pad_token_id(self) -> int:
-        """The end token where the tokenizer has no pad token."""
+        """Id of the padding token; the end token where the tokenizer has none."""
         return self.eos_token_id if self.hf.pad_token_id is None else cast(int, self.hf.pad_token_id)
 
     @property
@@ -76,18 +76,18 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`. Special tokens written out in it, such as `<eos>`, become themselves."""
+        """Return the token ids of `text`. Special tokens spelled out in it, such as `<eos>`, are recognised."""
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     @cached_property
     def bos_ids(self) -> tuple[int, ...]:
-        """What the tokenizer by itself puts before a text: the BOS token where it is made so, else nothing."""
+        """Tokens that the tokenizer itself puts before a text: the BOS token if it is configured so, else nothing."""
         plain, whole = self.encode(_PROBE), self.encode(_PROBE, add_special_tokens=True)
         at = next((i for i in range(len(whole)) if plain and whole[i : i + len(plain)] == plain), 0)
         return tuple(whole[:at])
 
     def prompt(self, text: str) -> list[int]:
-        """Token ids of a text as a model is given it: with `bos_ids` before it, unless the text spells them out itself."""
+        """Return the token ids of a text as a model is given it: with `bos_ids` before it, unless the text already spells them out."""
         ids = self.encode(text)
         return ids if tuple(ids[: len(self.bos_ids)]) == self.bos_ids else [*self.bos_ids, *ids]
 
@@ -98,41 +98,41 @@ class Tokenizer:
         return {**added, **dict(zip(self.hf.all_special_tokens, self.hf.all_special_ids, strict=True))}
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that is written so; None if there is none."""
+        """Return the id of the special token with this text; None if there is none."""
         return self.special_tokens.get(text)
 
     def special_text_in(self, text: str) -> str:
-        """A special token in `text`; empty if it holds none."""
+        """Return a special token that `text` contains; empty if it contains none."""
         return next((token for token in self.special_tokens if token in text), "")
 
     @cached_property
     def end_of_turn_id(self) -> int | None:
-        """The special token that the chat template writes after an assistant's message; None if it writes none, or there is no template."""
+        """Id of the special token that the chat template writes after an assistant's message; None without a template or such a token."""
         if not self.has_chat_template:
             return None
         messages = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = cast(str, self.hf.apply_chat_template(messages, tokenize=False))
-        except Exception:  # whatever a template raises on this chat, which it may be too special for
+        except Exception:  # a template may raise anything on this unusual chat
             return None
         _, answer, after = text.rpartition(_ANSWER)
         ids = self.encode(after.lstrip()) if answer else []
         return ids[0] if ids and ids[0] in self.special_tokens.values() else None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return cast(str, self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a chat, up to where the assistant is to answer. Arguments and errors as `chat_text`."""
+        """Return the token ids of a chat, up to where the assistant is to answer. Arguments and errors are those of `chat_text`."""
         return self.encode(self.chat_text(messages))
 
     def chat_text(self, messages: Sequence[Mapping[str, str]], *, to_answer: bool = True) -> str:
-        """A chat as the template writes it.
+        """Render a chat with the template.
 
         Args:
             messages: each with `role` and `content`.
-            to_answer: add what comes before the assistant's next answer.
+            to_answer: whether to add what precedes the assistant's next answer.
 
         Raises:
             ModelError: there is no chat template, or it refuses these messages.
@@ -184,11 +184,11 @@ def _download(hub_id: str) -> Path:
 
 
 def character_tokenizer(alphabet: str = DEFAULT_ALPHABET, *, chat_template: str | None = DEFAULT_CHAT_TEMPLATE) -> Tokenizer:
-    """One token per character of `alphabet`, after `<eos>` (id 0), `<pad>` (1) and `<unk>` (2).
+    """Build a tokenizer with one token per character of `alphabet`, after `<eos>` (id 0), `<pad>` (1) and `<unk>` (2).
 
     Args:
-        alphabet: different characters; others in a text become `<unk>`.
-        chat_template: Jinja text; None leaves the tokenizer without one.
+        alphabet: distinct characters; others in a text become `<unk>`.
+        chat_template: Jinja text; None leaves the tokenizer without a template.
 
     Raises:
         ModelError: the alphabet is empty or repeats a character.

@@ -34,15 +34,16 @@ class Trajectory:
 
     Attributes:
         tokens: [L] int32, prompt and generated tokens in order.
+        tokens: [L] int32, prompt and generated tokens in order.
         loss_mask: [L] bool, True where the policy generated the token.
         rollout_logprobs: [L] float32, log-probability of each generated token under the distribution it was sampled from; 0 elsewhere.
         versions: [L] int32, weight version that sampled each generated token; -1 elsewhere.
         reward: outcome reward of the whole episode; NaN where there is none that can be trained on.
-        reason: why it ended: "stop" or "length"; or why it is not trained on, one of `Unusable` and ": ...".
-        num_retries: engines that failed its requests before others finished them.
+        reason: why the episode ended, "stop" or "length"; or why it is not trained on, as one of `Unusable` and ": ...".
+        num_retries: number of engine failures before its requests were finished.
 
-    The arrays are copies that cannot be written to. Workflows make trajectories, and one that is made of what does not fit together costs
-    its sample and not its group: it has no tokens, and is "malformed: ...".
+    The arrays are read-only copies. Workflows create trajectories; one whose fields do not fit together costs only its sample, not its
+    group: it has no tokens, and its reason is "malformed: ...".
     """
 
     tokens: np.ndarray
@@ -66,12 +67,12 @@ class Trajectory:
         object.__setattr__(self, "reason", printable(self.reason, most=_LONGEST_REASON))
 
     def _take_arrays(self) -> str:
-        """Copy the arrays in; what is wrong with them, or an empty string."""
+        """Copy the arrays; returns what is wrong with them, or an empty string."""
         length = None
         for name, dtype in DTYPES.items():
             try:
                 array = _vector(getattr(self, name), dtype)
-            except Exception as exc:  # whatever user code gave, and what it does when numpy looks at it
+            except Exception as exc:  # user code may pass anything, and numpy may then raise anything
                 return f"Trajectory.{name} {exc if isinstance(exc, _VectorError) else f'cannot be read: {describe(exc)}'}"
             length = len(array) if length is None else length
             if len(array) != length:
@@ -89,39 +90,39 @@ class Trajectory:
 
     @property
     def unusable(self) -> Unusable | None:
-        """Why it cannot be trained on; None if it can. The others of its group are trained on as if it had not been sampled."""
+        """Why it cannot be trained on; None if it can. The rest of its group is trained on as if this one had not been sampled."""
         kind = self.reason.partition(": ")[0]
         return cast(Unusable, kind) if kind in UNUSABLE else None
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that have to be run for its loss: all before the last generated one."""
+        """Number of tokens that must be run for its loss: all before the last generated one."""
         return row_tokens(self.loss_mask)
 
     @property
     def head_version(self) -> Version:
-        """Oldest version that sampled a token of it; -1 if nothing was generated."""
+        """Oldest version that sampled one of its tokens; -1 if nothing was generated."""
         generated = self.versions[self.loss_mask]
         return int(generated.min()) if generated.size else PROMPT_VERSION
 
     @property
     def prompt_len(self) -> int:
-        """Tokens before the first generated one."""
+        """Number of tokens before the first generated one."""
         return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self)
 
 
 class _VectorError(ValueError):
-    """What is wrong with an array, as the end of a sentence."""
+    """Describes what is wrong with an array, as the end of a sentence."""
 
 
 def _vector(value: Any, dtype: type) -> np.ndarray:
-    """`value` as a vector of numbers that nothing else holds; raises `_VectorError` where converting would change them."""
+    """Copy `value` into a new, read-only vector [L] of `dtype`; raises `_VectorError` where converting would change numbers."""
     given = np.asarray(value)
     if given.ndim != 1:
         raise _VectorError(f"must have one dimension, got {shorten(value) if given.ndim == 0 else given.shape}")
     if given.size and given.dtype.kind not in "biuf":
         raise _VectorError(f"must hold numbers, got {shorten(next(x for x in given.tolist() if type(x) not in (bool, int, float)))}")
-    with np.errstate(all="ignore"):  # what does not fit is told below, or is infinite
+    with np.errstate(all="ignore"):  # overflow is reported below, or becomes inf
         vector = given.astype(dtype, copy=True)
     if dtype is not np.float32 and (changed := vector != given).any():
         raise _VectorError(f"must hold numbers of type {dtype.__name__}, got {given[changed][0]}")
@@ -130,7 +131,7 @@ def _vector(value: Any, dtype: type) -> np.ndarray:
 
 
 def row_tokens(loss_mask: np.ndarray) -> int:
-    """Tokens that have to be run for a sequence's loss: all before the last token in its loss mask [L] bool."""
+    """Return the number of tokens that must be run for a sequence's loss: all before the last token in its loss mask [L] bool."""
     return len(loss_mask) - 1 - int(np.argmax(loss_mask[::-1])) if loss_mask.any() else 0
 
 
@@ -139,9 +140,9 @@ class Group:
     """The G trajectories of one prompt, or the reason why there are none.
 
     Attributes:
-        prompt_id: names the prompt across restarts, "epoch:index".
+        prompt_id: identifies the prompt across restarts, "epoch:index".
         admitted_version: version at which the gate admitted it; its deadline is `admitted_version + max_head_offpolicyness`.
-        trajectories: in sample order; empty when `rejected`.
+        trajectories: in the order of samples; empty when `rejected`.
         rejected: None, or why the group is not trained on.
     """
 
@@ -163,10 +164,10 @@ class Group:
 
     @property
     def usable(self) -> tuple[Trajectory, ...]:
-        """Those that can be trained on."""
+        """The trajectories that can be trained on."""
         return tuple(t for t in self.trajectories if t.unusable is None)
 
     @property
     def rewards(self) -> np.ndarray:
-        """Of the usable trajectories, float32."""
+        """Rewards of the usable trajectories, [n] float32."""
         return np.array([t.reward for t in self.usable], dtype=np.float32)

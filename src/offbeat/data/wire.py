@@ -1,6 +1,6 @@
-"""Frozen dataclasses to bytes and back, numpy arrays included. What crosses a process goes through here; nothing is ever unpickled.
+"""Converts frozen dataclasses, including numpy arrays, to bytes and back. Messages between processes use it; nothing is unpickled.
 
-MessagePack through msgspec, which checks types on the way in. An array travels as (dtype, shape, raw little-endian bytes).
+The format is MessagePack through msgspec, which checks types while decoding. An array travels as (dtype, shape, raw little-endian bytes).
 """
 
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 
 
 def encode(value: Any) -> bytes:
-    """Encode a frozen dataclass (or a builtin container of them)."""
+    """Encode a frozen dataclass, or a builtin container of them."""
     return _encoder.encode(value)
 
 
@@ -59,12 +59,12 @@ def decode(kind: type[T], data: bytes | memoryview) -> T:
 
 
 def encode_json(value: Any) -> bytes:
-    """One line of JSON; arrays become lists."""
+    """Encode a value as one line of JSON; arrays become lists."""
     return msgspec.json.encode(value, enc_hook=lambda v: v.tolist() if isinstance(v, np.ndarray | np.generic) else _to_plain(v))
 
 
 def decode_json(kind: type[T], data: bytes | str) -> T:
-    """Decode `encode_json`. JSON lists have no dtype: the dataclass sets it in `__post_init__`.
+    """Decode bytes from `encode_json`. JSON lists have no dtype: the dataclass sets it in `__post_init__`.
 
     Raises:
         DataError: the text does not describe a `kind`.

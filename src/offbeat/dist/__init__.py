@@ -1,1 +1,1 @@
-"""The only home of devices, process groups and collectives."""
+"""Devices, process groups, collectives and sync points; no other package touches them."""

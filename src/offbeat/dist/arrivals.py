@@ -1,9 +1,9 @@
-"""The thread of a rank that takes its arrivals to the store, so that the caller never waits for anything but its own deadline.
+"""The thread of a rank that registers its arrivals in the store, so that the caller never waits for anything but its own deadline.
 
-    Arrivals    consumes the caller's waits; produces PASSED or a verdict on the wait, and the point's result in the store when it comes
-                last; waits for the caller, then for the point's result; woken by the caller, then by the last rank, or the judge of any
+    Arrivals    consumes the caller's waits; produces PASSED or a verdict on the wait, and the point's result in the store if this rank
+                comes last; waits for the caller, then for the point's result; woken by the caller, then by the last rank or any judge
 
-Each rank does two store operations per point: it adds its ticket, and either sets the result (the last to come) or gets it.
+Each rank needs two store operations per point: it adds its ticket, and then either sets the result (the last to come) or gets it.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from offbeat.dist.points import GO, Keys
 from offbeat.dist.verdict import Verdict
 
 _IDLE_S = 0.05
-"""A caller that has not come for so long is elsewhere, and this thread free to tidy up."""
+"""A caller that has not arrived for this long is busy elsewhere, so this thread may tidy up."""
 
 _BACKLOG = 1000
-"""Points in the store from which on it does so between any two."""
+"""Number of passed points in the store from which on the thread tidies up between any two."""
 
 
 class Arrivals:
-    """Does one wait after the other.
+    """Registers one wait after the other.
 
     Attributes:
-        waits: the caller puts them, and None to end the thread.
+        waits: queue of the caller's waits; None ends the thread.
     """
 
     def __init__(
         self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, post: Callable[[Wait | Announcement], None],
     ) -> None:
-        """`post` asks the judge to look at a point that cannot be passed as it is, or tells it that this thread broke."""
+        """`post` asks the judge to look at a point that cannot be passed as it is, or reports that this thread broke."""
         self.waits: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._client = client
         self._board = board
@@ -55,7 +55,7 @@ class Arrivals:
                     return
                 message = self._arrive(wait)
                 if message is PASSED and wait.n == 1:
-                    self._peers.read_cards(self._client, self._keys)  # All are there; the next moment the store may not answer.
+                    self._peers.read_cards(self._client, self._keys)  # All are there; soon the store may not answer.
                 wait.messages.put(message)
                 if message is PASSED and self._board.rank == 0:
                     self._passed = wait.n
@@ -67,6 +67,7 @@ class Arrivals:
     def _arrive(self, wait: Wait) -> Message:
         count = points.read(self._client.add(self._keys.count(wait.n), points.ticket(wait.signature)), wait.signature)
         key = self._keys.result(wait.n)
+        # Passed if and only if this ticket was the last, nobody had given up, and all names agree; see `points`.
         if count.poisons == 0 and count.agreed and count.arrived == self._peers.world:
             return self._read(self._client.compare_set(key, "", GO))
         if count.poisons == 0 and (not count.agreed or self._peers.departed):
@@ -77,7 +78,7 @@ class Arrivals:
         return PASSED if result.decode() == GO else decode_json(Verdict, result)
 
     def _next(self) -> Wait | None:
-        """The caller's next wait. While it is elsewhere, forget the points before the one passed last: all have the results of those."""
+        """Return the caller's next wait. While it is elsewhere, delete points before the last one passed: all have read their results."""
         while (backlog := self._passed - 1 - self._pruned) > 0:
             with contextlib.suppress(queue.Empty):
                 return self.waits.get(timeout=_IDLE_S if backlog < _BACKLOG else 0)

@@ -1,6 +1,6 @@
-"""What the threads of one rank tell each other: the point it waits at, the failure that ended it all, its beat.
+"""What the threads of one rank share: the point that it waits at, the failure that ended the group, and its last beat.
 
-Fields are single references, written by one thread and read by others, so they need no lock. A wait's first message counts.
+Fields are single references, written by one thread and read by others, so they need no lock. Only the first message of a wait counts.
 """
 
 import logging
@@ -16,12 +16,12 @@ from offbeat.dist.verdict import Status, Verdict
 _log = logging.getLogger(__name__)
 
 PASSED = None
-"""Message to a waiting caller: all are there."""
+"""Message to a waiting caller: all ranks are there."""
 
 
 @dataclass(frozen=True)
 class Renewed:
-    """Message to a waiting caller: the rank it is patient with is alive; its deadline starts anew."""
+    """Message to a waiting caller: the rank that it waits for patiently is alive, so the deadline starts again."""
 
 
 Message = Verdict | Renewed | None
@@ -29,7 +29,7 @@ Message = Verdict | Renewed | None
 
 @dataclass(frozen=True, eq=False)
 class Announcement:
-    """Message to the judge: this rank has failed, or hangs as a whole sentence says, and the peers must hear of it."""
+    """Message to the judge: this rank has failed, or hangs as the text says in a full sentence, and the peers must be told."""
 
     text: str
     hangs: bool = False
@@ -37,22 +37,22 @@ class Announcement:
 
 
 def breakage(exc: Exception) -> Announcement:
-    """That a thread of this rank met an exception that it did not expect, which makes its peers' points meaningless too."""
+    """Announce an unexpected exception in a thread of this rank, which makes its peers' points meaningless, too."""
     _log.error("a thread of sync broke", exc_info=exc)
     return Announcement(f"its sync broke: {type(exc).__name__}: {exc}")
 
 
 @dataclass(eq=False)
 class Wait:
-    """One arrival of this rank.
+    """One arrival of this rank at a sync point.
 
     Attributes:
         n: number of the point, counted alike on every rank, from 1.
-        keys: those of the values that are exchanged behind the point, which must agree as the name does.
-        source: rank whose beat this wait is patient with; None for none.
-        messages: to the caller.
-        heard: the store has answered the judge that looks at this wait.
-        abandoned: why the caller goes without a verdict; the rank that owns the verdict then hands out this one.
+        keys: keys of the values that are exchanged behind the point; they must agree between ranks, as the name must.
+        source: rank whose beats extend this wait; None for none.
+        messages: messages to the caller.
+        heard: whether the store has answered the judge that looks at this wait.
+        abandoned: why the caller left without a verdict; if this rank owns the verdict, it hands out this one.
     """
 
     n: int
@@ -68,7 +68,7 @@ class Wait:
 
     @property
     def signature(self) -> str:
-        """What all ranks must come with."""
+        """What all ranks must agree on at this point."""
         return "\0".join((self.name, *self.keys))
 
 
@@ -77,16 +77,16 @@ class Board:
 
     Attributes:
         wait: the arrival that the caller waits for; None when it is elsewhere.
-        arrivals: how many there were.
-        last, last_s: name of the point that it came from last, and time.monotonic() when it did.
-        inside: number of the point whose collective it is in; 0 outside.
-        inside_s: time.monotonic() when it entered that.
+        arrivals: number of arrivals so far.
+        last, last_s: name of the point that the caller left last, and time.monotonic() at that moment.
+        inside: number of the point whose collective the caller is in; 0 outside.
+        inside_s: time.monotonic() when it entered that collective.
         failure: why no point will ever be passed again; None while all is well.
         beat_s: time.monotonic() of the last beat.
     """
 
     def __init__(self, rank: int, *, on_stuck: Callable[[Verdict], None] = lambda _verdict: None) -> None:
-        """`on_stuck` hears of a failure that this rank's thread may not hear of, for it may be in a collective that does not end."""
+        """`on_stuck` is told of a failure that the caller may never see, since it may be in a collective that does not end."""
         self._on_stuck = on_stuck
         self.rank = rank
         self.wait: Wait | None = None
@@ -99,7 +99,7 @@ class Board:
         self.beat_s = time.monotonic()
 
     def status(self) -> Status:
-        """What this rank does; without `states`, which the watcher adds."""
+        """Describe what this rank does; without `states`, which the watcher adds."""
         now, mark, wait, work = time.monotonic(), phase.current(), self.wait, pulse.current()
         thread = wait.thread if wait else work.thread if work else mark.thread
         return Status(
@@ -110,11 +110,11 @@ class Board:
             waits=work.waits if work else wait is not None)
 
     def leave_point(self, name: str) -> None:
-        """The caller goes on, with an error or without."""
+        """Record that the caller goes on, with or without an error."""
         self.wait, self.last, self.last_s = None, name, time.monotonic()
 
     def fail(self, verdict: Verdict) -> Wait | None:
-        """No point will be passed again. The first failure stays. Returns the wait that was told so, whose result is still open."""
+        """Record that no point will be passed again; the first failure stays. Returns the wait that was told, whose result is open."""
         is_first, self.failure = self.failure is None, self.failure or verdict
         if is_first and verdict.kind == "stuck":
             self._on_stuck(verdict)

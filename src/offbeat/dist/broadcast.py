@@ -1,8 +1,8 @@
-"""Weights by broadcast: how a receiver gets a version that a sender (`dist.offer`) holds ready at an address.
+"""Weights by broadcast: how a receiver gets a version that a sender (`dist.offer`) offers at an address.
 
 Called by engines, on any thread; needs only torch and the standard library, so that it also runs inside another engine's process.
-Receivers arrive at the sender's store and get a ticket: a place in a process group made for one round of broadcasts, or the word to read
-the version's folder instead. A round that breaks, because a member died or hangs, is forgotten by all, and whoever is left arrives again.
+Receivers arrive at the sender's store and get a ticket: a place in a process group for one round of broadcasts, or the instruction to read
+the version's folder instead. When a round breaks, because a member died or hangs, all members drop it and the remaining ones arrive again.
 Every wait has a deadline.
 """
 
@@ -29,7 +29,7 @@ _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor of a version; `dtype` is torch's name of it, such as "bfloat16"."""
+    """Name, shape and dtype of one tensor of a version; `dtype` is torch's name, such as "bfloat16"."""
 
     name: str
     dtype: str
@@ -41,7 +41,8 @@ class Spec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """
+        """The torch.dtype of that name.
+
         Raises:
             ValueError: there is no such type.
         """
@@ -52,7 +53,7 @@ class Spec:
 
 
 def cut(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The bytes of contiguous tensors in order, as views [bytes] uint8, in lists of `BUCKET_BYTES` together; the last may have less."""
+    """Cut the bytes of contiguous tensors, in order, into lists of [bytes] uint8 views, `BUCKET_BYTES` each but the last."""
     bucket: list[Tensor] = []
     room = BUCKET_BYTES
     for tensor in tensors:
@@ -69,22 +70,22 @@ def cut(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def device_name(device: torch.device) -> str:
-    """Names an accelerator among those of all machines; empty for a CPU, or where it has no such name."""
+    """Name an accelerator uniquely among all machines; empty for a CPU, or where it has no such name."""
     return "" if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 class Group:
-    """A process group beside any that this process has, for one round.
+    """A process group for one round, independent of any other that this process has.
 
     >>> with Group("gloo", store, rank=0, world=3, timeout_s=15) as group:
     ...     group.broadcast(tensors, device=torch.device("cpu"))
     """
 
     def __init__(self, backend: str, store: dist.Store, *, rank: int, world: int, timeout_s: float) -> None:
-        """`timeout_s` is for all members to come, and for one bucket.
+        """Join the group; `timeout_s` bounds both the arrival of all members and each bucket.
 
         Raises:
-            RuntimeError: not all members came.
+            RuntimeError: not all members came in time.
         """
         self._rank = rank
         self._timeout_s = timeout_s
@@ -98,19 +99,19 @@ class Group:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close the connections, by which the other members notice that this one has gone."""
+        """Close the connections, by which the other members notice that this one has left."""
         self._group.abort()
-        self._group = None  # gloo's close with the last reference; an error's traceback must not hold one
+        self._group = None  # gloo closes when its last reference goes; an error's traceback must not hold one
 
     def broadcast(self, tensors: Sequence[Tensor], *, device: torch.device) -> None:
-        """Send the bytes of rank 0's tensors into everyone's, bucket by bucket.
+        """Copy the bytes of rank 0's tensors into every member's tensors, bucket by bucket.
 
         Args:
-            tensors: contiguous, on any device; of the same types and shapes in the same order everywhere.
-            device: where the group communicates.
+            tensors: contiguous, on any device; with the same dtypes and shapes in the same order on every member.
+            device: device on which the group communicates.
 
         Raises:
-            RuntimeError: a member died, or a bucket was late.
+            RuntimeError: a member died, or a bucket was not broadcast in time.
         """
         for parts in cut(tensors):
             if self._rank == 0:
@@ -122,7 +123,7 @@ class Group:
                     part.copy_(received)
 
     def _broadcast(self, bucket: Tensor) -> None:
-        """Not by `work.wait` alone: on nccl it only queues behind the broadcast, and one that hangs could not be left."""
+        """Poll instead of using `work.wait` alone: with NCCL it only queues behind the broadcast, and a hanging one could not be left."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=self._timeout_s)
         give_up_at = time.monotonic() + self._timeout_s
@@ -139,7 +140,7 @@ class Group:
 
 @contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """For a new nccl group: torch's watchdog would end this whole process when another member dies."""
+    """Disable torch's watchdog for a new NCCL group: it would end this whole process when another member dies."""
     before = os.environ.get(_NCCL_ERRORS)
     os.environ[_NCCL_ERRORS] = "0"
     try:
@@ -151,13 +152,13 @@ def _errors_left_to_us() -> Iterator[None]:
 
 
 def receive(address: str, *, device: torch.device) -> dict[str, Tensor] | None:
-    """The tensors that are offered at `host:port`, on `device` or the CPU; None where they are to be read from the version's folder.
+    """Receive the tensors offered at `host:port`, on `device` or the CPU; None where they are to be read from the version's folder.
 
     Raises:
         OSError, RuntimeError: nobody offers them there any more, no ticket came in time, or the sender could not write the folder.
     """
     host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()  # the store itself would try for long where nobody is
+    socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()  # the store itself would retry for long
     store = dist.TCPStore(
         host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S))
     offer = json.loads(store.get("offer"))
@@ -170,7 +171,7 @@ def receive(address: str, *, device: torch.device) -> dict[str, Tensor] | None:
             return None
         try:
             return _take_part(store, ticket, specs, device)
-        except RuntimeError:  # of the group; without the store, the next arrival raises
+        except RuntimeError:  # the group broke; if the store is gone, the next arrival raises
             continue
     raise AssertionError("attempts are counted for ever")
 

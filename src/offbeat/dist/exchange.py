@@ -1,7 +1,7 @@
-"""Values and bytes over gloo, between ranks that are known to be all there. Called by `Sync` after an arrival.
+"""Exchanges of values and bytes over gloo, between ranks that are known to have arrived. Called by `Sync` after an arrival.
 
-Every function is a collective over `group`, all ranks of it, and takes `finish`, which waits for an asynchronous operation. Only CPU
-tensors go there. Bytes travel as uint8 tensors; nothing is ever unpickled.
+Every function is a collective over all ranks of `group`, and takes `finish`, which waits for an asynchronous operation. Only CPU tensors
+are used. Bytes travel as uint8 tensors; nothing is ever unpickled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ Finish = Callable[[dist.Work | None], None]
 def reduce_scalars(
     values: Mapping[str, float], op: dist.ReduceOp.RedOpType, *, group: dist.ProcessGroup, finish: Finish,
 ) -> dict[str, float]:
-    """Reduce each value over the ranks in float64, which must give the same keys; every rank gets the same bits."""
+    """Reduce each value over the ranks, in float64; ranks must pass the same keys, and all get the same bits."""
     keys = sorted(values)
     packed = torch.tensor([values[key] for key in keys], dtype=torch.float64)
     finish(dist.all_reduce(packed, op=op, group=group, async_op=True))
@@ -24,7 +24,7 @@ def reduce_scalars(
 
 
 def all_gather_bytes(data: bytes, *, group: dist.ProcessGroup, finish: Finish) -> list[bytes]:
-    """Everybody's bytes, by rank."""
+    """Gather the bytes of all ranks, ordered by rank."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     finish(dist.all_gather(sizes, torch.tensor([len(data)]), group=group, async_op=True))
     lengths = [int(size) for size in sizes]
@@ -37,7 +37,7 @@ def all_gather_bytes(data: bytes, *, group: dist.ProcessGroup, finish: Finish) -
 
 
 def broadcast_bytes(data: bytes, *, source: int, group: dist.ProcessGroup, finish: Finish) -> bytes:
-    """The source's bytes; what other ranks give is ignored."""
+    """Return the source's bytes; the data of other ranks is ignored."""
     size = torch.tensor([len(data)])
     finish(dist.broadcast(size, source, group=group, async_op=True))
     if not int(size):
@@ -48,13 +48,13 @@ def broadcast_bytes(data: bytes, *, source: int, group: dist.ProcessGroup, finis
 
 
 def scatter_bytes(parts: Sequence[bytes], *, source: int, group: dist.ProcessGroup, finish: Finish) -> bytes:
-    """This rank's part of what the source gives; sizes may differ and be 0, and no rank gets more than its own."""
+    """Return this rank's part of the source's data; sizes may differ and be 0, and no rank receives more than its own part."""
     ranks, is_source = range(group.size()), group.rank() == source
     lengths = torch.tensor([len(part) for part in parts]) if is_source else torch.zeros(len(ranks), dtype=torch.int64)
     finish(dist.broadcast(lengths, source, group=group, async_op=True))
     sizes = [int(length) for length in lengths]
     given, got = _tensor(b"".join(parts)), torch.empty(sizes[group.rank()], dtype=torch.uint8)
-    # Not isend and irecv, whose work breaks when a wait for a slice of time ends before it does.
+    # Not isend and irecv, whose work breaks when a wait with a short timeout ends first.
     finish(dist.all_to_all_single(
         got, given, output_split_sizes=[got.numel() if rank == source else 0 for rank in ranks],
         input_split_sizes=sizes if is_source else [0 for _ in ranks], group=group, async_op=True))

@@ -1,9 +1,9 @@
-"""Faults on purpose, for drills: OFFBEAT_FAULT="rank=1,point=save_recover,kind=stop" makes one rank misbehave at one sync point, or place.
+"""Deliberate faults for drills: OFFBEAT_FAULT="rank=1,point=save_recover,kind=stop" makes one rank misbehave at one sync point or place.
 
-Read once per rank when it joins, struck at every arrival at a point and at every place of `offbeat.pulse.progress`, inside the regions.
-Kinds: `exception` raises, `slow` and `hang` sleep for an hour, the former in a phase that says so, `stop` and `kill` send the process SIGSTOP
-or SIGKILL, `mismatch` comes under another name. `nth=2` strikes at the second arrival at the point only; default 1. A line on stderr says
-when it strikes, in seconds since 1970.
+The variable is read once per rank when it joins. It applies to arrivals at points and to the places of `offbeat.pulse.progress` inside
+regions. Kinds: `exception` raises; `slow` and `hang` sleep for an hour, the former in a phase that says so; `stop` and `kill` send SIGSTOP
+or SIGKILL to the process; `mismatch` arrives under another name. `nth=2` strikes only at the second arrival; default 1. A line on stderr
+says when it strikes, in seconds since 1970.
 """
 
 import os
@@ -25,7 +25,7 @@ _SLOW_S = 3600.0
 
 @dataclass(frozen=True)
 class Fault:
-    """What to do, and where."""
+    """Which rank misbehaves, how, and where."""
 
     rank: int
     point: str
@@ -34,10 +34,10 @@ class Fault:
 
 
 def parse(text: str) -> Fault | None:
-    """The fault that `text` describes; None when it is empty.
+    """Parse a fault; None for an empty text.
 
     Raises:
-        ConfigError: a field is missing, unknown or not of its kind.
+        ConfigError: a field is missing, unknown or invalid.
     """
     if not text:
         return None
@@ -58,7 +58,7 @@ def _malformed(text: str) -> ConfigError:
 
 
 class Saboteur:
-    """The fault of one rank, if it has one."""
+    """Injects the fault of one rank, if it has one."""
 
     def __init__(self, rank: int, environment: Mapping[str, str] = os.environ) -> None:
         fault = parse(environment.get(VARIABLE, ""))
@@ -66,12 +66,12 @@ class Saboteur:
         self._seen = 0
 
     def arm(self) -> None:
-        """Strike at places, too."""
+        """Strike at the places of `progress`, too."""
         if self._fault is not None:
             on_progress(self.strike)
 
     def strike(self, name: str) -> str:
-        """Misbehave if this is the arrival to do so; returns the name to arrive under."""
+        """Misbehave if this is the arrival to strike at; returns the name to arrive under."""
         fault = self._fault
         if fault is None or fault.point != name:
             return name
@@ -89,7 +89,7 @@ class Saboteur:
             case "hang":
                 time.sleep(_SLOW_S)
             case "stop":
-                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # sent to the process, it would stop this thread a moment later
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # sent to the process, it would stop this thread later
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "mismatch":

@@ -4,11 +4,11 @@
              processes on its machine; produces verdicts: a point's result, or a failure in every rank's mail; waits for any of these;
              woken by the caller, by Arrivals, or by the system
 
-Between cases it looks after what its rank waits for: a collective does not end by itself where a rank is stopped, or does not join it, and
-some points have long deadlines.
+Between cases it supervises whatever its rank waits for: a collective does not end by itself where a rank is stopped or does not join it,
+and some points have long deadlines.
 
-Of all judges one gives the verdict: the first to poison a point's count, or to write the failure. When it is stopped before it has
-written, the next one does; of several results the first stands.
+One of all judges gives the verdict: the first to poison a point's count, or to write the failure. If it is stopped before it has
+written, the next judge does; of several results the first one stands.
 """
 
 import queue
@@ -31,30 +31,30 @@ from offbeat.dist.verdict import Evidence, Status, Verdict, judge, judge_broken,
 from offbeat.dist.watcher import Mail
 
 _LOOK_S = 0.01
-"""Between two looks for answers."""
+"""Interval between two looks for answers."""
 
 STORE_S = 0.5
-"""Grace on top of the watchers' for the store's own answers; beyond it the store's host is to blame."""
+"""Grace for the store's own answers, on top of the watchers' grace; beyond it the store's host is to blame."""
 
 _LINGER_S = 1.0
-"""The store's host stays this long for others to read their last verdict."""
+"""Time that the store's host stays so that others can read their last verdict."""
 
 _MEET_S = 0.1
-"""Between two looks whether all ranks have started; from then on their processes are watched."""
+"""Interval between two checks whether all ranks have started; from then on their processes are watched."""
 
 _LOOK_AFTER_S = 0.25
-"""Between two looks after what this rank waits for."""
+"""Interval between two checks of what this rank waits for."""
 
 _MARGIN_S = 0.25
-"""On top of the patience with a process that is stopped: a wait at a point, which says more, may end meanwhile."""
+"""Added to the patience with a stopped process, because a wait at a point may end meanwhile, and its verdict says more."""
 
 _SETTLE_S = 0.2
-"""Between a collective's breaking and the question why: peers need it to die, or to notice theirs."""
+"""Delay between the breaking of a collective and the inquiry into it: peers need it to die, or to notice that theirs broke."""
 
 
 @dataclass(frozen=True, eq=False)
 class Broken:
-    """A collective after a passed point has raised; `verdict` gets why, or None when no rank stands out."""
+    """A collective behind a passed point has raised; `verdict` receives the reason, or None when no rank stands out."""
 
     name: str
     n: int
@@ -64,10 +64,10 @@ class Broken:
 
 @dataclass(frozen=True)
 class Leave:
-    """This rank leaves; ends the thread.
+    """This rank leaves the group; ends the thread.
 
     Attributes:
-        in_order: it said so, and did not just come to its end.
+        in_order: whether it left deliberately, and did not just exit.
     """
 
     in_order: bool
@@ -77,14 +77,12 @@ Case = Wait | Announcement | Broken | Leave
 
 
 class Judge:
-    """Takes cases until `Leave`."""
+    """Handles cases one after the other until `Leave`."""
 
     def __init__(
         self, client: dist.TCPStore, *, board: Board, peers: Peers, keys: Keys, answer_timeout_s: float, patience_s: float,
     ) -> None:
-        """`patience_s` is how long this rank waits for a process of its machine that is stopped, and in a collective for ranks that do not
-        get on.
-        """
+        """`patience_s` bounds the wait for a stopped process of this machine, and for ranks that make no progress in a collective."""
         self._client = client
         self._board = board
         self._peers = peers
@@ -121,13 +119,13 @@ class Judge:
                 self._board.fail(self._peers.store_lost())
             except Exception as exc:
                 announcement = breakage(exc)
-                if not self._board.failure:  # Once: telling the peers may be what breaks.
+                if not self._board.failure:  # once only, because telling the peers may be what breaks
                     self._board.fail(self._failed(announcement))
                     self.post(announcement)
         self._deaths.close()
 
     def _watch(self) -> bool:
-        """Watch the processes of this machine once all ranks have one; a rank may die before it has come to its first point."""
+        """Watch the processes of this machine once all ranks have one; a rank may die before it reaches its first point."""
         if len(self._peers.cards) < self._peers.world:
             self._peers.read_cards(self._client, self._keys)
         if len(self._peers.cards) < self._peers.world:
@@ -159,15 +157,15 @@ class Judge:
         if not self._peers.store_gone and not self._client.check([self._keys.left(rank)]):
             self._announce(Verdict("failed", f"rank {rank} {state.text}"))
             return
-        # It left in good order, which harms nobody who does not wait for it.
+        # It left in good order, which matters only to ranks that wait for it.
         self._peers.departed = True
         if wait := self._board.wait:
             self._on_missed(wait)
 
     def _look_after_wait(self) -> None:
-        """Fail for a process of this machine that is stopped for too long, and for ranks of which nobody gets on any more."""
+        """Fail if a process of this machine has been stopped for too long, or if no rank makes progress any more."""
         now_s = time.monotonic()
-        seconds, self._looked_s = min(now_s - self._looked_s, 2 * _LOOK_AFTER_S), now_s  # this process may have been stopped itself
+        seconds, self._looked_s = min(now_s - self._looked_s, 2 * _LOOK_AFTER_S), now_s  # capped: it may itself have been stopped
         board, patience_s, wait = self._board, self._patience_s, self._board.wait
         stopped = {state.rank: state.text for state in self._peers.states() if state.kind == "stopped"}
         self._stopped = {rank: (text, self._stopped.get(rank, (text, 0.0))[1] + seconds) for rank, text in stopped.items()}
@@ -184,9 +182,9 @@ class Judge:
         self._inquire(board.last, board.inside)
 
     def _inquire(self, name: str, n: int) -> None:
-        """Ask all ranks, as the first of them whose patience with a collective has ended, whether anybody still gets on.
+        """Ask all ranks whether any of them still makes progress; only the first rank whose patience with a collective has ended asks.
 
-        Not where they are on several machines: little is computed while bytes come over a slow network.
+        It does not ask where ranks are on several machines: while bytes cross a slow network, ranks compute little and look stuck.
         """
         if len(self._peers.neighbours()) + 1 < self._peers.world or self._client.add(self._keys.inquiry(n, self._inquiries), 1) > 1:
             return
@@ -199,14 +197,14 @@ class Judge:
             return
         if in_order:
             self._client.set(self._keys.left(self._board.rank), "")
-        # Lets go of the thread that waits for the last point's result, should none have come.
+        # Release the thread that waits for the last point's result, should none have come.
         verdict = self._board.failure or Verdict("failed", f"rank {self._board.rank} has left")
         self._write(self._board.arrivals, verdict)
         others = [rank for rank in range(self._peers.world) if rank != self._board.rank] if self._peers.own.hosts_store else []
         give_up_s = time.monotonic() + _LINGER_S
         while not all(map(self._has_left, others)) and time.monotonic() < give_up_s:
             time.sleep(_LOOK_S)
-        # Now the host takes the store away. A watcher that still waited there would complain about that at length.
+        # After this the host takes the store away. Close the watchers first: one that still waited there would log long complaints.
         for rank in (*others, self._board.rank):
             self._client.queue_push(self._keys.mail(rank), encode_json(Mail("close")).decode())
 
@@ -215,23 +213,23 @@ class Judge:
 
     def _on_missed(self, wait: Wait) -> None:
         if wait is not self._board.wait and wait.abandoned is None:
-            return  # Its result came meanwhile.
+            return  # its result came meanwhile
         is_busy = wait.source is not None and self._is_busy(wait.source, wait)
-        if is_busy and wait.abandoned is None:  # In this order: to ask may take longer than the caller waits.
+        if is_busy and wait.abandoned is None:  # abandonment is checked second, since asking may take longer than the caller waits
             wait.messages.put(Renewed())
             return
         count = self._count(wait, points.POISON)
-        # The verdict is another's, or all came just now: either way the result comes by itself, unless who owes it is stopped.
+        # Another judge owns the verdict, or the last rank came just now: either way the result will appear, unless its owner is stopped.
         if (count.poisons > 1 or (count.agreed and count.arrived == self._peers.world)) and self._is_decided(wait):
             return
         verdict = wait.abandoned or judge(self._collect(wait, timeout_s=wait.timeout_s, arrived=count.arrived))
-        verdict = wait.abandoned or verdict  # The caller may have gone meanwhile.
+        verdict = wait.abandoned or verdict  # the caller may have left meanwhile
         if verdict.kind == "failed":
             verdict = self._announce(verdict)
         self._write(wait.n, verdict)
 
     def _is_decided(self, wait: Wait) -> bool:
-        """Whether the point's result comes as soon as its owner can be expected to write it."""
+        """Whether the point's result appears as soon as its owner can be expected to write it."""
         key = self._keys.result(wait.n)
         give_up_s = time.monotonic() + self._answer_timeout_s + STORE_S
         while not self._client.check([key]):
@@ -240,22 +238,22 @@ class Judge:
             if time.monotonic() > give_up_s:
                 return False
             time.sleep(_LOOK_S)
-        if wait.abandoned and self._client.get(key).decode() == GO:  # The others go on, into a collective without this rank.
+        if wait.abandoned and self._client.get(key).decode() == GO:  # the others have entered a collective without this rank
             self._announce(Verdict("failed", wait.abandoned.text))
         return True
 
     def _count(self, wait: Wait, added: int) -> points.Count:
         total = self._client.add(self._keys.count(wait.n), added)
-        wait.heard = True
+        wait.heard = True  # the store answers, so the caller need not suspect it
         return points.read(total, wait.signature)
 
     def _write(self, n: int, verdict: Verdict) -> None:
-        """Decide the n-th point, if nothing else has."""
+        """Decide the n-th point, unless it is decided already."""
         self._client.compare_set(self._keys.result(n), "", encode_json(verdict).decode())
 
     def _is_busy(self, source: int, wait: Wait) -> bool:
-        """Whether the rank that this wait is patient with is elsewhere, and has shown life within the wait's timeout."""
-        if source == self._board.rank or not self._count(wait, 0).agreed:  # Patience mends no mismatch.
+        """Whether the rank whose beats extend this wait is elsewhere, and has beaten within the wait's timeout."""
+        if source == self._board.rank or not self._count(wait, 0).agreed:  # patience does not resolve a mismatch
             return False
         status = self._ask([source]).get(source)
         return status is not None and status.n != wait.n and status.beat_age_s < wait.timeout_s
@@ -273,7 +271,7 @@ class Judge:
     def _announce(self, verdict: Verdict) -> Verdict:
         """Tell every rank that no point will be passed again; returns the first such verdict, which stands.
 
-        The ranks of a machine on which the store's host is stopped each see that for themselves.
+        Where the store's host is stopped, nothing can be told; the ranks on its machine each see that for themselves.
         """
         if self._peers.host_is_stopped():
             self._board.fail(verdict)
@@ -295,14 +293,14 @@ class Judge:
         states = {state.rank: state for status in answers.values() for state in status.states}
         states |= {state.rank: state for state in self._peers.states()}
         silent = set(range(self._peers.world)) - {own.rank, *answers}
-        # In good order, though its process may go on.
+        # These left in good order, even if their processes continue.
         states |= {rank: ProcessState(rank, "dead", "has left") for rank in silent if self._client.check([self._keys.left(rank)])}
         return Evidence(
             name=case.name, keys=case.keys if isinstance(case, Wait) else (), n=case.n, world=self._peers.world, timeout_s=timeout_s,
             arrived=arrived, answers={**answers, own.rank: own}, started=frozenset(self._peers.cards), states=states)
 
     def _ask(self, ranks: Iterable[int]) -> dict[int, Status]:
-        """Answers of those watchers that answer in time; does not wait for processes that cannot."""
+        """Ask the watchers of ranks; returns the answers that come in time, and does not wait for processes that are stopped or dead."""
         silent = set(ranks)
         self._questions += 1
         reply = self._keys.reply(self._board.rank, self._questions)

@@ -1,7 +1,7 @@
-"""A rank's own connections to the store, and what it knows of its peers' processes.
+"""A rank's connections to the store, and what it knows of its peers' processes.
 
-A store client serves one call at a time and a call may block for as long as the store's host is stopped, so each thread of a rank has its
-own, and the calling thread none.
+A store client serves one call at a time, and a call may block for as long as the store's host is stopped, so each thread of a rank has a
+client of its own, and the calling thread has none.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from offbeat.pulse import waiting
 _log = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=20)
-"""The longest that a client waits: its milliseconds must fit in 32 bits. Deadlines lie in the calling thread."""
+"""Longest wait of a client: its milliseconds must fit in 32 bits. Deadlines are kept by the calling thread."""
 
 _ENDING_S = 0.5
-"""Between a host's connections closing and the system saying how it ended."""
+"""Time between a host's connections closing and the system reporting how it ended."""
 
 
 _LOOK_S = 0.1
-"""Between two looks at a store's host that has not answered yet."""
+"""Interval between two looks at a store's host that has not answered yet."""
 
 
 def reach(host: str, port: int, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
-    """A client of the store at `host`:`port`; `server`, if known, is the rank that serves it.
+    """Connect to the store at `host`:`port`; `server`, if known, is the rank that serves it.
 
-    Torch's own timeout does not hold while the store's host is stopped, so its constructor runs in a thread that may be left in it.
+    Torch's own timeout does not hold while the store's host is stopped, so its constructor runs in a thread that may be abandoned.
 
     Raises:
         DeadlineError: the store does not answer within `timeout_s` seconds; a SyncTimeout where its host is stopped.
@@ -80,7 +80,7 @@ def _unreachable(address: str, *, timeout_s: float, server: Card | None) -> Offb
 
 
 def connect(store: dist.TCPStore, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
-    """Another client of the same store, as `reach`; then waits for as long as it takes."""
+    """Connect another client to the same store, as `reach` does; its calls then wait as long as necessary."""
     client = reach(store.host, store.port, timeout_s=timeout_s, server=server)
     client.set_timeout(_FOREVER)
     return client
@@ -90,13 +90,13 @@ class Peers:
     """The processes of all ranks, as far as they have joined.
 
     Attributes:
-        cards: by rank.
-        departed: some rank has left in good order, so that no further point can be passed.
-        store_gone: its host has left, or has closed the connections.
+        cards: cards of the processes, by rank.
+        departed: whether a rank has left in good order, so that no further point can be passed.
+        store_gone: whether the store's host has left or closed the connections.
     """
 
     def __init__(self, own: Card, *, world: int, address: str, server: Card | None = None) -> None:
-        """`server` is the rank that serves the store, where it is known before it has joined."""
+        """`server` is the rank that serves the store, if it is known before that rank has joined."""
         self.own = own
         self.world = world
         self.cards: dict[int, Card] = {own.rank: own}
@@ -106,21 +106,21 @@ class Peers:
         self._address = address
 
     def read_cards(self, client: dist.TCPStore, keys: Keys) -> None:
-        """Learn of the processes that have joined since."""
+        """Read the cards of processes that have joined since the last call."""
         for rank in set(range(self.world)) - set(self.cards):
             if client.check([keys.card(rank)]):
                 self.cards[rank] = decode_json(Card, client.get(keys.card(rank)))
 
     def neighbours(self) -> list[Card]:
-        """Other ranks of this machine."""
+        """Cards of the other ranks on this machine."""
         return [card for card in list(self.cards.values()) if card.machine == self.own.machine and card.rank != self.own.rank]
 
     def states(self, among: Iterable[int] | None = None) -> tuple[ProcessState, ...]:
-        """What the system says of the neighbours."""
+        """Return what the system says of the neighbours, or of those whose rank is in `among`."""
         return tuple(observe(card) for card in self.neighbours() if among is None or card.rank in among)
 
     def store_lost(self) -> Verdict:
-        """The verdict when the store has closed its connections."""
+        """Return the verdict for when the store has closed its connections."""
         self.store_gone = True
         state = self._host_state()
         give_up_s = time.monotonic() + _ENDING_S
@@ -132,12 +132,12 @@ class Peers:
         return Verdict("failed", f"the store at {self._address} is gone; look at the log of its host ({self._host_name()})")
 
     def host_is_stopped(self) -> bool:
-        """Whether the store cannot answer, because the process of the rank that hosts it is stopped."""
+        """Whether the store cannot answer because the process that hosts it is stopped."""
         state = self._host_state()
         return state is not None and state.kind == "stopped"
 
     def store_silent(self, *, point: str, timeout_s: float, heard: bool) -> Verdict:
-        """The verdict when none of the others has arrived in time; `heard` when the store itself has answered meanwhile."""
+        """Return the verdict when no answer came in time; `heard` tells whether the store itself answered meanwhile."""
         state = self._host_state()
         if state and state.kind == "dead":
             return self.store_lost()

@@ -1,7 +1,7 @@
-"""Ranks meet: the store they find each other through, and the groups they talk over.
+"""How ranks meet: the store that they find each other through, and the groups that they communicate over.
 
-Rank 0 hosts a store, or torchrun does, and every rank joins with a client of it. `join` promises two groups that break independently:
-the device mesh, for tensors of the model, and `cpu_group`, gloo, for scalars and bytes; and `sync`, the named points around both.
+Rank 0 hosts a store, or torchrun does, and every rank joins with a client of it. `join` returns two groups that break independently, the
+device mesh for tensors of the model and `cpu_group` (gloo) for scalars and bytes, and `sync`, the named points around both.
 """
 
 import socket
@@ -24,14 +24,16 @@ from offbeat.pulse import Vigil
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How ranks are laid out: `dp` replicas or shards of the model, each over `tp` neighbouring ranks."""
+    """Layout of the ranks: `dp` replicas or shards of the model, each over `tp` adjacent ranks."""
 
     dp: int
     tp: int = 1
 
     def check(self, world: int) -> None:
-        """Raises:
-            ConfigError: this shape is not one of `world` ranks.
+        """Check that the shape fits `world` ranks.
+
+        Raises:
+            ConfigError: it does not.
         """
         if min(self.dp, self.tp) < 1 or self.dp * self.tp != world:
             raise ConfigError(
@@ -41,12 +43,12 @@ class MeshShape:
 
 @dataclass(frozen=True, eq=False)
 class ProcessGroups:
-    """What a rank knows about its peers.
+    """The groups that a rank belongs to, and its place in them.
 
     Attributes:
-        rank: this process, 0 to world - 1.
+        rank: rank of this process, 0 to world - 1.
         world: number of ranks, R.
-        shape: how they are laid out.
+        shape: layout of the ranks.
         mesh: one dimension, "dp", on the platform's backend: this rank and its peers of the same tensor-parallel index.
         cpu_group: gloo over all ranks, whatever the device.
         sync: named points over all ranks.
@@ -66,35 +68,35 @@ class ProcessGroups:
 
     @property
     def is_head(self) -> bool:
-        """Whether this rank is the first of its tensor-parallel neighbours, which speaks for them."""
+        """Whether this rank is the first of its tensor-parallel neighbours and acts on their behalf."""
         return self.rank % self.shape.tp == 0
 
 
 class HostedStore(dist.TCPStore):
-    """A store that this process serves."""
+    """A store served by this process."""
 
 
 def host_store(timeout_s: float, *, host: str = "127.0.0.1", port: int = 0) -> HostedStore:
-    """Serve a store on `port` of `host`, which alone it listens on; 0 takes a free one, to be read from `.port`.
+    """Serve a store on `port` of `host`, the only address that it listens on; 0 takes a free port, to be read from `.port`.
 
     Raises:
-        PortBusyError: nothing can be served there.
+        PortBusyError: the port is taken or cannot be bound.
     """
     try:
         listener = socket.create_server((host, port))
     except OSError as exc:
         raise PortBusyError(f"no store can be served at {host}:{port} ({exc.strerror}); choose another port or host") from exc
     port = listener.getsockname()[1]
-    # The store owns the socket from here on; handing over a bound socket leaves no moment in which another process takes the port.
+    # The store owns the socket from here on. Passing a bound socket leaves no moment in which another process could take the port.
     return HostedStore(
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(host: str, port: int, *, timeout_s: float, server: Card | None = None) -> dist.TCPStore:
-    """A client of the store at `host`:`port`, which `server` serves, if that is known.
+    """Connect to the store at `host`:`port`; `server`, if known, is the rank that serves it.
 
     Raises:
-        DeadlineError: nobody serves a store there within `timeout_s` seconds; a SyncTimeout where the server is stopped.
+        DeadlineError: no store answers there within `timeout_s` seconds; a SyncTimeout where the server is stopped.
         PeerError: the server is dead.
     """
     return reach(host, port, timeout_s=timeout_s, server=server)
@@ -102,7 +104,7 @@ def connect_store(host: str, port: int, *, timeout_s: float, server: Card | None
 
 _syncs: list[Sync] = []
 _vigils: list[Vigil] = []
-"""Of this process; torch's groups, which `leave` takes down with them, are per process too."""
+"""Syncs and vigils of this process; `leave` ends them together with torch's groups, which are per process too."""
 
 
 def join(
@@ -110,19 +112,19 @@ def join(
     shape: MeshShape | None = None, server: Card | None = None, on_stuck: Callable[[StuckError], None] = lambda _error: None,
     on_beat: Callable[[str], None] = lambda _text: None,
 ) -> ProcessGroups:
-    """Meet the other ranks at the sync point "join"; returns when all are there.
+    """Meet the other ranks at the sync point "join"; returns when all have arrived.
 
     Args:
-        store: rank 0's, or a client of it.
-        local_rank: index among the devices that this process sees; 0 where the launcher shows each rank its own.
-        prefix: of every key in the store; one per meeting where a store serves several, as torchrun's does when it restarts ranks.
-        shape: default all ranks data-parallel.
-        server: the rank that serves the store, where its process is known: it may die, or be stopped, before it has joined.
-        on_stuck: called in another thread when this rank or a peer is stuck, in which case this thread may never hear of it.
-        on_beat: called in another thread, four times a second while this rank does some `offbeat.pulse.work`, with what it is.
+        store: rank 0's own store, or a client of it.
+        local_rank: index among the devices visible to this process; 0 where the launcher shows each rank only its own.
+        prefix: prefix of every key in the store; unique per meeting where a store serves several, as torchrun's does on restarts.
+        shape: layout of the ranks; by default all are data-parallel.
+        server: the rank that serves the store, if its process is known: it may die, or be stopped, before it has joined.
+        on_stuck: called in another thread when this rank or a peer is stuck, in which case the calling thread may never be told.
+        on_beat: called in another thread, four times a second while this rank does some `offbeat.pulse.work`, with a text of what it does.
 
     Raises:
-        ConfigError: the shape is not one of `world` ranks.
+        ConfigError: the shape does not fit `world` ranks.
         SyncTimeout: fewer than `world` ranks came within `config.init_timeout_s`.
         PeerError: one of them died meanwhile.
     """
@@ -148,27 +150,27 @@ def join(
             for group in (dist.group.WORLD, *mesh.get_all_groups(), cpu_group):
                 _set_pg_timeout(timedelta(seconds=config.collective_timeout_s), group)
     except BaseException as exc:
-        give_up(exc)  # and stay, so that `check_peers` says why and others can read it
+        give_up(exc)  # but do not leave, so that `check_peers` says why and others can read it
         raise
     sync.cpu_group = cpu_group
     return ProcessGroups(rank=rank, world=world, shape=shape, mesh=mesh["dp"], cpu_group=cpu_group, sync=sync)
 
 
 def check_peers() -> None:
-    """Raise PeerError if a peer has died or failed, also while this process joins; see `Sync.check`."""
+    """Raise PeerError if a peer has died or failed; works while this process joins, too. See `Sync.check`."""
     for sync in _syncs:
         sync.check()
 
 
 def give_up(error: BaseException) -> None:
-    """This process gives up because of `error`: tell all peers, and end those that can no longer hear it. Never raises."""
+    """Give up because of `error`: tell all peers, and kill those that are stopped and cannot hear it. Never raises."""
     for sync in _syncs:
         sync.fail(str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}")
         sync.end_stopped()
 
 
 def leave() -> None:
-    """Take this process out of all groups. Ranks need not leave together."""
+    """Take this process out of all groups. Ranks need not leave at the same time."""
     while _vigils:
         _vigils.pop().close()
     while _syncs:

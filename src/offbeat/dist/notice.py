@@ -1,6 +1,6 @@
-"""A notice that one rank puts up and the others read when they like: no point, no order, and nobody waits for anybody. Any rank may use it.
+"""A notice that one rank posts and others read whenever they like, without a sync point or any waiting. Any rank may use it.
 
-It lies in the ranks' store, reached by a client and a thread of its own: a call may block for as long as the store's host is stopped.
+It is kept in the ranks' store and accessed by a client and a thread of its own, since a call may block while the store's host is stopped.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from offbeat.errors import DeadlineError
 T = TypeVar("T")
 
 _TIMEOUT_S = 5.0
-"""For a few bytes to or from the store."""
+"""Timeout for a few bytes to or from the store."""
 
 
 class Notice:
-    """One text under one name; empty until it is put up. Close it with the rank."""
+    """One text under one name; empty until it is posted. Close it together with the rank."""
 
     def __init__(self, client: dist.TCPStore, name: str) -> None:
-        """`client` is used by nobody else."""
+        """`client` must not be used by anyone else."""
         self._client = client
         self._name = name
         self._thread = SideThread(f"notice {name}")
 
     async def put_up(self, text: str) -> None:
-        """Replace what was there.
+        """Replace the text.
 
         Raises:
             DeadlineError: the store does not answer.
@@ -36,7 +36,7 @@ class Notice:
         await self._call(partial(self._client.set, self._name, text))
 
     async def read(self) -> str:
-        """What was put up last.
+        """Return the latest text.
 
         Raises:
             DeadlineError: the store does not answer.
@@ -44,7 +44,7 @@ class Notice:
         return await self._call(self._read)
 
     def close(self) -> None:
-        """End the thread; a call that it is in is left to itself."""
+        """End the thread; a call that it is in is abandoned."""
         self._thread.close()
 
     def _read(self) -> str:

@@ -1,12 +1,12 @@
-"""The sender's side of weights by broadcast: one version, held ready for every engine that comes for it. Used by rank 0 of the trainers.
+"""The sender's side of weights by broadcast: one version, offered to every engine that comes for it. Used by rank 0 of the trainers.
 
 An `Offer` serves a store at an address and runs one thread, which
     consumes   arrivals of receivers in the store
-    produces   rounds: a fresh process group of the sender and all who have arrived, one broadcast of the whole version, and the group's end
-    waits for  as many receivers as are expected, or until nobody has come for a moment; then for one round, under a deadline
+    produces   rounds: a new process group of the sender and all who have arrived, one broadcast of the whole version, and the group's end
+    waits for  as many receivers as are expected, or until none has come for a moment; then for one round, under a deadline
     woken by   its own clock
-A member that dies or hangs breaks its round for all; the others arrive again and share the next. Whoever has failed twice is told to read
-the version's folder, which is written for the first of them.
+A member that dies or hangs breaks its round for all members; the others arrive again and share the next. A receiver that has failed twice
+is told to read the version's folder, which is written when the first receiver needs it.
 """
 
 import json
@@ -27,7 +27,7 @@ from offbeat.dist.platform import current_platform
 
 _MAX_ROUNDS = 2
 _ROUNDS_PER_TIMEOUT = 4
-"""Two rounds that break, and the way through the folder, end before the time for the whole is over."""
+"""Chosen so that two broken rounds and the way through the folder fit into the timeout of the whole."""
 _QUIET_S = 0.5
 _POLL_S = 0.005
 _IDLE_POLL_S = 0.2
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A receiver that waits for its ticket: its number, how many rounds it has failed, and the accelerator it computes on, if any."""
+    """A receiver that waits for its ticket: its number, the number of rounds it has failed, and its accelerator, if any."""
 
     number: int
     attempt: int
@@ -45,7 +45,7 @@ class Arrival:
 
 
 class Offer:
-    """One version, until it is closed.
+    """The offer of one version, until it is closed.
 
     Attributes:
         address: `host:port`, for `dist.broadcast.receive`.
@@ -55,20 +55,20 @@ class Offer:
         self, state: dict[str, Tensor], *, host: str, num_receivers: int, timeout_s: float,
         write_folder: Callable[[dict[str, Tensor]], None],
     ) -> None:
-        """Returns at once; receivers are served in the background.
+        """Start to serve receivers in the background; returns at once.
 
         Args:
-            state: CPU tensors, which do not change.
-            host: of this machine, as receivers reach it.
-            num_receivers: expected for the first round.
-            timeout_s: for one receiver to get the version.
-            write_folder: writes the version's folder; for receivers that cannot be reached otherwise.
+            state: CPU tensors by name, which must not change.
+            host: address of this machine, as receivers reach it.
+            num_receivers: number of receivers expected for the first round.
+            timeout_s: time for one receiver to get the version.
+            write_folder: writes the version's folder, for receivers that broadcasts do not reach.
 
         Raises:
-            PortBusyError: nothing can be served there.
+            PortBusyError: no store can be served there.
         """
         self._state = {name: tensor.contiguous() for name, tensor in state.items()}
-        self._device = current_platform.device  # which another thread would not know
+        self._device = current_platform.device  # read here, since another thread would not know it
         self._expected = num_receivers
         self._round_timeout_s = timeout_s / _ROUNDS_PER_TIMEOUT
         self._write_folder = write_folder
@@ -84,7 +84,7 @@ class Offer:
         self._thread.start()
 
     def close(self) -> None:
-        """Serve nobody after the round under way; those who wait hear that the offer is gone. Returns at once."""
+        """Serve no one after the current round; waiting receivers learn that the offer is gone. Returns at once."""
         self._closed.set()
 
     def _serve(self) -> None:
@@ -97,10 +97,10 @@ class Offer:
                 whole = not members or self._round(members)
                 self._expected = 0 if whole else len(members)
         finally:
-            del self._store, self._state  # whoever waits hears that the store is gone
+            del self._store, self._state  # waiting receivers learn that the store is gone
 
     def _gather(self) -> list[Arrival]:
-        """Those who wait for a ticket: all that are expected, or whoever is there when nobody has come for a moment; [] once closed."""
+        """Return the receivers that wait for a ticket: all expected ones, or those present when none came for a moment; [] once closed."""
         arrived: list[Arrival] = []
         last_came_at = 0.0
         while not self._closed.wait(_POLL_S if arrived or self._expected else _IDLE_POLL_S):
@@ -127,12 +127,12 @@ class Offer:
             try:
                 self._write_folder(self._state)
                 self._folder_ticket = {}
-            except Exception as exc:  # the receiver reports it, with its own name
+            except Exception as exc:  # the receiver reports it, under its own name
                 self._folder_ticket = {"error": f"the broadcast broke {_MAX_ROUNDS} times, and then {type(exc).__name__}: {exc}"}
         return self._folder_ticket
 
     def _round(self, members: Sequence[Arrival]) -> bool:
-        """Broadcast to these receivers; whether that went well as far as the sender can tell."""
+        """Broadcast to these receivers; returns whether that succeeded as far as the sender can tell."""
         self._num_rounds += 1
         name, world, timeout_s = f"round-{self._num_rounds}", len(members) + 1, self._round_timeout_s
         device = self._meeting_device([one.device for one in members])
@@ -142,7 +142,7 @@ class Offer:
         try:
             with Group(backend, dist.PrefixStore(name, self._store), rank=0, world=world, timeout_s=timeout_s) as group:
                 group.broadcast(list(self._state.values()), device=device)
-                # What was sent may still be under way, and would be lost with the connection.
+                # Data may still be in flight, and would be lost with the connection.
                 self._store.wait([f"{name}/left/{rank}" for rank in range(1, world)], timedelta(seconds=timeout_s))
         except RuntimeError as exc:
             log.warning("a broadcast of weights to %d engines broke: %s", len(members), exc)
@@ -150,6 +150,6 @@ class Offer:
         return True
 
     def _meeting_device(self, names: Sequence[str]) -> torch.device:
-        """Where this process and owners of these accelerators can communicate: on them if everyone has one of its own."""
+        """Choose where this process and the owners of these accelerators communicate: on them if each has one of its own, else on CPUs."""
         everyones = [device_name(self._device), *names]
         return self._device if all(everyones) and len(set(everyones)) == len(everyones) else torch.device("cpu")

@@ -1,7 +1,7 @@
-"""What the system knows of the other ranks' processes: their state, and the moment of their death. Used by the judge of a sync point.
+"""What the operating system knows of the other ranks' processes: their state, and when they die. Used by the judge of a sync point.
 
-Only processes of the same machine and process-id namespace can be seen. Linux tells how a process ended as long as its parent has not
-collected it; elsewhere, and afterwards, a dead one is just gone.
+Only processes of the same machine and process-id namespace are visible. Linux reports how a process ended until its parent has reaped it;
+elsewhere, and afterwards, a dead process is just gone.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Literal
 
 _FALLBACK_POLL_S = 0.25
-"""Between two looks at processes for which the system has no file descriptor to wait on."""
+"""Interval between two looks at processes for which the system offers no file descriptor to wait on."""
 
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "I": "idle"}
 
 
 @dataclass(frozen=True)
 class Card:
-    """Who the process of a rank is.
+    """Identity of a rank's process.
 
     Attributes:
-        started: clock ticks from boot to its start, which no other process with the same id has; 0 where the system does not say.
+        started: clock ticks from boot to its start, unlike those of any other process with the same id; 0 where the system does not say.
         machine: equal for processes that can see each other.
-        hosts_store: its process serves the store.
+        hosts_store: whether its process serves the store.
     """
 
     rank: int
@@ -42,13 +42,13 @@ class Card:
 
     @property
     def is_near(self) -> bool:
-        """Whether its process can be seen from this one."""
+        """Whether this process can see it."""
         return self.machine == _machine()
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What the system says of a rank's process; `text` follows "rank 1 ", as in "was killed by SIGKILL"."""
+    """What the system says of a rank's process; `text` continues "rank 1 ", as in "was killed by SIGKILL"."""
 
     rank: int
     kind: Literal["alive", "stopped", "dead"]
@@ -64,7 +64,7 @@ def _machine() -> str:
 
 
 def own_card(rank: int, *, hosts_store: bool) -> Card:
-    """The card of this process."""
+    """Return the card of this process."""
     stat = _stat(os.getpid())
     return Card(rank=rank, host=socket.gethostname(), pid=os.getpid(), started=int(stat[19]) if stat else 0, machine=_machine(),
                 hosts_store=hosts_store)
@@ -87,7 +87,7 @@ def observe(card: Card) -> ProcessState:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third, the state, on; the second may hold spaces. Empty when there is none."""
+    """Return the fields of /proc/PID/stat from the third (the state) on, as the second may hold spaces; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -110,12 +110,12 @@ def _ending(status: int) -> str:
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # The real-time signals between the first and the last have no name.
+    except ValueError:  # real-time signals between the first and the last have no name
         return f"signal {number}"
 
 
 def end_if_stopped(card: Card) -> None:
-    """Kill a process of this machine that a signal has stopped; not one that a debugger holds, for somebody looks at it."""
+    """Kill a process of this machine that a signal has stopped, but not one that a debugger holds, since somebody is looking at it."""
     stat = _stat(card.pid)
     if stat and stat[0] == "T" and int(stat[19]) == card.started:
         with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def end_if_stopped(card: Card) -> None:
 
 
 class Deaths:
-    """Waits for the end of processes of this machine; one thread waits, any thread may wake it."""
+    """Waits for processes of this machine to end; one thread waits, any thread may wake it."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -135,18 +135,18 @@ class Deaths:
         self._poll.register(self._woken, select.POLLIN)
 
     def add(self, cards: Iterable[Card]) -> None:
-        """Watch these too; called by the thread that waits."""
+        """Watch these processes, too; called by the waiting thread."""
         for card in cards:
             try:
                 descriptor = os.pidfd_open(card.pid)
-            except (AttributeError, OSError):  # No such call here, or the process is gone already.
+            except (AttributeError, OSError):  # there is no such call here, or the process is gone already
                 self._unwaitable.append(card)
             else:
                 self._ranks[descriptor] = card.rank
                 self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
-        """Ranks that have died since the last call; returns without any when woken, or after `timeout_s` seconds."""
+        """Return the ranks that have died since the last call; returns empty-handed when woken, or after `timeout_s` seconds."""
         died = self._take_unwaitable()
         while not died:
             ready = self._poll.poll(_FALLBACK_POLL_S * 1000 if self._unwaitable else timeout_s and timeout_s * 1000)
@@ -169,13 +169,13 @@ class Deaths:
         return [card.rank for card in dead]
 
     def wake(self) -> None:
-        """Let `wait` return; does nothing when closed, for nobody waits then."""
-        with self._lock:  # Once closed, the descriptor's number may be that of another file.
+        """Make `wait` return; does nothing once closed, when no thread waits."""
+        with self._lock:  # once closed, the descriptor's number may belong to another file
             if not self._closed:
                 os.write(self._wake, b"\0")
 
     def close(self) -> None:
-        """Called by the thread that waits, when it no longer does."""
+        """Release the descriptors; called by the waiting thread when it no longer waits."""
         with self._lock:
             self._closed = True
             for descriptor in (*self._ranks, self._woken, self._wake):

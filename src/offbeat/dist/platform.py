@@ -1,8 +1,8 @@
-"""The one place that knows which accelerator a process has.
+"""The only place that knows which accelerator a process has.
 
-Worker code asks `current_platform` for a device, a backend or a synchronisation and never names a device type. A new accelerator is a
-new row of the table below. Nothing is looked up at import: the first use in a process decides, so that a launcher can restrict the
-visible devices first.
+Worker code asks `current_platform` for a device, a backend or a synchronisation and never names a device type. A new accelerator is a new
+row of the table below. Nothing is looked up at import: the first use in a process decides, so that a launcher can restrict the visible
+devices first.
 """
 
 import resource
@@ -20,10 +20,10 @@ class _Kind:
     visible_devices_variable: str
 
 
-# torch's name of the device type -> its collective backend, and the variable that restricts which devices a process sees.
+# By torch's name of the device type: its collective backend, and the variable that restricts which devices a process sees.
 _KINDS = {
     "cpu": _Kind("gloo", ""),
-    "cuda": _Kind("nccl", "CUDA_VISIBLE_DEVICES"),  # ROCm reads the same variable and answers to the same names.
+    "cuda": _Kind("nccl", "CUDA_VISIBLE_DEVICES"),  # ROCm reads the same variable and uses the same names
     "xpu": _Kind("xccl", "ZE_AFFINITY_MASK"),
     "npu": _Kind("hccl", "ASCEND_RT_VISIBLE_DEVICES"),
 }
@@ -40,7 +40,7 @@ class Platform:
 
     @property
     def device(self) -> torch.device:
-        """The device this process computes on: the one chosen by `set_device`, else the first it sees."""
+        """The device that this process computes on: the one chosen by `set_device`, else the first visible one."""
         return torch.device("cpu") if self.is_cpu else torch.device(self.device_type, torch.accelerator.current_device_index())
 
     @property
@@ -58,20 +58,20 @@ class Platform:
         return self.device_type == "cpu"
 
     def set_device(self, local_rank: int) -> None:
-        """Compute on the visible device with this index from here on; does nothing on a CPU."""
+        """Compute on the visible device with this index from now on; does nothing on a CPU."""
         if not self.is_cpu:
             torch.accelerator.set_device_index(local_rank)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was queued; does nothing on a CPU, where nothing is queued."""
+        """Wait until the device has finished all queued work; does nothing on a CPU, where nothing is queued."""
         if not self.is_cpu:
             torch.accelerator.synchronize()
 
     def busy_clock(self) -> float:
-        """Seconds, from an arbitrary start, that this thread has computed.
+        """Seconds of computation of this thread, from an arbitrary start.
 
-        On a CPU a rank that waits for a peer uses no thread time. An accelerator's waits cannot be told from its work: there all time
-        counts.
+        On a CPU a rank that waits for a peer uses no thread time. An accelerator's waits cannot be told from its work, so all time counts
+        there.
         """
         return time.thread_time() if self.is_cpu else time.perf_counter()
 

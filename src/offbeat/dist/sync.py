@@ -1,8 +1,8 @@
 """Named points at which all ranks meet, each with a deadline, and the collectives behind them; `groups.sync` in every rank.
 
-Nobody enters a collective before all ranks have come to its name. When one does not come, every rank, the late one included, raises the
-same error, which says who is missing, whether it is slow, stopped, dead or not answering, what it does and where; the groups stay
-usable, because gloo was never entered. A rank that died or failed ends all waits at once.
+No rank enters a collective before all ranks have come to its name. When one does not come, every rank, the late one included, raises the
+same error, which says who is missing, whether it is slow, stopped, dead or not answering, what it does and where; the groups stay usable,
+because gloo was never entered. A rank that died or failed ends all waits at once.
 
 The caller waits only for its own deadline; the store, whose host may itself be stopped, is left to three threads:
 
@@ -51,23 +51,24 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SLICE_S = 0.1
-"""One of the short waits that make up a grace period: a clock runs on while this process is stopped, a count of waits does not."""
+"""Length of the short waits that make up a grace period: a clock runs on while this process is stopped, a count of waits does not."""
 
 _EXCHANGE_S = 5.0
-"""Grace on top of a point's deadline for the few bytes that go behind it; the ranks are there, so that only a busy machine needs it."""
+"""Grace on top of a point's deadline for the few bytes exchanged behind it; all ranks are there, so only a busy machine needs it."""
 
 _STEPS = 3
-"""Of the judge on its way to a verdict, each of them answered within a grace period: to ask the rank that this one is patient with, to wait
-for the result by the judge that came first, and to ask all ranks."""
+"""Number of the judge's steps towards a verdict, each answered within a grace period: asking the rank that this wait is patient with,
+waiting for the result of the judge that came first, and asking all ranks.
+"""
 
 _ANNOUNCE_S = 1.0
-"""For the peers to be told of a failure; who fails has something better to say than that this did not work."""
+"""Time for the peers to be told of a failure; the failing rank has a more important error to report than a failed announcement."""
 
 _CLOSE_S = 2.0
-"""For the threads to end: they are blocked only when the store's host is, whose own Judge lingers for a second."""
+"""Time for the threads to end: they block only when the store's host does, whose own Judge lingers for a second."""
 
 _COLLECTIVE_FAILED = re.compile(r"\bgloo\b|\bnccl\b|Operation timed out", re.IGNORECASE)
-"""In the text of a RuntimeError of a collective; an error of another kind, whatever its text, is the block's own."""
+"""Matches the text of a RuntimeError raised by a collective; an error of another type, whatever its text, is the block's own."""
 
 
 def _is_of_collective(exc: BaseException) -> bool:
@@ -76,17 +77,17 @@ def _is_of_collective(exc: BaseException) -> bool:
 
 
 class Sync:
-    """One rank's end. Made by `offbeat.dist.mesh.join`; its methods are collective unless they say otherwise, for one thread at a time.
+    """One rank's end, created by `offbeat.dist.mesh.join`. Methods are collective unless they say otherwise, for one thread at a time.
 
     Every named method raises
 
         SyncTimeout: a rank did not come within `timeout_s` (default `dist.sync_timeout_s`) seconds.
         SyncMismatch: ranks came under different names.
-        PeerError: a rank failed or died; so does every point after it. A StuckError: one is stopped or hangs while others are inside.
+        PeerError: a rank failed or died; every later point raises it, too. A StuckError: one is stopped or hangs while others are inside.
         ConfigError: `timeout_s` is not a positive number of seconds.
 
     Attributes:
-        rank: this process, 0 to world - 1.
+        rank: rank of this process, 0 to world - 1.
         world: number of ranks.
         cpu_group: gloo over all ranks; set by `join` once they have met.
     """
@@ -109,18 +110,18 @@ class Sync:
         cls, *, rank: int, world: int, store: dist.TCPStore, config: DistConfig, hosts_store: bool, prefix: str = "",
         server: Card | None = None, on_stuck: Callable[[StuckError], None] = lambda _error: None,
     ) -> Self:
-        """Connect to the store and be there for others; not collective.
+        """Connect to the store and start the threads that serve other ranks; not collective.
 
         Args:
             store: any client; it is not used after this.
-            hosts_store: this process serves the store.
-            prefix: keeps this meeting apart from others in the same store.
+            hosts_store: whether this process serves the store.
+            prefix: separates this meeting from others in the same store.
             server, on_stuck: see `offbeat.dist.mesh.join`.
         """
         if not 1 <= world <= MAX_WORLD:
             raise ConfigError(f"the number of ranks must be in 1..{MAX_WORLD}, got {world}")
         sync = cls(rank=rank, world=world, config=config, on_stuck=on_stuck)
-        if world > 1:  # One rank waits for nobody, and needs no threads for it.
+        if world > 1:  # a single rank waits for nobody, and needs no threads
             sync._start(store, hosts_store=hosts_store, keys=Keys(prefix), server=server)
         return sync
 
@@ -136,15 +137,15 @@ class Sync:
         store.set(keys.card(self.rank), encode_json(card).decode())
         for worker in (self._judge, self._arrivals, self._watcher):
             worker.thread.start()
-        # A thread that wakes up in native code while the interpreter ends takes the process down with it.
+        # A thread that wakes up in native code while the interpreter shuts down would crash the process.
         atexit.register(self._at_exit)
 
     def arrive(
         self, name: str, *, timeout_s: float | None = None, source: int | None = None, keys: Iterable[str] = (),
     ) -> None:
-        """Return when all ranks have come to `name`, and with the same `keys`, without any collective.
+        """Return when all ranks have come to `name` with the same `keys`, without any collective.
 
-        With `source`, patiently as `broadcast`.
+        With `source` the wait is patient, as for `broadcast`.
         """
         timeout_s = self._config.sync_timeout_s if timeout_s is None else timeout_s
         if not 0 < timeout_s < math.inf:
@@ -161,7 +162,7 @@ class Sync:
             with pulse.waiting():
                 # In this order: a failure that comes after this look finds the wait on the board.
                 message = board.failure or self._await(wait)
-        except BaseException as exc:  # As a KeyboardInterrupt. The peers must not go on without this rank, which has been counted.
+        except BaseException as exc:  # such as KeyboardInterrupt. The peers have counted this rank and must not go on without it.
             text = f"sync point {name!r} was not passed: rank {self.rank} was interrupted while it waited ({type(exc).__name__})"
             wait.abandoned = Verdict("missed", text)
             self._judge.post(wait)
@@ -195,7 +196,7 @@ class Sync:
 
     def _report(self, verdict: Verdict, name: str) -> SyncError:
         error = verdict.to_error(name)
-        if verdict is not self._reported:  # A failure is raised at every point from here on.
+        if verdict is not self._reported:  # a failure is raised again at every later point
             _log.error("rank %d: %s", self.rank, error)
             self._reported = verdict
         return error
@@ -208,19 +209,19 @@ class Sync:
             self._soon(timeout_s)(dist.barrier(group=self.cpu_group, async_op=True))
 
     def sum_scalars(self, name: str, values: Mapping[str, float], *, timeout_s: float | None = None) -> dict[str, float]:
-        """Sum each value over the ranks, in float64; all give the same keys and get the same bits."""
+        """Sum each value over the ranks, in float64; all must pass the same keys, and all get the same bits."""
         self.arrive(name, timeout_s=timeout_s, keys=sorted(values))
         with self._inside(name):
             return exchange.reduce_scalars(values, dist.ReduceOp.SUM, group=self.cpu_group, finish=self._soon(timeout_s))
 
     def max_scalars(self, name: str, values: Mapping[str, float], *, timeout_s: float | None = None) -> dict[str, float]:
-        """Take each value's maximum over the ranks, as `sum_scalars`."""
+        """Take each value's maximum over the ranks; arguments as for `sum_scalars`."""
         self.arrive(name, timeout_s=timeout_s, keys=sorted(values))
         with self._inside(name):
             return exchange.reduce_scalars(values, dist.ReduceOp.MAX, group=self.cpu_group, finish=self._soon(timeout_s))
 
     def gather(self, name: str, value: T, *, timeout_s: float | None = None) -> list[T]:
-        """Every rank's value, by rank, on every rank; frozen dataclasses of one type, or what `offbeat.data.wire` takes."""
+        """Return every rank's value, ordered by rank, on every rank; frozen dataclasses of one type, or what `offbeat.data.wire` takes."""
         data = encode(value)
         self.arrive(name, timeout_s=timeout_s)
         with self._inside(name):
@@ -228,10 +229,10 @@ class Sync:
             return [decode(type(value), item) for item in everybody]
 
     def broadcast(self, name: str, value: bytes | None, *, source: int = 0, timeout_s: float | None = None) -> bytes:
-        """The source's bytes; the other ranks give None.
+        """Return the source's bytes; the other ranks pass None.
 
-        Patient: the deadline of the other ranks starts anew as long as the source is elsewhere and its last `beat` is younger than
-        `timeout_s`, for it may wait for something that has a deadline of its own.
+        The wait is patient: the deadline of the other ranks starts again as long as the source is elsewhere and its last `beat` is younger
+        than `timeout_s`, because it may wait for something that has a deadline of its own.
         """
         assert (value is not None) == (self.rank == source), f"rank {source} alone gives what is sent from it"
         self.arrive(name, timeout_s=timeout_s, source=source)
@@ -239,7 +240,7 @@ class Sync:
             return exchange.broadcast_bytes(value or b"", source=source, group=self.cpu_group, finish=self._finish)
 
     def scatter(self, name: str, parts: Sequence[bytes] | None, *, source: int = 0, timeout_s: float | None = None) -> bytes:
-        """This rank's part: the source gives one per rank, of any sizes, the others None. Patient as `broadcast`."""
+        """Return this rank's part: the source passes one per rank, of any sizes, the others None. Patient as `broadcast`."""
         assert len(parts or ()) == (self.world if self.rank == source else 0), f"rank {source} alone gives one part per rank"
         self.arrive(name, timeout_s=timeout_s, source=source)
         with self._inside(name):
@@ -247,11 +248,11 @@ class Sync:
 
     @contextmanager
     def region(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
-        """Once all have come, the block may use torch's own collectives.
+        """Wait for all ranks; then the block may use torch's own collectives.
 
-        When one of them breaks the error is a verdict as at a point, if some rank stands out. Any other exception of the block goes on
-        as it is, after the peers have been told that this rank failed. Either way no point will be passed again, and the process must
-        end: a peer may sit in a collective that only this lets go of.
+        When one of them breaks, the error is a verdict as at a point, if some rank stands out. Any other exception of the block propagates
+        unchanged, after the peers have been told that this rank failed. Either way no point will be passed again, and the process must
+        end: a peer may sit in a collective that only this releases.
         """
         self.arrive(name, timeout_s=timeout_s)
         with self._inside(name):
@@ -265,7 +266,7 @@ class Sync:
             yield
         except SyncError:
             raise
-        except BaseException as exc:  # torch's CheckpointException is no Exception.
+        except BaseException as exc:  # torch's CheckpointException is not an Exception
             self._board.inside = 0
             if verdict := self._why_broken(name, n, exc):
                 raise self._report(verdict, name) from exc
@@ -285,11 +286,11 @@ class Sync:
         return self._board.failure
 
     def _soon(self, timeout_s: float | None) -> exchange.Finish:
-        """`_finish` for the few bytes behind a point with this timeout."""
+        """Return `_finish` for the few bytes exchanged behind a point with this timeout."""
         return partial(self._finish, limit_s=(self._config.sync_timeout_s if timeout_s is None else timeout_s) + _EXCHANGE_S)
 
     def _finish(self, work: dist.Work | None, *, limit_s: float = math.inf) -> None:
-        """Wait for a collective in slices, so that a peer's failure is heard."""
+        """Wait for a collective in short slices, so that a peer's failure is noticed."""
         assert work is not None, "an asynchronous collective returns its work"
         give_up_s = time.monotonic() + min(self._config.collective_timeout_s, limit_s)
         with pulse.waiting():
@@ -302,7 +303,7 @@ class Sync:
                         raise
 
     def beat(self) -> None:
-        """This rank is alive and waits under a deadline of its own; not collective, cheap, from any thread."""
+        """Say that this rank is alive and waits under a deadline of its own; not collective, cheap, from any thread."""
         self._board.beat_s = time.monotonic()
 
     def check(self) -> None:
@@ -313,9 +314,9 @@ class Sync:
             raise PeerError(f"the run cannot go on: {failure.text}; this rank had come as far as sync point {self._board.last!r}")
 
     def end_stopped(self) -> None:
-        """Kill the ranks of this machine that are stopped, for a rank whose run has failed; not collective.
+        """Kill the stopped ranks of this machine, for a rank whose run has failed; not collective.
 
-        They can say nothing any more, and do not heed the gentle signal by which a launcher ends the others.
+        They can report nothing any more, and do not react to the signal by which a launcher ends the others gracefully.
         """
         if self.world == 1:
             return
@@ -341,7 +342,7 @@ class Sync:
             case = Announcement(text, hangs=True)
             self._judge.post(case)
             case.done.wait(_ANNOUNCE_S)
-        self._board.fail(Verdict("stuck", text))  # whatever became of that; the first failure stays
+        self._board.fail(Verdict("stuck", text))  # whether or not they were told; the first failure stays
 
     def _hear_of_stuck(self, verdict: Verdict) -> None:
         error = StuckError(verdict.text)
@@ -354,7 +355,7 @@ class Sync:
         self._end(Leave(in_order=True))
 
     def _at_exit(self) -> None:
-        """The process ends without having left: peers that wait are told of the exception that ends it, else of its exit code."""
+        """Handle a process that ends without having left: waiting peers are told of the exception that ends it, else of its exit code."""
         error = getattr(sys, "last_value", None)
         if error is not None and not isinstance(error, SyncError):
             self.fail(f"{type(error).__name__}: {error}")

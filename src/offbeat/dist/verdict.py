@@ -1,7 +1,7 @@
-"""Who is to blame for a missed sync point: pure functions from what the watchers and the system say to one text.
+"""Decides who is to blame for a missed sync point: pure functions from what the watchers and the system report to one text.
 
-The judge calls them on one rank and hands the verdict to all, so that every rank raises the same words. Each missing rank is slow
-(answers, but is elsewhere), stopped, dead, unresponsive (alive, but its interpreter does not answer), at another point, or not started.
+The judge of one rank calls them and hands the verdict to all, so that every rank raises the same words. Each missing rank is slow (it
+answers, but is elsewhere), stopped, dead, unresponsive (alive, but its interpreter does not answer), at another point, or not started.
 """
 
 from collections.abc import Mapping
@@ -12,25 +12,25 @@ from offbeat.dist.peers import ProcessState
 from offbeat.errors import PeerError, StuckError, SyncError, SyncMismatch, SyncTimeout
 
 _MAX_STACKS = 8
-"""Stacks in one verdict; of the ranks beyond, only what they do."""
+"""Most stacks in one verdict; for further ranks it only says what they do."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """A watcher's answer.
+    """A watcher's answer about its rank.
 
     Attributes:
         phase, phase_s: what the rank does, and for how many seconds.
-        point, n: the sync point at which it waits and that point's number; "" and 0 when it does not wait.
-        keys: of the values that it brings there; must agree as the point does.
+        point, n: name and number of the sync point at which it waits; "" and 0 when it does not wait.
+        keys: keys of the values that it brings there; they must agree, as the point must.
         waited_s: seconds that it has waited there.
         last, last_s: the point that it left last, and how many seconds ago.
         inside: number of the point whose collective it has entered and not left; 0 when none.
-        stack: of the thread that waits, else of the one that entered the phase; innermost call last.
+        stack: stack of the thread that waits, else of the one that entered the phase; innermost call last.
         beat_age_s: seconds since the rank last said that it waits under a deadline of its own.
         states: what the system says of the ranks on its machine.
-        still_s: for how long its work has shown no sign of life, see `offbeat.pulse`; 0 where it does nothing.
-        waits: its work waits for other ranks.
+        still_s: seconds for which its work has shown no sign of life, see `offbeat.pulse`; 0 where it does nothing.
+        waits: whether its work waits for other ranks.
     """
 
     rank: int
@@ -55,14 +55,14 @@ class Verdict:
     """Why a point was not passed; `text` is all that a person reads of it.
 
     Attributes:
-        kind: "failed" and "stuck" are final; the latter is of a rank that is stopped or hangs, while others wait or for longer than it may.
+        kind: "failed" and "stuck" are final. "stuck" is for a rank that is stopped or hangs while others wait, or for longer than allowed.
     """
 
     kind: Literal["missed", "mismatch", "failed", "stuck"]
     text: str
 
     def to_error(self, point: str) -> SyncError:
-        """The error that every rank raises at `point`."""
+        """Convert to the error that every rank raises at `point`."""
         if self.kind == "failed":
             return PeerError(f"sync point {point!r} cannot be passed: {self.text}")
         if self.kind == "stuck":
@@ -72,13 +72,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known when a point was missed.
+    """Everything known when a point was missed.
 
     Attributes:
-        arrived: ranks that had come when the deadline passed.
-        answers: by rank; who is not in it did not answer.
+        arrived: number of ranks that had arrived when the deadline passed.
+        answers: answers by rank; ranks without an entry did not answer.
         started: ranks whose process has joined.
-        states: by rank, of those that some machine can see.
+        states: process states by rank, of those that some machine can see.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The verdict on ranks that did not come in time, or came under different names."""
+    """Return the verdict on ranks that did not come in time, or came under different names."""
     states, answers, name = evidence.states, evidence.answers, evidence.name
     if dead := [f"rank {rank} {state.text}" for rank, state in sorted(states.items()) if state.kind == "dead"]:
         return Verdict("failed", ", ".join(dead))
@@ -107,12 +107,13 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
-    """The verdict on a collective that broke after its point was passed; None when no rank stands out.
+    """Return the verdict on a collective that broke after its point was passed; None when no rank stands out.
 
-    It is final: the group of a broken collective cannot be used again.
+    The verdict is final: the group of a broken collective cannot be used again.
 
-    Silent ranks are named; without any, those that still sit inside while the collective of others has ended, and do not wait there: who
-    waits is a victim whose own collective has not broken yet. Those that stand still come before those that compute.
+    Silent ranks are blamed first. If there are none, the blame falls on ranks that are still inside while the collective of others has
+    ended, unless they wait there: a waiting rank is a victim whose own collective has not broken yet. Ranks without progress come before
+    those that compute.
     """
     if dead := [f"rank {rank} {state.text}" for rank, state in sorted(evidence.states.items()) if state.kind == "dead"]:
         return Verdict("failed", ", ".join(dead))
@@ -129,9 +130,9 @@ def judge_broken(evidence: Evidence, *, reason: str) -> Verdict | None:
 
 
 def judge_standstill(evidence: Evidence) -> Verdict | None:
-    """The verdict on a collective that this rank has waited in for longer than `timeout_s`; None where somebody may still get on.
+    """Return the verdict on a collective in which this rank has waited for longer than `timeout_s`; None where a rank may progress.
 
-    Ranks that are stopped or hang are found otherwise. What is left are collectives that not all ranks join: either some have left the
+    Stopped and hanging ranks are found by other means. What remains are collectives that not all ranks join: either some have left the
     region, or all wait in it, each for another.
     """
     answers = evidence.answers
@@ -152,7 +153,7 @@ def judge_standstill(evidence: Evidence) -> Verdict | None:
 
 
 def judge_stopped(stopped: Mapping[int, tuple[str, float]], *, where: str) -> Verdict:
-    """The verdict on ranks that are stopped while others wait in a region or at a point: what the system says of each, and its seconds."""
+    """Return the verdict on ranks that are stopped while others wait for them, from each one's process state and stopped seconds."""
     who = ", ".join(f"rank {rank} {text}, for {seconds:.1f} s" for rank, (text, seconds) in sorted(stopped.items()))
     return Verdict("stuck", f"{who}, while others wait for it in {where!r}")
 
@@ -168,7 +169,7 @@ def _mismatch(evidence: Evidence) -> Verdict:
 
 
 def _missing(evidence: Evidence) -> list[int]:
-    """Ranks that were not there; of those that came since, the last ones, so that the count is that of the deadline."""
+    """Return the ranks that were missing at the deadline; of those that came since, the latest, to match the count."""
     healthy = [rank for rank in range(evidence.world) if not _is_silent(rank, evidence) and evidence.answers[rank].n == evidence.n]
     healthy.sort(key=lambda rank: evidence.answers[rank].waited_s, reverse=True)
     return sorted(set(range(evidence.world)) - set(healthy[: evidence.arrived]))

@@ -1,6 +1,6 @@
 """The thread of a rank that answers for it while its caller is busy, blocked or late.
 
-    Watcher    consumes the rank's mail, a queue in the store; produces answers to the judge of another rank, and the failure on its
+    Watcher    consumes the rank's mail, a queue in the store; produces answers to the judges of other ranks, and the failure on its
                board; waits for mail; woken by the store
 """
 
@@ -20,12 +20,12 @@ from offbeat.dist.verdict import Verdict
 
 @dataclass(frozen=True)
 class Mail:
-    """What one rank sends to another.
+    """A message from one rank to another.
 
     Attributes:
-        kind: "close" ends the watcher that reads it; when the store's host leaves it sends one to every rank.
-        reply: key of the queue that takes the answer to "status".
-        verdict: of "failed".
+        kind: "close" ends the watcher that reads it; a leaving store host sends one to every rank.
+        reply: key of the queue for the answer to "status".
+        verdict: verdict of a "failed" message.
     """
 
     kind: Literal["status", "failed", "close"]
@@ -53,7 +53,7 @@ class Watcher:
             try:
                 open_ = self._answer(decode_json(Mail, self._client.queue_pop(self._keys.mail(self._board.rank))))
             except dist.DistError:
-                return  # The store is gone. Whoever comes to a point learns that there.
+                return  # the store is gone; a rank learns that at its next point
             except Exception as exc:
                 self._post(breakage(exc))
 
@@ -64,6 +64,6 @@ class Watcher:
         elif mail.kind == "close":
             self._peers.store_gone = True
         elif mail.verdict is not None and (wait := self._board.fail(mail.verdict)):
-            # Lets go of the thread that waits for the point's result, here and on other ranks.
+            # Release the thread that waits for the point's result, here and on other ranks.
             self._client.compare_set(self._keys.result(wait.n), "", encode_json(mail.verdict).decode())
         return mail.kind != "close"

@@ -1,1 +1,1 @@
-"""Clients, dialects and the pool of engines."""
+"""Inference: the client of an engine, the dialects that engines speak, the pool of engines, and the embedded engine."""

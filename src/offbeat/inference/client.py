@@ -1,4 +1,7 @@
-"""One engine over HTTP: generation for rollouts, control for publishers. What is said is the dialect's."""
+"""One engine over HTTP: generation for rollouts and control for publishers.
+
+The client bounds every call by a deadline and turns failures into errors; its dialect decides what is sent and how answers are read.
+"""
 
 import asyncio
 import json
@@ -15,9 +18,9 @@ from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
-_KEEPALIVE_S = 4.0  # shorter than any server's: a reused idle connection must not be one that the server is closing
+_KEEPALIVE_S = 4.0  # shorter than any server's, so that we never reuse an idle connection that the server is closing
 _LARGE_BYTES = 1 << 17
-"""Answers above this size are decoded on a thread, because the event loop would stand still for about a millisecond or more."""
+"""Answers above this size are decoded on a thread, because the event loop would stand still for a millisecond or more."""
 _REFUSALS = {400: RefusedError, 401: RefusedError, 404: RefusedError, 422: RefusedError, 429: BusyError}
 
 
@@ -34,14 +37,18 @@ class EngineClient:
         self._dialect: Dialect = dialect or EmbeddedDialect()
 
     async def check(self, *, timeout_s: float) -> None:
-        """Return if the engine is ready and offers what its dialect needs; raises EngineError or DeadlineError, saying what it lacks."""
+        """Return if the engine is ready and offers what its dialect needs.
+
+        Raises:
+            EngineError, DeadlineError: the engine is not ready in time or lacks something; the message says what.
+        """
         async with self._asking("check", timeout_s):
             await self._dialect.check(self)
 
     async def generate(
         self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, timeout_s: float, adapter: str = "",
     ) -> list[Sample]:
-        """n continuations of `prompt`, by the adapter of that name, or by the base model.
+        """Generate n continuations of `prompt` with the adapter of that name, or with the base model if `adapter` is empty.
 
         Raises:
             EngineError: the engine refused, failed or cannot be reached.
@@ -54,7 +61,10 @@ class EngineClient:
         self, tokens: tuple[int, ...], *, adapter: str = "", top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
         draws: Draws | None = None, timeout_s: float,
     ) -> PromptScore:
-        """What the adapter of that name, or the base model, says of tokens; see `ScoreRequest`, and `generate` for what it raises."""
+        """Score given tokens with the adapter of that name, or with the base model if `adapter` is empty.
+
+        `ScoreRequest` describes the arguments; errors are those of `generate`.
+        """
         async with self._asking("score", timeout_s):
             return await self._dialect.score(self, ScoreRequest(tokens, top_k, targets, draws), adapter=adapter)
 
@@ -84,12 +94,12 @@ class EngineClient:
             return await self._dialect.adapters(self)
 
     async def health(self, *, timeout_s: float) -> dict[str, Any]:
-        """What the engine says of itself; raises unless it serves."""
+        """Return what the engine reports about itself; raises unless the engine serves requests."""
         async with self._asking("health", timeout_s):
             return await self._dialect.health(self)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """End a pause that `health` tells of."""
+        """End a pause that `health` reports."""
         async with self._asking("resume", timeout_s):
             await self._dialect.resume(self)
 
@@ -111,14 +121,14 @@ class EngineClient:
         try:
             answer = json.loads(data) if len(data) <= _LARGE_BYTES else await asyncio.to_thread(json.loads, data)
         except ValueError as exc:
-            if response.headers.get("Content-Type", "text/plain").startswith("text/plain"):  # a word of success; vLLM names no type
+            if response.headers.get("Content-Type", "text/plain").startswith("text/plain"):  # vLLM confirms in plain text, untyped
                 return {}
             raise EngineError(f"{self.name} answered {path} with something that is not JSON: {_message(data)}") from exc
         return answer if isinstance(answer, dict) else {}
 
     @asynccontextmanager
     async def _asking(self, what: str, timeout_s: float) -> AsyncIterator[None]:
-        """Bound the body by a deadline, and make answers that the dialect cannot read errors of the engine."""
+        """Run the body under a deadline, and report answers that the dialect cannot read as EngineError."""
         try:
             async with deadline(f"{what} on {self.name} ({self.url})", timeout_s):
                 yield
@@ -131,7 +141,7 @@ class EngineClient:
 
 
 class EngineSession:
-    """The connections of all clients: `async with EngineSession() as http: EngineClient(name, url, http.session)`."""
+    """Holds the HTTP connections of all clients: `async with EngineSession() as http: EngineClient(name, url, http.session)`."""
 
     session: aiohttp.ClientSession
 

@@ -1,4 +1,4 @@
-"""How to sample and score, and what samples and scores are: shared by workflows, services, the pool and every dialect."""
+"""Requests for sampling and scoring, and their results: shared by workflows, services, the pool and every dialect."""
 
 import math
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from offbeat.errors import EngineError
 from offbeat.types import Version
 
 TopTokens = tuple[tuple[int, float], ...]
-"""The likeliest tokens at one position, each with its log-probability, the likeliest first."""
+"""The most likely tokens at one position, each with its log-probability, in falling order of probability."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample; the fields are OpenAI's and vLLM's, and two more.
+    """How to sample. The fields are those of OpenAI and vLLM, plus `scaled_logprobs` and `first_sample`.
 
     Attributes:
-        stop: strings that end a sample; the tokens that complete one are part of it.
-        stop_token_ids: tokens that end a sample, besides the tokenizer's end token, and are part of it.
-        ignore_eos: go on past the tokenizer's end token.
-        scaled_logprobs: log-probabilities of all tokens at this temperature, as if there were no top_k and top_p; without either it is no
-            difference.
-        top_logprobs: the number of likeliest tokens that are wanted at each sampled position.
-        first_sample: with a seed, the number of the first of the samples that are wanted, where a request was cut into several.
+        stop: strings that end a sample; the tokens that complete one are part of the sample.
+        stop_token_ids: tokens that end a sample, besides the tokenizer's end token; they are part of the sample.
+        ignore_eos: continue past the tokenizer's end token.
+        scaled_logprobs: report log-probabilities over all tokens at this temperature, as if top_k and top_p were not set; without them
+            this changes nothing.
+        top_logprobs: number of most likely tokens to report at each sampled position.
+        first_sample: where a request with a seed was split, the index of the first sample of this part within the whole request.
     """
 
     max_new_tokens: int
@@ -38,22 +38,24 @@ class Sampling:
 
     @property
     def is_restricted(self) -> bool:
-        """Whether some tokens can never be drawn."""
+        """Whether top_k or top_p excludes some tokens from being drawn."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated continuation of L tokens, the ending token included.
+    """One generated continuation of L tokens, including the token that ended it.
 
     Attributes:
-        token_ids: [L].
-        logprobs: [L], of each token under the distribution that it was sampled from, at temperature 0 under that of temperature 1.
+        token_ids: [L] token ids.
+        logprobs: [L], log-probability of each token under the distribution that it was sampled from; at temperature 0, under that of
+            temperature 1.
         versions: [L], version of the weights, or of the adapter, that sampled each token.
-        text: what the tokens say, without special tokens and without what stopped it.
+        text: the decoded text, without special tokens and without the stop string.
         finish_reason: "stop" or "length".
-        num_retries: engines that failed this request before one finished it.
-        top_logprobs: [L], under the same distribution as `logprobs`, fewer than asked for where it holds fewer tokens; () if not asked for.
+        num_retries: number of engines that failed this request before one finished it.
+        top_logprobs: [L], under the same distribution as `logprobs`; fewer than requested where the distribution holds fewer tokens; () if
+            not requested.
     """
 
     token_ids: tuple[int, ...]
@@ -65,10 +67,11 @@ class Sample:
     top_logprobs: tuple[TopTokens, ...] = ()
 
     def check(self) -> "Sample":
-        """Itself, if it is whole.
+        """Return self if the sample is complete.
 
         Raises:
-            EngineError: it has not one log-probability and version per token, or did not finish by itself.
+            EngineError: the numbers of log-probabilities or versions differ from the number of tokens, or the sample did not finish by
+                itself.
         """
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
             raise EngineError(
@@ -83,7 +86,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Draws:
-    """Tokens to be drawn, with replacement, in the place of each given token but the first; the same seed draws the same."""
+    """A request to draw `num` alternatives, with replacement, to each given token but the first; equal seeds draw equal tokens."""
 
     num: int
     temperature: float
@@ -92,13 +95,13 @@ class Draws:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """What is to be known of L given tokens, at temperature 1.
+    """A request to score L given tokens at temperature 1.
 
     Attributes:
-        tokens: [L], at least 2.
-        top_k: the number of likeliest tokens that are wanted at each position.
-        targets: [L], any number of tokens at each position, whose log-probabilities are wanted there, after the tokens before it.
-        draws: tokens that are to be drawn at each position, at a temperature of their own, and told with their log-probabilities.
+        tokens: [L] token ids, L >= 2.
+        top_k: number of most likely tokens to report at each position.
+        targets: [L], any number of token ids at each position, whose log-probabilities given the preceding tokens are reported.
+        draws: how many tokens to draw at each position, and at which temperature; they are reported with their log-probabilities.
     """
 
     tokens: tuple[int, ...]
@@ -109,14 +112,14 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class PromptScore:
-    """What a model says of L given tokens; nothing stands before the first, so it has NaN.
+    """A model's scores of L given tokens. Nothing precedes the first token, so its log-probability is NaN.
 
     Attributes:
-        logprobs: [L], of each token after those before it.
-        version: of the weights, or of the adapter, that scored.
-        top: [L], the likeliest tokens at each position; none at the first. () if not asked for.
-        target_logprobs: as the request's targets. () if not asked for.
-        draws: [L], the tokens drawn at each position; none at the first. () if not asked for.
+        logprobs: [L], log-probability of each token given those before it.
+        version: version of the weights, or of the adapter, that scored.
+        top: [L], the most likely tokens at each position, empty at the first; () if not requested.
+        target_logprobs: [L], in the shape of the request's targets; () if not requested.
+        draws: [L], the tokens drawn at each position, empty at the first; () if not requested.
     """
 
     logprobs: tuple[float, ...]
@@ -126,10 +129,10 @@ class PromptScore:
     draws: tuple[TopTokens, ...] = ()
 
     def check(self, request: ScoreRequest) -> "PromptScore":
-        """Itself, if it answers the request.
+        """Return self if it answers the request completely.
 
         Raises:
-            EngineError: it has not one entry for each token, or a log-probability that is none.
+            EngineError: it lacks an entry for some token, or a log-probability is NaN.
         """
         length = len(request.tokens)
         sizes = (len(self.logprobs), len(self.top) or length, len(self.target_logprobs) or length, len(self.draws) or length)

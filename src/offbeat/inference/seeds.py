@@ -1,7 +1,7 @@
-"""Seeds for the rest of a request that was cut: its samples are those that the whole would have had. Called by dialects; pure.
+"""Seeds for the parts of a split request, so that its samples equal those of the whole request. Called by dialects; pure.
 
 The embedded engine gives sample i of a request with seed s the key mix(mix(s) + GOLDEN * (i + 1)); see `embedded.sampler.row_keys`. As mix
-is a bijection, there is a seed whose samples are those from any i on.
+is a bijection, for every i there is a seed whose samples 0, 1, ... are samples i, i + 1, ... of s.
 """
 
 _MASK = (1 << 64) - 1
@@ -11,7 +11,7 @@ _UNMIX = tuple(pow(factor, -1, 1 << 64) for factor in _MIX)
 
 
 def seed_from(seed: int, first: int) -> int:
-    """The seed of which samples 0, 1, ... are samples `first`, `first` + 1, ... of a seed; the same where `first` is 0."""
+    """Return the seed whose samples 0, 1, ... equal samples `first`, `first` + 1, ... of `seed`; `seed` itself if `first` is 0."""
     return _unmix((_mix(seed & _MASK) + _GOLDEN * first) & _MASK) if first else seed
 
 

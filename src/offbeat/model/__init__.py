@@ -1,1 +1,1 @@
-"""Loading, writing and building causal language models; packed attention and log-probabilities."""
+"""Causal language models: loading, writing and building them, packed attention, LoRA, and log-probabilities."""

@@ -1,7 +1,7 @@
-"""Rows of a model that cannot pack them: each sequence runs by itself, beside others of like length in padded batches.
+"""Rows of a model that cannot pack them: each sequence runs by itself, together with others of similar length in padded batches.
 
-Called by `logprobs` where a model's attention is not "packed". Padding stands right of a sequence, where neither attention nor a recurrent
-layer looks. A shared prompt is run again for each sequence that begins with it.
+Called by `logprobs` where a model's attention is not "packed". Padding follows a sequence, where neither attention nor a recurrent layer
+looks. A shared prompt is run again for each sequence that begins with it.
 """
 
 from typing import Any
@@ -15,15 +15,15 @@ from offbeat.model.attention import bucket_bounds
 
 
 def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.device, *, selects: bool) -> Tensor:
-    """Logits at some positions of a row, by as many forward passes as there are buckets of like lengths.
+    """Compute logits at some positions of a row, with one forward pass per bucket of similar lengths.
 
     Args:
-        model: what to call for a forward pass.
-        source: [U] int64, positions in the row, rising.
-        selects: whether the model takes `logits_to_keep`.
+        model: the callable that runs a forward pass.
+        source: [U] int64, positions in the row, ascending.
+        selects: whether the model accepts `logits_to_keep`.
 
     Returns:
-        [U, V].
+        [U, V] in the dtype of the model's logits.
     """
     segments = row.segments
     of_source = np.searchsorted(segments.starts, source, side="right") - 1
@@ -46,16 +46,17 @@ def apart_logits(model: Any, row: PackedRow, source: np.ndarray, device: torch.d
             logits = logits[torch.arange(len(batch), device=device)[:, None], keep_NK]
         parts.append(logits[picked])
         positions.append(np.concatenate(wanted))
+    # The buckets' order of positions is undone, so that the result is in the order of `source`.
     return torch.cat(parts)[torch.from_numpy(np.argsort(np.concatenate(positions))).to(device)]
 
 
 def _tokens_of(segments: Segments, segment: int) -> np.ndarray:
-    """Row indices of a segment's tokens, and of its prefix before them."""
+    """Return the row indices of a segment's tokens, preceded by those of its prefix; [L] int64."""
     parts = [segment] if segments.prefix[segment] < 0 else [segments.prefix[segment], segment]
     return np.concatenate([segments.starts[part] + np.arange(segments.lengths[part]) for part in parts])
 
 
 def _padded(rows: list[np.ndarray]) -> np.ndarray:
-    """[N, longest]; shorter rows repeat their last element."""
+    """Stack rows as [N, longest]; shorter rows repeat their last element."""
     longest = max(map(len, rows))
     return np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])

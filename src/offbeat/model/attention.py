@@ -1,9 +1,9 @@
 """Attention over packed rows, registered in transformers under the name "packed"; importing this module registers it.
 
-`build_plan` turns the segments of a PackedRow into index tensors once per row; every layer then computes segments of like length together,
-one scaled_dot_product_attention call per bucket, and no token ever sees another sequence. The plan reaches the layers as the keyword
-`attention_plan` of the model's forward. Without a plan a row is one sequence, computed as transformers' own "sdpa" does. Scores that are
-capped, and sinks, torch's function does not know: `explicit_attention` writes those out.
+`build_plan` turns the segments of a PackedRow into index tensors once per row; every layer then computes segments of similar length
+together, one scaled_dot_product_attention call per bucket, and no token ever sees another sequence. The plan reaches the layers as the
+keyword `attention_plan` of the model's forward. Without a plan a row is one sequence, computed as transformers' own "sdpa" does. Torch's
+function supports neither capped scores nor sinks: `explicit_attention` computes those.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ from offbeat.errors import ModelError
 PACKED = "packed"
 
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
-"""Layers, as configurations call them in `layer_types`, whose attention packed rows have; others mix what stands in a row."""
+"""Kinds of layers, as in the configuration's `layer_types`, that packed rows support; other kinds mix the sequences of a row."""
 
 _MAX_WASTE = 0.25
-"""Largest share of padding in a bucket. More buckets cost a kernel launch per layer each; padding costs time on every token."""
+"""Largest share of padding in a bucket. More buckets cost one kernel launch per layer each; padding costs time on every token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Bucket:
     Attributes:
         n, num_queries, num_keys: n, Lq, Lk.
         mask: [n or 1, 1, Lq, Lk] bool, True where a query attends; None for plain causal attention, where Lq = Lk.
-        prefix_lengths: [n] int64, tokens before each segment's own.
+        prefix_lengths: [n] int64, number of prefix tokens before each segment.
     """
 
     n: int
@@ -47,7 +47,7 @@ class Bucket:
     prefix_lengths: np.ndarray
 
     def window_mask(self, window: int) -> Tensor | None:
-        """The mask where a query attends to the last `window` tokens of its sequence only, on the CPU; None for plain causal attention."""
+        """Return the mask [n or 1, 1, Lq, Lk] bool for a sliding window, on the CPU; None for plain causal attention."""
         if window < self.num_keys:
             return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries, window))
         return self.mask
@@ -59,11 +59,12 @@ class AttentionPlan:
 
     Attributes:
         buckets: cover the row's segments, shortest first.
-        query_index: [sum of n * Lq] int64, row token of each bucket's queries, one bucket after another; None where that is the row itself.
-        key_index: [sum of n * Lk] int64, the same for keys, a prefix before the segment's own; None where that is the row itself.
-        restore: [R] int64, place of each row token among the queries; None with query_index.
+        query_index: [sum of n * Lq] int64, row token of each bucket's queries, one bucket after another; None where that is the row
+            itself.
+        key_index: [sum of n * Lk] int64, the same for keys, where a prefix precedes its segment; None where that is the row itself.
+        restore: [R] int64, index of each row token among the queries; None with query_index.
         longest_span: most tokens that one token attends to.
-        num_calls: layers that used the plan so far. A model that ignores it would mix sequences without a word, so callers check.
+        num_calls: number of layers that used the plan so far. A model that ignores it would silently mix sequences, so callers check this.
     """
 
     buckets: tuple[Bucket, ...]
@@ -75,7 +76,9 @@ class AttentionPlan:
     _masks: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
     def masks(self, window: int | None, device: torch.device) -> list[Tensor | None]:
-        """The mask of each bucket for layers with this sliding window; made once, on the device of the first layer that asks."""
+        """Return the mask [n or 1, 1, Lq, Lk] of each bucket for layers with this window; made once, on the device of the first layer that
+        asks.
+        """
         if window is None or window >= self.longest_span:
             return [bucket.mask for bucket in self.buckets]
         if window not in self._masks:
@@ -85,15 +88,15 @@ class AttentionPlan:
 
 
 def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionPlan:
-    """Group the segments of a row into buckets of like length.
+    """Group the segments of a row into buckets of similar length.
 
     Args:
-        row: R tokens in S segments; computed fastest when they stand in order of their lengths, as in `pack_row`'s families.
-        device: where the index tensors go; the model's.
+        row: R tokens in S segments; fastest when segments are sorted by length, as in the families of `pack_row`.
+        device: device of the index tensors, which is the model's.
 
     Returns:
-        A plan for forwards over this row only. Padding is at most a quarter of a bucket's queries, and of its keys. Segments of one length
-        without prefixes need no copy of anything.
+        A plan for forward passes over this row only. Padding is at most a quarter of a bucket's queries, and of its keys. Segments of
+        equal length without prefixes are computed without copying.
     """
     segments = row.segments
     order = np.lexsort((segments.prefix_lengths, segments.lengths, segments.prefix >= 0))
@@ -105,7 +108,7 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionP
         queries.append(own)
         real.append(np.arange(own.shape[1]) < lengths[:, None])
         if prefix[0] < 0:
-            # Padding stands right of the real tokens, where causal attention never looks.
+            # Padding follows the real tokens, where causal attention never looks.
             keys.append(own)
             mask = None
         else:
@@ -113,6 +116,7 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionP
             keys.append(np.concatenate([_padded_ranges(segments.starts[prefix], prefix_lengths), own], axis=1))
             mask = torch.from_numpy(_prefix_mask(prefix_lengths, own.shape[1])).to(device)
         buckets.append(Bucket(own.shape[0], own.shape[1], keys[-1].shape[1], mask, segments.prefix_lengths[chosen]))
+    # Queries of all buckets in one list, padding included. `real` marks the copies that are not padding, and `restore` inverts the list.
     query_index = _joined(queries)
     place = np.flatnonzero(_joined(real))
     restore = np.empty(len(row), np.int64)
@@ -143,15 +147,15 @@ def packed_attention(
     """One layer's attention, in the signature of transformers' AttentionInterface.
 
     Args:
-        query: [1, H, R, D].
+        query: [1, H, R, D] float.
         key, value: [1, Hkv, R, D]; H is a multiple of Hkv.
         attention_mask: must be None when a plan is given.
-        sliding_window: tokens that each token attends to at most, itself included, by their positions in their own sequence.
-        attention_plan: of this row; None computes each row of a batch as one causal sequence.
+        sliding_window: most tokens that a token attends to, itself included, by their positions in their own sequence.
+        attention_plan: the plan of this row; None computes each row of a batch as one causal sequence.
         kwargs: `softcap` and `s_aux` as for `explicit_attention`.
 
     Returns:
-        [1, R, H, D] and None.
+        The output, [1, R, H, D] in the dtype of value, and None in place of attention weights.
 
     Raises:
         ModelError: the layer needs a form of attention that packed rows do not have.
@@ -172,7 +176,7 @@ def packed_attention(
         )
     attention_plan.num_calls += 1
     buckets, masks = attention_plan.buckets, attention_plan.masks(sliding_window, query.device)
-    # [R, heads, D]: in transformers' layers this is the order in memory.
+    # As [R, heads, D], which is their order in memory in transformers' layers.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     queries = _gather(query, attention_plan.query_index).split([bucket.n * bucket.num_queries for bucket in buckets])
     keys, values = (
@@ -187,8 +191,10 @@ def packed_attention(
 
 
 def refuse_unknown(module: torch.nn.Module, window: int | None, kwargs: dict[str, Any]) -> None:
-    """Raises:
-        ModelError: the layer asks for a form of attention that nothing here computes, or says of itself what it does not ask for.
+    """Refuse a layer whose attention the packed or cached forms would compute wrongly.
+
+    Raises:
+        ModelError: the layer requests a form of attention that nothing here computes, or its configuration contradicts its request.
     """
     name = type(module).__name__
     if kwargs.get("position_bias") is not None:
@@ -212,22 +218,22 @@ def explicit_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention with what `scaled_dot_product_attention` lacks; holds all scores at once, [N, H, Lq, Lk].
+    """Compute attention with what `scaled_dot_product_attention` lacks; holds all scores [N, H, Lq, Lk] in memory at once.
 
     Args:
-        query: [N, H, Lq, D].
+        query: [N, H, Lq, D] float.
         key, value: [N, Hkv, Lk, D]; H is a multiple of Hkv.
         mask: [N or 1, 1, Lq, Lk] or [Lq, Lk], bool or added to the scores; None is causal, where Lq = Lk.
-        scale: of the scores; None is D ** -0.5.
-        softcap: c, scores s become c tanh(s / c), as in Gemma 2.
-        sinks: [H], one more score for each head, whose share of the softmax goes nowhere, as in GPT-OSS.
+        scale: factor of the scores; None is D ** -0.5.
+        softcap: a cap c that turns scores s into c tanh(s / c), as in Gemma 2.
+        sinks: [H], an extra score per head whose share of the softmax is discarded, as in GPT-OSS.
 
     Returns:
-        [N, H, Lq, D].
+        [N, H, Lq, D] in the dtype of value.
     """
     n, num_heads, length, head_dim = query.shape
     factor = head_dim**-0.5 if scale is None else scale
-    grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [N, Hkv, H / Hkv * Lq, D]: queries of one key head side by side
+    grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [N, Hkv, H / Hkv * Lq, D]: queries of one key head are adjacent
     scores = (grouped @ key.transpose(2, 3)).view(n, num_heads, length, -1) * factor
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -236,6 +242,7 @@ def explicit_attention(
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(n, -1, length, 1)], dim=-1)
+    # In float32 whatever the inputs are; a sink takes its share of the softmax and is then dropped.
     shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
     if sinks is not None:
         shares = shares[..., :-1]
@@ -257,7 +264,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[n * Lq, H, D] queries, [n * Lk, Hkv, D] keys and values to [n * Lq, H, D]."""
+    """Attend within a bucket: queries [n * Lq, H, D], keys and values [n * Lk, Hkv, D] to [n * Lq, H, D]."""
     q, k, v = (x.reshape(bucket.n, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     if softcap is not None or sinks is not None:
         output = explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
@@ -271,12 +278,20 @@ def _attend(
 def _gather(rows: Tensor, index: Tensor | None) -> Tensor:
     if index is None:
         return rows
-    # As an embedding, because its backward adds whole rows at once; that of index_select is several times slower on a CPU.
+    # Written as an embedding, whose backward adds whole rows at once; that of index_select is several times slower on a CPU.
     return embedding(index, rows.reshape(len(rows), -1)).view(len(index), *rows.shape[1:])
 
 
 def bucket_bounds(lengths: np.ndarray, prefix_lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Neighbouring segments, all with a prefix or all without, that waste at most _MAX_WASTE of a bucket."""
+    """Cut segments, in order, into buckets that waste at most _MAX_WASTE; segments with and without a prefix are never mixed.
+
+    Args:
+        lengths: [S] int64, length of each segment.
+        prefix_lengths: [S] int64, tokens before each segment; 0 for none.
+
+    Yields:
+        First and last + 1 of each bucket's segments.
+    """
     low, queries, keys = 0, _Padding(), _Padding()
     for i, (length, prefix_length) in enumerate(zip(lengths.tolist(), prefix_lengths.tolist(), strict=True)):
         mixed = i > low and (prefix_length > 0) != (prefix_lengths[low] > 0)
@@ -291,7 +306,7 @@ def bucket_bounds(lengths: np.ndarray, prefix_lengths: np.ndarray) -> Iterator[t
 
 
 class _Padding:
-    """Running waste of padding lengths to their maximum."""
+    """Tracks how much of a bucket is padding when its lengths are padded to the longest."""
 
     def __init__(self) -> None:
         self.count, self.total, self.longest = 0, 0, 0
@@ -305,7 +320,7 @@ class _Padding:
 
 
 def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int, window: int | None = None) -> np.ndarray:
-    """[n, 1, Lq, width + Lq] bool: all of the prefix, then causal, the last `window` tokens of it; n is 1 where all prefixes are equal."""
+    """Return [n, 1, Lq, width + Lq] bool: prefix and causal attention, or its last `window` tokens; n is 1 for equally long prefixes."""
     width = int(prefix_lengths.max(initial=0))
     if (prefix_lengths == width).all():
         prefix_lengths = prefix_lengths[:1]
@@ -313,7 +328,7 @@ def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int, window: int | Non
     mask[..., :width] = (np.arange(width) < prefix_lengths[:, None])[:, None, None]
     mask[..., width:] = np.tri(num_queries, dtype=bool)
     if window is not None:
-        # By positions: between a prefix and what follows it may stand padding.
+        # Compare positions, not indices, since there may be padding between a prefix and its segment.
         query = prefix_lengths[:, None] + np.arange(num_queries)
         key = np.concatenate([np.broadcast_to(np.arange(width), (len(query), width)), query], axis=1)
         mask &= (query[:, :, None] - key[:, None, :] < window)[:, None]
@@ -321,7 +336,7 @@ def _prefix_mask(prefix_lengths: np.ndarray, num_queries: int, window: int | Non
 
 
 def _padded_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[n, longest] int64 row indices; padding repeats the last real one, whose extra copies get no gradient."""
+    """Return [n, longest] int64 row indices; padding repeats the last real one, and its copies get no gradient."""
     return starts[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
 
 
@@ -330,14 +345,14 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[L, L] bool, each token over the last `window` ones; None where that is plain causal attention."""
+    """Return [L, L] bool, where each token attends to the last `window` ones; None where that is plain causal attention."""
     if window is None or length <= window:
         return None
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """No mask for plain rows, so that a packed row never builds an [R, R] one; padded batches and caches get what "sdpa" gets."""
+    """Return no mask for plain rows, so that a packed row never builds an [R, R] one; padded batches and caches get the mask of "sdpa"."""
     if kwargs.get("attention_mask") is None and kwargs.get("q_length") == kwargs.get("kv_length"):
         return None
     return sdpa_mask(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Weights under the names that a family's published checkpoints have, and back to those of its modules.
+"""Translates weight names between a model's modules and the published checkpoints of its family.
 
-Transformers fuses the experts of a layer into one tensor, and renames some layers, when it loads a checkpoint; engines such as vLLM
-expect the names of the checkpoint. Called where weights are published and fingerprinted, and by an engine that runs the same modules.
+When transformers loads a checkpoint, it fuses the experts of a layer into one tensor and renames some layers; engines such as vLLM expect
+the names of the checkpoint. Called where weights are published and fingerprinted, and by an engine that runs the same modules.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,11 +22,11 @@ from transformers.core_model_loading import (
 
 
 def published_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state of the model, or a part of it, under the names of a checkpoint; one weight may become many, each a view where that can be.
+    """Rename a model's state, or a part of it, as in a checkpoint; one weight may become several, as views where possible.
 
     Args:
-        model: from `from_pretrained`, which remembers how its checkpoint was named.
-        state: by the names of `model.state_dict()`. Weights that a checkpoint holds as one must all be there.
+        model: a model from `from_pretrained`, which remembers how its checkpoint was named.
+        state: tensors by the names of `model.state_dict()`. Weights that a checkpoint fuses into one must all be present.
     """
     reversed_transforms = [transform.reverse_transform() for transform in reversed(_transforms(model))]
     converters, renamings = _by_kind(reversed_transforms)
@@ -38,7 +38,7 @@ def published_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict
 
 
 def module_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `published_names`; a weight that has a module's name already keeps it."""
+    """Invert `published_names`; a weight that already has a module's name keeps it."""
     transforms = _transforms(model)
     if not transforms:
         return dict(state)
@@ -52,7 +52,7 @@ def module_names(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[st
 def _converted(
     model: PreTrainedModel, items: Iterable[tuple[str, Tensor]], converters: list[WeightConverter], *, renamings: list[WeightRenaming],
 ) -> Iterable[tuple[str, Tensor]]:
-    """Each weight renamed, then gathered with others or taken apart by the converter that knows its name."""
+    """Rename each weight, then fuse it with others or split it with the converter that matches its name."""
     gathered: dict[str, WeightConverter] = {}
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     for name, tensor in sorted(items, key=lambda item: dot_natural_key(item[0])):
@@ -68,7 +68,7 @@ def _converted(
 
 
 def _transforms(model: PreTrainedModel) -> list[WeightTransform]:
-    """How a checkpoint of this family is loaded. A prefix that only some checkpoints have counts if this model's had it."""
+    """Return how checkpoints of this family are loaded. A prefix that only some checkpoints have is included if this model's had it."""
     used = getattr(model, "_weight_conversions", None) or []
     known = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in known if not isinstance(transform, PrefixChange)] + [

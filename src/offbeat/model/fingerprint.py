@@ -1,6 +1,6 @@
-"""A short name for the exact contents of a model's weights, equal on the trainer and on an engine that holds the same bytes.
+"""A short hash of the exact contents of a model's weights, equal on the trainer and on an engine that holds the same bytes.
 
-Called on both sides of a publish: the engine proves with it that it serves the version it was told to. Torch-free.
+Called on both sides of a publish: with it the engine proves that it serves the version it was told to serve. Torch-free.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def fingerprint(items: Iterable[tuple[str, np.ndarray]]) -> str:
         32 hexadecimal digits.
 
     Raises:
-        ValueError: an array is not one-dimensional uint8, or a name comes twice.
+        ValueError: an array is not one-dimensional uint8, or a name occurs twice.
     """
     digests: dict[str, bytes] = {}
     for name, data in items:
@@ -38,7 +38,7 @@ def fingerprint(items: Iterable[tuple[str, np.ndarray]]) -> str:
 
 
 def _digest(name: str, data: np.ndarray) -> bytes:
-    # A length before the name, so that no two different (name, size, bytes) are one string.
+    # The name is preceded by its length, so that no two different (name, size, bytes) give the same input.
     encoded = name.encode()
     state = hashlib.blake2b(b"%d:%s:%d:" % (len(encoded), encoded, len(data)), digest_size=32)
     if len(data) <= _WHOLE_BYTES:

@@ -1,8 +1,8 @@
-"""The output head with the log-softmax over it, of which only some entries are wanted: no more than some chunks of logits are ever held.
+"""The output head with its log-softmax, for callers that need only some entries: logits are held only chunk by chunk.
 
 Called by `logprobs`. At a vocabulary of 49,152 tokens the logits of 4,096 positions take 800 MB, their gradient as much again, and the
-softmax between them a third time. Here they are made chunk by chunk, and made again in the backward where keeping them would take more
-than `KEPT_BYTES`.
+softmax between them a third time. Here they are computed chunk by chunk, and computed again in the backward pass where keeping them would
+take more than `KEPT_BYTES`.
 """
 
 from collections.abc import Iterator
@@ -18,26 +18,27 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 CHUNK_BYTES = 64 << 20
-"""Of the float32 logits that are made at a time: enough rows for a fast matrix product, for any vocabulary."""
+"""Size of the float32 logits computed at a time: enough rows for a fast matrix product, for any vocabulary."""
 
 KEPT_BYTES = 256 << 20
-"""Of the logits that wait for the backward. Making others again costs a third of the head's time, a fifteenth of a 135M model's."""
+"""Size of the logits kept for the backward pass. Recomputing the rest costs a third of the head's time, a fifteenth of a 135M model's."""
 
 _IN_CACHE = 1 << 20
-"""Logits that are normalised at a time: they stay in a CPU's cache, and what is made of them is small."""
+"""Number of logits normalised at a time, so that they and the intermediate results stay in a CPU's cache."""
 
 _unfused: "WeakSet[nn.Module]" = WeakSet()
-"""Models that do something to their logits after the head."""
+"""Models that process their logits after the head."""
 
 
 @dataclass(frozen=True, eq=False)
 class Picks:
-    """What is wanted of U positions: M entries of their log-softmax.
+    """The entries wanted from the log-softmax at U positions: M of them.
 
     Attributes:
-        positions: [M] int64, which of the U.
-        targets: [M] int64, which token of the vocabulary.
-        temperature: the logits are divided by it.
+        positions: [M] int64, position of each entry, in 0..U-1.
+        targets: [M] int64, token of each entry.
+        temperature: divisor of the logits.
+        with_entropy: whether the entropy of each position is computed, too.
     """
 
     positions: np.ndarray
@@ -47,43 +48,54 @@ class Picks:
 
 
 def pick(logits_UV: Tensor, picks: Picks) -> tuple[Tensor, Tensor]:
-    """[M] float32 log-probabilities with gradient, and without gradient the [U] entropies, or none."""
+    """Return the picked log-probabilities of logits [U, V].
+
+    Returns:
+        [M] float32 log-probabilities with gradient, and [U] float32 entropies without, or [0] where they were not requested.
+    """
     return _Picked.apply(logits_UV, None, None, picks, None, torch.is_grad_enabled())
 
 
 class FusedHead:
-    """A linear output head that answers with picked log-probabilities instead of logits, for one forward of its model.
+    """A linear output head that returns picked log-probabilities instead of logits, for one forward pass of its model.
 
     Attributes:
-        entropy: [U], after the forward.
+        entropy: [U] float32, set by the forward pass.
     """
 
     def __init__(self, head: nn.Linear, picks: Picks, keep: Tensor | None) -> None:
-        """`keep` [U] int64 says at which of the positions that reach the head; None for all of them."""
+        """`keep` [U] int64 selects from the positions that reach the head; None selects all of them."""
         self.entropy: Tensor
         self._head = head
         self._picks = picks
         self._keep = keep
         self._answer: Tensor | None = None
 
-    def __call__(self, input: Tensor) -> Tensor:  # the name that a linear layer has for it
-        """[1, positions, H] to [1, M, 1]."""
+    def __call__(self, input: Tensor) -> Tensor:  # the parameter name of nn.Linear
+        """Map hidden states [1, positions, H] to log-probabilities [1, M, 1]."""
         rows = input[0] if self._keep is None else input[0][self._keep]
         kind = input.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         logprobs, self.entropy = _Picked.apply(
             rows, self._head.weight, self._head.bias, self._picks, compute, torch.is_grad_enabled())
-        answer = self._answer = logprobs[None, :, None].clone()  # no view: FSDP2 warns of those
+        answer = self._answer = logprobs[None, :, None].clone()  # not a view, which FSDP2 warns about
         return answer
 
     def logprobs(self, output: Tensor) -> Tensor | None:
-        """[M] of what the model gave as its logits; None if it did something to them, so that they are not what the head gave."""
+        """Return the [M] log-probabilities in the model's output; None if the model processed the head's output any further."""
         return output[0, :, 0] if output is self._answer else None
 
 
 @contextmanager
 def fused_head(model: nn.Module, picks: Picks, keep: Tensor | None) -> Iterator[FusedHead | None]:
-    """Put a fused head into a model for one forward; None, and nothing is changed, where its head is no plain linear layer."""
+    """Put a fused head into a model for one forward pass.
+
+    Yields None and changes nothing where the model's head is not a plain linear layer.
+
+    Args:
+        picks: the entries that the pass is to return.
+        keep: [U] int64, see `FusedHead`.
+    """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) and model not in _unfused else None
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
         yield None
@@ -97,18 +109,18 @@ def fused_head(model: nn.Module, picks: Picks, keep: Tensor | None) -> Iterator[
 
 
 def never_fuse(model: nn.Module) -> None:
-    """Remember that the model's logits are not what its head gives."""
+    """Remember that the model's logits are not what its head returns."""
     _unfused.add(model)
 
 
 class _Picked(torch.autograd.Function):
-    """Some entries of the log-softmax of x, or of a linear layer of x, chunk by chunk in each direction."""
+    """Picks entries of the log-softmax of x, or of a linear layer of x, chunk by chunk in both directions."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, picks: Picks, compute: torch.dtype | None, grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        """x is [U, H] with a weight [V, H], else [U, V]; `compute` is the number format of the products, None for that of x."""
+        """x is [U, H] with a weight [V, H], else [U, V]; `compute` is the dtype of the products, None for that of x."""
         chunks = _Chunks(x, weight, bias, picks, compute)
         logprobs = torch.empty(len(picks.targets), device=x.device)
         normalizer, entropy = torch.empty(len(x), device=x.device), torch.empty(len(x) if picks.with_entropy else 0, device=x.device)
@@ -122,7 +134,7 @@ class _Picked(torch.autograd.Function):
                 sums = exps.sum(dim=-1)
                 normalizer[place] = largest[:, 0] + sums.log()
                 if picks.with_entropy:
-                    means = exps.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) / sums  # 0 * -inf of a token that cannot come
+                    means = exps.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) / sums  # 0 * -inf for impossible tokens
                     entropy[place] = normalizer[place] - means
             which, positions, targets = chunks.picked(number)
             logprobs[which] = logits[positions - rows.start, targets] - normalizer[positions]
@@ -134,7 +146,9 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Of x, the weight and the bias."""
+        """Return the gradients of x [U, H] or [U, V], the weight [V, H] and the bias [V]; `grads` starts with that of the [M]
+        log-probabilities.
+        """
         x, weight, bias, normalizer = ctx.saved_tensors
         chunks = _Chunks(x, weight, bias, ctx.picks, ctx.compute)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -146,6 +160,7 @@ class _Picked(torch.autograd.Function):
             if logits is None:
                 logits = chunks.logits(rows).clone() if weight is None else chunks.logits(rows)
             which, positions, targets = chunks.picked(number)
+            # d logprob[t] / d logit[v] is 1[v = t] - p[v]; `sums` adds up the incoming gradients of a position's picks.
             sums = normalizer.new_zeros(rows.stop - rows.start).index_add_(0, positions - rows.start, grads[0][which])
             for place in chunks.in_cache(rows):
                 here = slice(place.start - rows.start, place.stop - rows.start)
@@ -156,7 +171,7 @@ class _Picked(torch.autograd.Function):
 
 
 class _Chunks:
-    """How the U positions are cut, and the linear layer under them."""
+    """How the U positions are cut into chunks, and the linear layer that gives their logits."""
 
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, picks: Picks, compute: torch.dtype | None) -> None:
         self._x, self._picks = x, picks
@@ -171,22 +186,22 @@ class _Chunks:
         self._order, self._bounds = order, bounds
 
     def logits(self, rows: slice) -> Tensor:
-        """[rows, V] float32 of a chunk, over the temperature; new memory, unless they are x itself."""
+        """Return a chunk's logits [rows, V] float32, divided by the temperature; new memory, unless they are x itself."""
         x = self._x[rows]
         logits = (x if self._weight is None else linear(x.to(self._compute), self._weight, self._bias)).float()
         return logits if self._picks.temperature == 1.0 else logits / self._picks.temperature
 
     def in_cache(self, rows: slice) -> Iterator[slice]:
-        """The chunk's positions, some at a time."""
+        """Yield parts of the chunk that fit into a CPU's cache."""
         step = max(1, 4 * _IN_CACHE // self._row_bytes)
         return (slice(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step))
 
     def kept(self, rows: slice) -> bool:
-        """Whether the logits of all chunks up to this one may be kept."""
+        """Whether the logits of all chunks up to this one may be kept for the backward pass."""
         return rows.stop * self._row_bytes <= KEPT_BYTES
 
     def picked(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a chunk's picks: their places among all, their positions, their targets; each int64 on the device."""
+        """Return a chunk's picks: their indices among all picks, their positions and their targets, each [m] int64 on the device."""
         which = self._order[self._bounds[number] : self._bounds[number + 1]]
         arrays = (which, self._picks.positions[which], self._picks.targets[which])
         which, positions, targets = (torch.from_numpy(array).to(self._x.device) for array in arrays)
@@ -195,7 +210,7 @@ class _Chunks:
     def backward(
         self, rows: slice, grad_logits: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None
     ) -> None:
-        """Carry a chunk's gradient, which is overwritten, to the layer and to what is under it."""
+        """Propagate a chunk's gradient [rows, V], which is overwritten, to the layer and its input."""
         if self._picks.temperature != 1.0:
             grad_logits.div_(self._picks.temperature)
         grad = grad_logits.to(self._compute)

@@ -1,7 +1,7 @@
-"""Weights to and from Hugging Face folders (config.json and safetensors).
+"""Reads and writes weights in Hugging Face folders (config.json and safetensors).
 
 Called by publishing, checkpoints and the tiny model. A folder appears complete or not at all: it is written under another name beside its
-place and renamed. Into a folder that exists files are moved one by one, config.json last.
+destination and renamed. Where the folder exists already, files are moved into it one by one, config.json last.
 """
 
 import json
@@ -24,7 +24,7 @@ _COMPANIONS = (
     *("config.json", "generation_config.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt"),
 )
-"""What a complete folder holds beside its weights."""
+"""Files of a complete folder besides its weights."""
 
 
 def write_safetensors(
@@ -33,10 +33,10 @@ def write_safetensors(
     """Write a complete model folder.
 
     Args:
-        state: weights by their Hugging Face names, on any device; left untouched. Of tied weights only one is written.
+        state: weights by their Hugging Face names, on any device; not modified. Of tied weights only one is written.
         folder: parents are created; files of earlier weights in it are replaced, others stay.
         config_from: a model whose configurations are written, or a folder whose configuration and tokenizer files are copied.
-        max_shard_bytes: above this the weights are split into several files with an index.
+        max_shard_bytes: larger weights are split into several files with an index.
 
     Raises:
         StorageError: the disk is full or the folder cannot be written; what was there before is intact.

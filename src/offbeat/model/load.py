@@ -1,6 +1,6 @@
-"""Loading a Hugging Face causal language model for training or scoring.
+"""Loads a Hugging Face causal language model for training or scoring.
 
-Called by the trainer and by tools. A model is loaded complete or not at all: missing weights are an error, never random numbers.
+Called by the trainer and by tools. A model is loaded completely or not at all: missing weights are an error, never random numbers.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import PACKED
 from offbeat.model.norm import use_fast_norms
 
-# Workers have no terminal; a bar per process would only garble their logs.
+# Workers have no terminal, so a progress bar per process would only garble their logs.
 disable_progress_bar()
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,11 +27,11 @@ def load_causal_lm(path: str, *, dtype: str = "float32", attention: str | None =
     Args:
         path: folder or hub id.
         dtype: "float32" or "bfloat16", number format of the weights.
-        attention: "packed" for rows of several sequences (`offbeat.model.attention`); "sdpa" or "eager" for plain use, None for the better
-            of these that the model has.
+        attention: "packed" for rows of several sequences (`offbeat.model.attention`); "sdpa" or "eager" for plain use; None for the better
+            of these two that the model supports.
 
     Raises:
-        ModelError: no such model, an unknown architecture, or missing or misshapen weights.
+        ModelError: there is no such model, its architecture is unknown, or weights are missing or have wrong shapes.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -51,10 +51,11 @@ def load_causal_lm(path: str, *, dtype: str = "float32", attention: str | None =
 
 
 def context_length(config: Any) -> int:
-    """Longest sequence in tokens that a model's configuration allows, and that is the same in every company; see `rope_limit`.
+    """Return the longest sequence in tokens that a model's configuration allows and that does not depend on other sequences; see
+    `rope_limit`.
 
     Raises:
-        ModelError: the configuration names none.
+        ModelError: the configuration states none.
     """
     text_config = config.get_text_config()
     for name in CONTEXT_LENGTH_NAMES:
@@ -64,7 +65,7 @@ def context_length(config: Any) -> int:
 
 
 def rope_limit_of(config: Any) -> int | None:
-    """See `rope_limit`."""
+    """Return `rope_limit` of a model's configuration."""
     text_config = config.get_text_config()
     ropes, context = getattr(text_config, "rope_parameters", None), getattr(text_config, "max_position_embeddings", 0)
     return rope_limit(ropes, context=context, original=getattr(text_config, "original_max_position_embeddings", None))

@@ -1,9 +1,9 @@
-"""LoRA adapters over one frozen model: a bank of them, many of which can take part in one forward and backward.
+"""LoRA adapters over one frozen model: a bank of adapters, many of which can take part in one forward and backward pass.
 
 Used by the trainer. All parameters of an adapter are one row of a flat matrix, and its gradient one row of another, so that clipping,
-optimizer, reduction over ranks and saving work on rows; each adapted linear layer sees its part of them as A [N, in, R] and B [N, R, out].
-An adapter of a lower rank than the bank's, or of fewer layers, is padded with zeros, which stay zero: there the gradient of A is a product
-with B's zeros and the other way around. The model's own names, weights and state_dict stay as they are; hooks add what the adapters do.
+optimizer, reduction over ranks and saving work on rows; each adapted linear layer views its part of them as A [N, in, R] and B [N, R,
+out]. An adapter of a lower rank than the bank's, or with fewer layers, is padded with zeros, which stay zero: there the gradient of A is a
+product with zeros of B, and vice versa. The model's own names, weights and state_dict stay unchanged; hooks add the adapters' output.
 """
 
 import math
@@ -26,14 +26,14 @@ from offbeat.model.peft_io import Adapter
 
 ALL_LINEAR = "all-linear"
 LAYER_KINDS = ("attn", "mlp", "unembed")
-"""Of the layers that an adapter may train; see `layer_kind`. The output head alone is of the last kind, which no bank adapts today."""
+"""Kinds of layers that an adapter may train; see `layer_kind`. Only the output head is of the last kind, which no bank adapts today."""
 
 _FEED_FORWARD = re.compile(r"\.(\w*mlp|feed_?forward|ffn|\w*experts?|\w*moe|fc\d)(\.|$)")
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """An adapted linear layer, and where its numbers begin in an adapter's row: A, then B."""
+    """An adapted linear layer, and the offset of its numbers in an adapter's row: A, then B."""
 
     name: str
     num_in: int
@@ -50,19 +50,19 @@ class _Slot:
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
-    """What the hooks do in the forward passes of one `using`."""
+    """State of the hooks in the forward passes of one `using`."""
 
     route: Route
-    dropout_seed: tuple[int, ...]  # empty: nothing is dropped
+    dropout_seed: tuple[int, ...]  # empty: no dropout
 
 
 class AdapterBank(nn.Module):
-    """N slots for adapters over one model, whose own parameters are frozen from here on.
+    """N slots for adapters over one model, whose own parameters are frozen from then on.
 
     Attributes:
-        rank: largest of an adapter here.
-        weights: [N, P] float32, a row per slot; zeros where the slot is free. Backward passes add to `gradients`, never to the model.
-        num_passes: passes with dropout so far, of which each drops other inputs; saved with the weights.
+        rank: largest rank of an adapter in this bank.
+        weights: [N, P] float32, one row per slot; zeros where the slot is free. Backward passes add to `gradients`, never to the model.
+        num_passes: number of passes with dropout so far, each of which drops different inputs; saved with the weights.
     """
 
     num_passes: Tensor
@@ -70,14 +70,16 @@ class AdapterBank(nn.Module):
     def __init__(
         self, model: nn.Module, *, rank: int, targets: Sequence[str] = (ALL_LINEAR,), dropout: float = 0.0, seed: tuple[int, ...] = (0,),
     ) -> None:
-        """Hook into `model`, on the device where it lies.
+        """Hook into `model`, on its device.
 
         Args:
-            dropout: share of each adapted layer's inputs that the adapters do not see in a pass with dropout.
-            seed: of the dropout; differs between ranks.
+            rank: largest rank of an adapter.
+            targets: names of the layers to adapt; see `find_targets`.
+            dropout: share of each adapted layer's inputs that is hidden from the adapters in a pass with dropout.
+            seed: seed of the dropout; differs between ranks.
 
         Raises:
-            ModelError: a target matches no linear layer; says which there are.
+            ModelError: a target matches no linear layer; the message lists the layers.
         """
         super().__init__()
         self.rank = rank
@@ -97,16 +99,16 @@ class AdapterBank(nn.Module):
 
     @property
     def gradients(self) -> Tensor:
-        """[N, P] float32, `weights.grad`; made here where there is none."""
+        """[N, P] float32, `weights.grad`; created as zeros on first use."""
         if self.weights.grad is None:
             self.weights.grad = torch.zeros_like(self.weights)
         return self.weights.grad
 
     def add(self, *, rank: int, scaling: float, seed: int, kinds: Collection[str] = LAYER_KINDS) -> int:
-        """Put a fresh adapter into a free slot, which is returned: A uniform as in PEFT and equal for equal seeds, B zero.
+        """Put a fresh adapter into a free slot and return the slot: A is uniform as in PEFT and equal for equal seeds, B is zero.
 
         Args:
-            kinds: of `LAYER_KINDS`; layers of others it leaves as they are in the model.
+            kinds: a subset of `LAYER_KINDS`; layers of other kinds stay as they are in the model.
 
         Raises:
             ModelError: the rank is below 1 or exceeds the bank's, or there are no layers of these kinds.
@@ -124,7 +126,7 @@ class AdapterBank(nn.Module):
 
     @torch.no_grad()
     def put(self, adapter: Adapter) -> int:
-        """Put an adapter into a free slot, which is returned. Raises as `check`."""
+        """Put an adapter into a free slot and return the slot. Raises as `check`."""
         row = self.pack(adapter)
         if None not in self._slots:
             self._grow()
@@ -135,17 +137,17 @@ class AdapterBank(nn.Module):
 
     @torch.no_grad()
     def remove(self, slot: int) -> None:
-        """Free a slot."""
+        """Free a slot and zero its weights and gradients."""
         self._slots[slot] = None
         self.weights[slot] = 0.0
         self.gradients[slot] = 0.0
 
     def adapter(self, slot: int) -> Adapter:
-        """A copy of the adapter in a slot, on the CPU."""
+        """Copy the adapter of a slot to the CPU."""
         return self.unpack(self.weights.detach()[slot], slot)
 
     def unpack(self, row: Tensor, slot: int) -> Adapter:
-        """A row [P], weights or their moments, in the form of the adapter in `slot`; copied to the CPU."""
+        """Convert a row [P] float32, of weights or of their moments, to the form of the adapter in `slot`; copied to the CPU."""
         held = self._held(slot)
         flat = row.cpu().unsqueeze(0)
         pairs = {}
@@ -158,8 +160,10 @@ class AdapterBank(nn.Module):
         return Adapter(held.rank, held.scaling, pairs)
 
     def check(self, adapter: Adapter) -> None:
-        """Raises:
-            ModelError: the adapter cannot stand here: its rank exceeds the bank's, or it has no layers or others than the bank.
+        """Check that an adapter fits into this bank.
+
+        Raises:
+            ModelError: its rank exceeds the bank's, it has no layers, or layers that the bank does not have.
         """
         self._check_rank(adapter.rank)
         own = {layer.name: (layer.num_in, layer.num_out) for layer in self._layers}
@@ -176,7 +180,7 @@ class AdapterBank(nn.Module):
                     f" {own[name][1]}; it must be of the same base model")
 
     def pack(self, adapter: Adapter) -> Tensor:
-        """The row [P] of an adapter, on the CPU, padded with zeros; the inverse of `unpack`. Raises as `check`."""
+        """Return the row [P] float32 of an adapter, on the CPU, padded with zeros; the inverse of `unpack`. Raises as `check`."""
         self.check(adapter)
         row = torch.zeros(self.weights.shape[1])
         for layer in self._layers:
@@ -189,11 +193,11 @@ class AdapterBank(nn.Module):
         return row
 
     def route(self, row: PackedRow, slots: np.ndarray) -> Route:
-        """How the tokens of a row reach their adapters; fastest where those of one adapter stand together.
+        """Plan how the tokens of a row reach their adapters; fastest where tokens of the same adapter are adjacent.
 
         Args:
-            row: its owners are sequences of a batch.
-            slots: [N] int64, of each sequence of that batch.
+            row: a row whose owners are sequences of a batch.
+            slots: [N] int64, slot of each sequence of that batch.
         """
         of_segment = slots[row.owner]
         firsts = np.flatnonzero(np.diff(of_segment, prepend=-1))
@@ -207,15 +211,15 @@ class AdapterBank(nn.Module):
         return EqualRoute(spans, scaling, device=device) if len(set(lengths)) == 1 else SpanRoute(spans, lengths, scaling, device=device)
 
     def route_all(self, slot: int) -> Route:
-        """Every token to one adapter."""
+        """Return the route that sends every token to one adapter."""
         return OneRoute(slot, self._held(slot).scaling)
 
     @contextmanager
     def using(self, route: Route, *, drops: bool = False) -> Iterator[None]:
-        """Surrounds a forward pass in which the adapters take part, and its backward; outside, the model is the bare one.
+        """Surround a forward pass in which the adapters take part, and its backward pass; outside, the model is the base model.
 
         Args:
-            drops: whether dropout applies; its log-probabilities are then not those of the policy.
+            drops: whether dropout applies; the log-probabilities of such a pass are not those of the policy.
         """
         around = self._pass
         self._pass = _Pass(route, (*self._seed, int(self.num_passes)) if drops and self._dropout else ())
@@ -241,7 +245,7 @@ class AdapterBank(nn.Module):
         self._slots += [None] * len(self._slots)
 
     def _parts(self, flat: Tensor, layer: _Layer) -> tuple[Tensor, Tensor]:
-        """Views A [N, in, R] and B [N, R, out] of [N, P] numbers."""
+        """Split [N, P] numbers into the views A [N, in, R] and B [N, R, out] of a layer."""
         middle = layer.start + layer.num_in * self.rank
         a = flat[:, layer.start : middle].unflatten(1, (layer.num_in, self.rank))
         return a, flat[:, middle : middle + self.rank * layer.num_out].unflatten(1, (self.rank, layer.num_out))
@@ -255,7 +259,7 @@ class AdapterBank(nn.Module):
         return _Delta.apply(x, output, self.weights, self, self._layers[index], self._pass.route)
 
     def _keep_mask(self, x: Tensor, seed: tuple[int, ...]) -> Tensor:
-        # From a seed of its own, not from the global state: a layer that is computed again in the backward pass draws the same.
+        # Seeded separately, not from the global state, so that a layer that is recomputed in the backward pass draws the same mask.
         state = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         generator = torch.Generator(x.device).manual_seed(state % 2**63)
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self._dropout
@@ -263,11 +267,13 @@ class AdapterBank(nn.Module):
 
 
 class _Delta(torch.autograd.Function):
-    """output += scaling * (x A) B. The gradients of A and B are added to the bank's; through autograd each would be a dense [N, P]."""
+    """Computes output += scaling * (x A) B. Adds the gradients of A and B to the bank's; through autograd each would be a dense [N, P]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, output: Tensor, _weights: Tensor, bank: AdapterBank, layer: _Layer, route: Route) -> Tensor:
-        """`_weights` stands here so that the result has a gradient even where neither x nor output has."""
+        """Compute output [..., out] in place from x [..., in]. `_weights` is an argument so that the result has a gradient even without
+        x's.
+        """
         device_type = x.device.type
         ctx.dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
         ctx.bank, ctx.layer, ctx.route = bank, layer, route
@@ -275,12 +281,12 @@ class _Delta(torch.autograd.Function):
         narrow = route.multiply(x.flatten(0, -2).to(ctx.dtype), a).mul_(route.scaling)
         route.add_product(output.view(-1, layer.num_out), narrow, b)
         ctx.save_for_backward(x, narrow)
-        ctx.mark_dirty(output)  # a linear layer's backward does not need what it gave
+        ctx.mark_dirty(output)  # the backward pass of a linear layer does not need its output
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Of x and output; that of the bank's weights goes to `bank.gradients`."""
+        """Return the gradients of x [..., in] and output [..., out]; that of the bank's weights is added to `bank.gradients`."""
         (grad,) = grads
         x, narrow = ctx.saved_tensors
         a, b = ctx.bank._parts(ctx.bank.weights.detach(), ctx.layer)
@@ -294,10 +300,10 @@ class _Delta(torch.autograd.Function):
 
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers of the decoder's layers that `targets` name by the last parts of their names; "all-linear" is every one.
+    """Find the linear layers of the decoder whose names end in one of `targets`; "all-linear" selects all of them.
 
     Raises:
-        ModelError: a target matches none; says which there are.
+        ModelError: a target matches no layer; the message lists the layers.
     """
     stacks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     linear = {name: module for name, module in adaptable(model).items() if name.startswith(stacks)}
@@ -313,13 +319,17 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
 
 
 def adaptable(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a model by name; routers of experts, which some families derive from one, answer with more than a product."""
+    """Return a model's linear layers by name, except routers of experts, which some families derive from nn.Linear although they return
+    more.
+    """
     return {name: module for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and "Router" not in type(module).__name__}
 
 
 def layer_kind(name: str) -> str:
-    """"mlp" for the linear layers of a decoder layer's feed-forward part, experts included, "attn" for those of its token mixing."""
+    """Return "mlp" for linear layers of a decoder layer's feed-forward part, experts included, and "attn" for those of its token
+    mixing.
+    """
     return "mlp" if _FEED_FORWARD.search(name) else "attn"
 
 
@@ -328,5 +338,5 @@ def _is_named(name: str, target: str) -> bool:
 
 
 def doubled(rows: Tensor) -> Tensor:
-    """[N, P] rows and as many of zeros."""
+    """Append as many rows of zeros to [N, P] rows."""
     return torch.cat([rows, torch.zeros_like(rows)])

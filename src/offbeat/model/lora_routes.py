@@ -1,6 +1,6 @@
-"""How the tokens of a row reach the adapters of an `AdapterBank`: one for all, one per block of equal length, one per span.
+"""How the tokens of a row reach the adapters of an `AdapterBank`: one for all, one per block of equal length, or one per span.
 
-Chosen by the bank for each row; its layers compute with the two products of a `Route` and never know which it is.
+The bank chooses the route of each row; its layers compute with the products of a `Route` and never know which kind it is.
 """
 
 from collections.abc import Sequence
@@ -12,49 +12,49 @@ from torch.nn.functional import grouped_mm
 
 
 class Route(Protocol):
-    """Which adapter each of R tokens uses, as products of rows x [R, i] with matrices that stand in one slot each, as [N, i, o].
+    """The adapter of each of R tokens, as products of rows x [R, i] with matrices stacked by slot, [N, i, o].
 
     Attributes:
-        scaling: what a token's delta is multiplied by; a number, or [R, 1].
+        scaling: factor of each token's delta; a number, or [R, 1] float32.
     """
 
     scaling: float | Tensor
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """[R, o], each token's x times its adapter's weights, in the number format of x."""
+        """Multiply each token's row x by its adapter's matrix; returns [R, o] in the dtype of x."""
         ...
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """Add the same to rows [R, o]."""
+        """Add the same product to rows [R, o], in place."""
         ...
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """Add to each adapter's sums [N, i, o] the products x' g over its tokens, of g [R, o]."""
+        """Add to each adapter's sums [N, i, o] the products x' g over its tokens, with g [R, o]."""
         ...
 
 
 class OneRoute:
-    """All tokens use the adapter of one slot."""
+    """A route on which all tokens use the adapter of one slot."""
 
     def __init__(self, slot: int, scaling: float) -> None:
         self._slot = slot
         self.scaling: float | Tensor = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """See `Route.multiply`."""
+        """Multiply x [R, i] by the one adapter's matrix; see `Route.multiply`."""
         return x @ weights[self._slot].to(x.dtype)
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """See `Route.add_product`."""
+        """Add the product with the one adapter's matrix to rows [R, o]; see `Route.add_product`."""
         _add_product(rows, x, weights[self._slot].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """See `Route.add_outer`."""
+        """Add x' g over all tokens to the one adapter's sums [i, o]; see `Route.add_outer`."""
         _add_product(sums[self._slot], x.mT, g)
 
 
 class EqualRoute:
-    """K spans of tokens, all of one length, each with the adapter of its slot: one batched product."""
+    """A route of K spans of tokens of equal length, each with the adapter of its slot: one batched product."""
 
     def __init__(self, slots: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
         self._num = len(slots)
@@ -62,15 +62,15 @@ class EqualRoute:
         self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """See `Route.multiply`."""
+        """Multiply x, seen as [K, R / K, i], by the spans' matrices; see `Route.multiply`."""
         return (self._blocks(x) @ weights[self._slots].to(x.dtype)).flatten(0, 1)
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """See `Route.add_product`."""
+        """Add the spans' products to rows, seen as [K, R / K, o]; see `Route.add_product`."""
         _add_product(self._blocks(rows), self._blocks(x), weights[self._slots].to(x.dtype))
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """See `Route.add_outer`."""
+        """Add each span's x' g [i, o] to its adapter's sums; see `Route.add_outer`."""
         x, g = self._blocks(x).mT, self._blocks(g)
         if isinstance(self._slots, slice):
             _add_product(sums[self._slots], x, g)
@@ -82,7 +82,7 @@ class EqualRoute:
 
 
 class SpanRoute:
-    """Spans of tokens of any lengths, one product each: measured several times faster than padding them to one length."""
+    """A route of token spans of any length, one product each: measured several times faster than padding them to equal length."""
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int], scaling: float | Tensor, *, device: torch.device) -> None:
         self._lengths = list(lengths)
@@ -91,20 +91,20 @@ class SpanRoute:
         self.scaling = scaling
 
     def multiply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """See `Route.multiply`."""
+        """Multiply each span of x [R, i] by its matrix; see `Route.multiply`."""
         own = weights[self._slots].to(x.dtype)
         if _is_aligned(x) and _is_aligned(own):
             return grouped_mm(x, own, offs=self._ends)
         return torch.cat([span @ matrix for span, matrix in zip(self._spans(x), own, strict=True)])
 
     def add_product(self, rows: Tensor, x: Tensor, weights: Tensor) -> None:
-        """See `Route.add_product`."""
+        """Add each span's product to its part of rows [R, o]; see `Route.add_product`."""
         own = weights[self._slots].to(x.dtype)
         for part, span, matrix in zip(self._spans(rows), self._spans(x), own.unbind(), strict=True):
             _add_product(part, span, matrix)
 
     def add_outer(self, sums: Tensor, x: Tensor, g: Tensor) -> None:
-        """See `Route.add_outer`."""
+        """Add each span's x' g [i, o] to its adapter's sums; see `Route.add_outer`."""
         x = x.mT
         if _is_aligned(x) and _is_aligned(g):
             products = grouped_mm(x, g, offs=self._ends)
@@ -117,7 +117,7 @@ class SpanRoute:
 
 
 def _selector(slots: Sequence[int], device: torch.device) -> slice | Tensor:
-    """What picks the slots out of a stack: as a view where they are neighbours, else as a copy."""
+    """Return an index that selects the slots from a stack: a slice (a view) where they are adjacent, else a tensor (a copy)."""
     run = range(slots[0], slots[0] + len(slots))
     return slice(run.start, run.stop) if list(slots) == list(run) else torch.tensor(slots, device=device)
 
@@ -130,13 +130,15 @@ def _add_at(sums: Tensor, slots: slice | Tensor, products: Tensor) -> None:
 
 
 def _is_aligned(matrices: Tensor) -> bool:
-    """Whether torch's grouped product takes them on the CPU, where it is one call instead of one per span: rows of whole 16 bytes."""
+    """Whether torch's grouped product takes these matrices on the CPU, in one call for all spans: their rows must be multiples of 16
+    bytes.
+    """
     outer, inner = sorted(matrices.stride()[-2:], reverse=True)
     return matrices.is_cpu and inner == 1 and outer * matrices.element_size() % 16 == 0
 
 
 def _add_product(sums: Tensor, x: Tensor, y: Tensor) -> None:
-    """sums += x y, of matrices or of batches of them; the sums may be in another format, and are rounded once."""
+    """Compute sums += x y for matrices or batches of them; the sums may have another dtype, and are rounded once."""
     if sums.dtype == x.dtype:
         (sums.addmm_ if x.ndim == 2 else sums.baddbmm_)(x, y)
     else:

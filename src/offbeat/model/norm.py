@@ -1,7 +1,7 @@
-"""A faster RMSNorm for float32 on CPU, put in place of a loaded model's own where both agree.
+"""A faster RMSNorm for float32 on a CPU, which replaces a loaded model's own where both agree.
 
-Called by `load_causal_lm`. Transformers writes the norm as six pointwise operations, which takes much of a small model's
-step. One autograd function with a written-out backward is two to three times faster.
+Called by `load_causal_lm`. Transformers writes the norm as six pointwise operations, which take a large share of a small model's step. One
+autograd function with a hand-written backward pass is two to three times faster.
 """
 
 from types import MethodType
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 
 class _RMSNorm(torch.autograd.Function):
+    """RMSNorm over the last dimension of x [..., D] with weight [D], both float32, and its gradient."""
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -21,6 +22,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         normed, scale, weight = ctx.saved_tensors
+        # With n = x / rms(x), dx = (g w - n mean(g w n)) / rms(x).
         product = grad * normed
         mean = torch.matmul(product, weight).div_(product.shape[-1]).unsqueeze(-1)
         grad_x = torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale)
@@ -28,7 +30,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def use_fast_norms(model: nn.Module) -> int:
-    """Replace the forward of every RMSNorm on CPU whose own result ours equals to 1e-6; returns how many."""
+    """Replace the forward of every RMSNorm on a CPU whose own result agrees with ours to 1e-6; returns how many were replaced."""
     replaced = 0
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -40,7 +42,7 @@ def use_fast_norms(model: nn.Module) -> int:
 
 def _fast_forward(slow_forward, eps: float):
     def forward(self, hidden_states: Tensor) -> Tensor:
-        # In lower precision the original's order of rounding matters, so it stays.
+        # In lower precision the original's order of rounding matters, so it is kept.
         if hidden_states.dtype == self.weight.dtype == torch.float32 and hidden_states.device.type == "cpu":
             return _RMSNorm.apply(hidden_states, self.weight, eps)
         return slow_forward(self, hidden_states)

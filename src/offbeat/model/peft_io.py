@@ -1,7 +1,7 @@
-"""LoRA adapters as PEFT's folders (adapter_config.json and adapter_model.safetensors), both ways.
+"""Reads and writes LoRA adapters as PEFT folders (adapter_config.json and adapter_model.safetensors).
 
-Written by the trainer at a publish, read by the embedded engine and by whoever goes on from an adapter. A folder appears complete or not at
-all, and nothing in it is executed or unpickled.
+Written by the trainer at a publish, read by the embedded engine and by runs that continue from an adapter. A folder appears complete or
+not at all, and nothing in it is executed or unpickled.
 """
 
 import json
@@ -31,18 +31,18 @@ _UNSUPPORTED = {
     "bias": ("none", None), "lora_bias": (False, None), "fan_in_fan_out": (False, None), "layer_replication": (None, []),
     "target_parameters": (None, []), "trainable_token_indices": (None, [], {}), "alora_invocation_tokens": (None, []),
     "use_qalora": (False, None), "use_bdlora": (False, None), "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,),
-    # Others change the base model's weights when PEFT loads them.
+    # Other values change the base model's weights when PEFT loads the adapter.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
-"""What would make an adapter more than A and B beside linear layers, and the values that do not."""
+"""Settings that would make an adapter more than A and B beside linear layers, with the values that do not."""
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One LoRA adapter: y = x W' + scaling * (x A') B' beside each adapted linear layer.
+    """One LoRA adapter: it adds scaling * (x A') B' to the output of each adapted linear layer.
 
     Attributes:
-        pairs: by the layer's name in the base model, such as model.layers.0.self_attn.q_proj: A [rank, in] and B [out, rank], float32.
+        pairs: A [rank, in] and B [out, rank], float32, by the layer's name in the base model, such as model.layers.0.self_attn.q_proj.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Adapter:
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Under the names that stand in PEFT's file."""
+        """Return the tensors, A [rank, in] and B [out, rank], under their names in PEFT's file."""
         return {
             f"{_PREFIX}{module}.lora_{side}.weight": tensor
             for module, pair in self.pairs.items() for side, tensor in zip("AB", pair, strict=True)}
@@ -60,15 +60,15 @@ class Adapter:
         return sum(tensor.nbytes for tensor in self.named_tensors().values())
 
     def fingerprint(self) -> str:
-        """See `offbeat.model.fingerprint`; of the tensors as float32."""
+        """Compute `offbeat.model.fingerprint` of the tensors in float32."""
         return fingerprint((name, _bytes(tensor)) for name, tensor in self.named_tensors().items())
 
 
 def write_adapter(adapter: Adapter, folder: Path, *, base_model: str, dropout: float = 0.0) -> None:
-    """Write a PEFT folder that is not there yet.
+    """Write a new PEFT folder.
 
     Raises:
-        StorageError: it is there, or cannot be written.
+        StorageError: the folder exists already, or cannot be written.
     """
     if folder.exists():
         raise StorageError(f"the adapter folder {folder} exists; a version is written once, so choose another name")
@@ -91,7 +91,7 @@ def read_adapter(folder: str | Path) -> Adapter:
     """Read a PEFT folder.
 
     Raises:
-        ModelError: it is no LoRA adapter, damaged, or has parts beside A and B of linear layers; says which.
+        ModelError: it is no LoRA adapter, is damaged, or has more than A and B of linear layers; the message says which.
     """
     folder = Path(folder)
     config = _read_config(folder)

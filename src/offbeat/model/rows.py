@@ -1,7 +1,7 @@
-"""How the sequences of a row run through a policy: packed beside each other, or each by itself; decided when it is loaded, and proven then.
+"""Decides when a model is loaded whether its rows run packed or each sequence by itself, and proves the result.
 
-Called once by the trainer's `load_policy`. Families of models differ in ways that no list of ours keeps up with; so a model trains only if
-the log-probabilities of a small row are those of transformers' own forward of each of its sequences.
+Called once by the trainer's `load_policy`. Families of models differ in ways that no list of ours keeps up with. So a model trains only if
+its log-probabilities on a small row equal those of transformers' own forward pass of each sequence.
 """
 
 from collections.abc import Iterable
@@ -18,20 +18,20 @@ from offbeat.model.attention import ATTENTION_KINDS, PACKED
 from offbeat.model.logprobs import UnpackedError, packs_rows, token_logprobs
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-"""Largest mean difference of a log-probability between a row and each sequence alone; in bfloat16 correct ones stay below 0.1."""
+"""Largest mean difference of log-probabilities between a row and each sequence alone; in bfloat16 correct models stay below 0.1."""
 
 _PROMPT, _ANSWERS = 4, (3, 2)
 
 
 def settle_rows(model: PreTrainedModel, *, share_prefix: bool) -> None:
-    """Let a model with plain attention pack its rows if it can, and check what it computes.
+    """Let a model with plain attention pack its rows if it can, and check the result.
 
     Args:
-        model: from `load_causal_lm(attention=None)`; afterwards `packs_rows` tells how its rows run.
-        share_prefix: whether rows will share prompts, which only packed ones can.
+        model: a model from `load_causal_lm(attention=None)`; afterwards `packs_rows` tells how its rows run.
+        share_prefix: whether rows will share prompts, which requires packing.
 
     Raises:
-        ModelError: it cannot share prompts, or its log-probabilities are not those of its own forward.
+        ModelError: it cannot share prompts, or its log-probabilities differ from those of its own forward pass.
     """
     try:
         expected = _alone(model)
@@ -47,11 +47,11 @@ def settle_rows(model: PreTrainedModel, *, share_prefix: bool) -> None:
 
 
 _RAW_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
-"""What a model's own code raises when it is called in a way that its authors did not have in mind."""
+"""Errors that a model's own code raises when it is called in a way that its authors did not intend."""
 
 
 def _pack(model: PreTrainedModel) -> str:
-    """Switch to packed attention; where that cannot be, leave the model as it is and say why, as the end of a sentence about it."""
+    """Switch to packed attention; if that is impossible, leave the model unchanged and return why, as the end of a sentence about it."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if others := sorted(set(layer_types) - ATTENTION_KINDS):
         return f"has {others[0]} layers"
@@ -91,7 +91,7 @@ def _score(model: PreTrainedModel, *, share_prefix: bool) -> Tensor:
 
 @torch.no_grad()
 def _alone(model: PreTrainedModel) -> Tensor:
-    """The same log-probabilities by transformers' plain code, outside training, one sequence after the other."""
+    """Compute the same log-probabilities with transformers' plain code in eval mode, one sequence after the other."""
     training, found = model.training, []
     model.eval()
     for tokens in map(torch.from_numpy, _sequences(model)):

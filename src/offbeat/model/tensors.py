@@ -8,13 +8,13 @@ from torch import nn
 
 
 def named_bytes(model: nn.Module) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (Hugging Face name, [bytes] uint8) of each parameter, tied ones once.
+    """Yield (Hugging Face name, [bytes] uint8) of each parameter; tied ones appear once.
 
     Args:
-        model: bare or inside DDP; whole parameters, not shards.
+        model: the bare model or one inside DDP, with whole parameters, not shards.
 
     Returns:
-        On a CPU views of the live weights, which change as the model trains; elsewhere copies.
+        On a CPU, views of the live weights, which change as the model trains; elsewhere copies.
     """
     bare = getattr(model, "module", model)
     for name, parameter in bare.named_parameters():

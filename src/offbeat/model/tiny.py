@@ -12,15 +12,15 @@ from offbeat.model.hf_io import write_safetensors
 def build_tiny(
     folder: str | Path, *, tiny: TinyConfig, vocab_size: int, eos_token_id: int, pad_token_id: int | None, seed: int
 ) -> None:
-    """Write config.json, generation_config.json and model.safetensors into a folder, which may hold a tokenizer already.
+    """Write config.json, generation_config.json and model.safetensors into a folder, which may already hold a tokenizer.
 
     Args:
-        folder: created if need be.
-        tiny: sizes; embeddings are tied and weights are float32.
-        vocab_size: rows of the embedding.
-        eos_token_id: token that ends a generation.
-        pad_token_id: its embedding stays zero and untrained; None for no such token.
-        seed: equal seeds and sizes give equal files. The global random state is left alone.
+        folder: created if necessary.
+        tiny: sizes of the model; embeddings are tied and weights are float32.
+        vocab_size: number of rows of the embedding.
+        eos_token_id: id of the token that ends a generation.
+        pad_token_id: id of the padding token, whose embedding stays zero and untrained; None for no such token.
+        seed: equal seeds and sizes give equal files. The global random state is not changed.
 
     Raises:
         StorageError: the folder cannot be written.

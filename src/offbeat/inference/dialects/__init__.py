@@ -1,1 +1,1 @@
-"""What is said to an engine and how its answers are read: one module per kind of engine, all of its quirks in it."""
+"""Dialects: how each kind of engine is called and how its answers are read. One module per kind contains all of its quirks."""

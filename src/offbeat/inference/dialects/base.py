@@ -1,4 +1,4 @@
-"""What every dialect can say, and the wire that it says it over."""
+"""The interface that every dialect implements, and the connection that it uses."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -11,14 +11,14 @@ class Wire(Protocol):
     """One engine's HTTP connection; `offbeat.inference.client.EngineClient` implements it.
 
     Attributes:
-        name: the engine's, for messages.
+        name: name of the engine, for messages.
     """
 
     @property
     def name(self) -> str: ...
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer's JSON object; {} for an empty body or one that is not an object.
+        """Return the answer's JSON object; {} for an empty body or one that is not an object.
 
         Raises:
             RefusedError, BusyError, EngineError: the engine refused, is busy, failed or cannot be reached.
@@ -27,63 +27,63 @@ class Wire(Protocol):
 
 
 class Dialect(Protocol):
-    """How one kind of engine is spoken to. Deadlines are the caller's. All methods raise as `Wire.call`."""
+    """How to talk to one kind of engine. Deadlines are set by the caller. All methods raise the errors of `Wire.call`."""
 
     async def check(self, wire: Wire) -> None:
         """Return if the engine is ready and offers what this dialect needs.
 
         Raises:
-            EngineError: it is not ready, or lacks an interface; says which and what to do.
+            EngineError: it is not ready, or lacks an interface; the message says which and what to do.
         """
         ...
 
     async def generate(self, wire: Wire, prompt: tuple[int, ...], sampling: Sampling, *, n: int, adapter: str) -> list[Sample]:
-        """n whole continuations, by the adapter of that name, or by the base model where it is empty.
+        """Generate n complete continuations with the adapter of that name, or with the base model where it is empty.
 
         Raises:
-            RefusedError: the engine cannot sample so, or cannot tell what is wanted of the samples.
+            RefusedError: the engine does not support these settings, or cannot report what is requested of the samples.
         """
         ...
 
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
-        """What the adapter of that name, or the base model, says of given tokens.
+        """Score given tokens with the adapter of that name, or with the base model where it is empty.
 
         Raises:
-            RefusedError: the engine cannot tell what is wanted.
+            RefusedError: the engine cannot report what is requested.
         """
         ...
 
     async def stage(self, wire: Wire, manifest: Manifest) -> None:
-        """Load a version of the whole weights beside the one that is served, as far as the engine can."""
+        """Load a version of the whole weights beside the one being served, as far as the engine can."""
         ...
 
     async def switch(self, wire: Wire, manifest: Manifest, interrupt: Interrupt) -> None:
-        """Serve a staged version from the next decode step on; no cached prefix of the old one is used again."""
+        """Serve a staged version from the next decode step on; cached prefixes of the old version are never used again."""
         ...
 
     async def prove(self, wire: Wire, canary: tuple[int, ...], *, adapter: str) -> Proof:
-        """What the engine samples from now: the whole weights, or the adapter of that name."""
+        """Prove which weights the engine samples from now: the whole weights, or the adapter of that name."""
         ...
 
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
-        """Load a PEFT folder under a new name; the same name and folder again is no change."""
+        """Load a PEFT folder under a new name; loading the same folder under the same name again changes nothing."""
         ...
 
     async def unload_adapter(self, wire: Wire, name: str) -> None:
-        """Forget an adapter; requests in flight finish with it. An unknown name is no error."""
+        """Unload an adapter; requests in flight finish with it. An unknown name is no error."""
         ...
 
     async def adapters(self, wire: Wire) -> dict[str, str]:
-        """Folders of the adapters that the engine holds, by name; empty where it does not say."""
+        """Folders of the adapters that the engine holds, by name; empty where the engine does not report them."""
         ...
 
     async def health(self, wire: Wire) -> dict[str, Any]:
-        """Raises unless the engine serves; what it says of itself, with "version" where it knows one.
+        """Return what the engine reports about itself, with "version" where it knows one; raises unless the engine serves requests.
 
-        "paused" is true, or says who has done that, where it samples nothing although no publisher of ours is at work on it.
+        "paused" is true, or names who paused it, where the engine samples nothing although no publisher of this run is working on it.
         """
         ...
 
     async def resume(self, wire: Wire) -> None:
-        """End a pause that `health` tells of."""
+        """End a pause that `health` reports."""
         ...

@@ -1,6 +1,6 @@
 """Offbeat's own engine: OpenAI's completions with `token_ids`, and a log-probability and a version for every token.
 
-Weights have endpoints of their own; adapters have vLLM's, and a fingerprint.
+Weights have endpoints of their own; adapters use vLLM's endpoints, and have a fingerprint.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from offbeat.weights.adapters import split_adapter_name
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
 IMPOSSIBLE = -9999.0
-"""vLLM's log-probability of what has none, for JSON knows no infinity."""
+"""Log-probability that vLLM sends for an impossible token, since JSON has no infinity."""
 
 
 class EmbeddedDialect:
-    """See `Dialect`."""
+    """Implements `Dialect` for the embedded engine."""
 
     _model_hint = ""
 
     def __init__(self, *, model: str = "", lora_rank: int = 0) -> None:
-        """`model` is the folder that must be served, any where it is empty; `lora_rank` is the rank of the adapters to come, 0 for none."""
+        """`model` is the folder that must be served (any if empty); `lora_rank` is the rank of the adapters to come, 0 for none."""
         self._model = model
         self._lora_rank = lora_rank
 
@@ -59,14 +59,14 @@ class EmbeddedDialect:
         def read() -> list[Sample]:
             return [self._sample(choice, adapter, sampling.top_logprobs) for choice in answer["choices"]]
 
-        return await asyncio.to_thread(read) if sampling.top_logprobs else read()  # rows of many numbers each take their time
+        return await asyncio.to_thread(read) if sampling.top_logprobs else read()  # slow to parse
 
     def _seed(self, seed: int, first: int) -> int:
-        """What makes an engine's samples 0, 1, ... those from `first` on of the seed."""
+        """Return the seed under which the engine's samples 0, 1, ... equal those from `first` on of the whole request."""
         return seed_from(seed, first)
 
     def _reporting(self, sampling: Sampling) -> dict[str, Any]:
-        """Fields of a request that say in which form, and under which distribution, log-probabilities are told."""
+        """Return the request fields that say in which form, and under which distribution, to report log-probabilities."""
         return {"scaled_logprobs": True} if sampling.scaled_logprobs and sampling.is_restricted else {}
 
     def _sample(self, choice: Mapping[str, Any], adapter: str, num_top: int) -> Sample:
@@ -107,7 +107,7 @@ class EmbeddedDialect:
     async def prove(self, wire: Wire, canary: tuple[int, ...], *, adapter: str) -> Proof:
         query = f"?adapter={adapter}" if adapter else ""
         fingerprint = await wire.call("GET", f"/v1/weights/fingerprint{query}")
-        body = {"tokens": canary, "urgent": True}  # a proof has a deadline, and may meet thousands that wait
+        body = {"tokens": canary, "urgent": True}  # a proof has a deadline and must not wait behind thousands of requests
         score = await wire.call("POST", "/v1/score", body | ({"adapter": adapter} if adapter else {}))
         if fingerprint["version"] != score["version"]:
             raise EngineError(f"{wire.name} changed from version {fingerprint['version']} to {score['version']} during its proof")
@@ -142,13 +142,13 @@ class EmbeddedDialect:
 
 
 def top_tokens(logprobs: Mapping[int, float], num: int) -> TopTokens:
-    """The `num` likeliest tokens, without those that cannot be drawn at all."""
+    """Return the `num` most likely tokens, without the impossible ones."""
     possible = [(token, logprob) for token, logprob in logprobs.items() if logprob > IMPOSSIBLE]
     return tuple(sorted(possible, key=lambda pair: -pair[1])[:num])
 
 
 def _rows(rows: Sequence[Sequence[tuple[int, float]]]) -> tuple[TopTokens, ...]:
-    """Tokens with their log-probabilities at each position, of which the first has none."""
+    """Convert the engine's rows, which lack the first position, to one row of (token, log-probability) per position."""
     return ((), *(tuple((token, logprob) for token, logprob in row) for row in rows))
 
 

@@ -1,7 +1,7 @@
-"""SGLang (0.5.23 or later) by its documented native HTTP interface: `/generate`, and weights and adapters with endpoints of their own.
+"""SGLang (0.5.23 or later) by its documented native HTTP interface: `/generate`, and separate endpoints for weights and adapters.
 
-Its quirks: it has one set of weights, so a version is loaded at the switch; an update waits for requests in flight unless generation is
-paused; and cached prefixes cannot be dropped beside requests that keep their cache, so each version has a namespace of prefixes.
+Its quirks: it holds one set of weights, so a version is loaded at the switch; an update waits for requests in flight unless generation is
+paused; and cached prefixes cannot be dropped while requests keep their cache, so each version has its own namespace of prefixes.
 Log-probabilities are at the sampling temperature, before top_p and top_k.
 """
 
@@ -25,7 +25,7 @@ _ANY_TOKENS = (0, 0)
 
 
 class SGLangDialect:
-    """See `Dialect`. Fingerprints are unknown: the canary alone proves a version."""
+    """Implements `Dialect` for SGLang. Fingerprints are unknown: the canary alone proves a version."""
 
     def __init__(self) -> None:
         self._namespaces: dict[str, str] = {}
@@ -74,13 +74,13 @@ class SGLangDialect:
         body = {
             "model_path": manifest.folder, "weight_version": str(manifest.version), "abort_all_requests": False,
             "flush_cache": interrupt != "keep"}
-        if interrupt == "drain":  # unpaused, an update waits for all requests in flight, and holds new ones
+        if interrupt == "drain":  # without a pause, an update waits for all requests in flight and holds back new ones
             await wire.call("POST", "/update_weights_from_disk", body)
         else:
             await wire.call("POST", "/pause_generation", {"mode": _PAUSES[interrupt]})
             try:
                 await wire.call("POST", "/update_weights_from_disk", body)
-            finally:  # also past the deadline, and then with one of its own
+            finally:  # also after the deadline has passed, hence under a deadline of its own
                 async with deadline(f"continue_generation on {wire.name}", _CONTINUE_TIMEOUT_S):
                     await wire.call("POST", "/continue_generation", {})
         self._namespaces[wire.name] = f"v{manifest.version}"
@@ -156,5 +156,5 @@ def _sample(wire: Wire, answer: Mapping[str, Any], adapter: str, num_top: int) -
 
 
 def _version(label: str) -> Version:
-    """The version that a label says; weights that a run did not label were not published by it."""
+    """Parse a weight version's label; weights without a numeric label were not published by this run."""
     return int(label) if label.isascii() and label.isdecimal() else _UNPUBLISHED

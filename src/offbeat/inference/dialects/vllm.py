@@ -1,6 +1,6 @@
-"""vLLM 0.32 or later: its OpenAI front, its LoRA interface, and for whole weights the endpoints of `inside/vllm_inside.py`.
+"""vLLM 0.32 or later: its OpenAI front end, its LoRA interface, and for whole weights the endpoints of `inside/vllm_inside.py`.
 
-All of vLLM's quirks are known here and in that file. Torch-free.
+All of vLLM's quirks are handled here and in that file. Torch-free.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from offbeat.weights.protocol import Interrupt, Manifest, Proof
 _GUIDE = "docs/engines.md says how to start it"
 _NARROW_TOP_P = 1e-6
 _INITIAL: Version = -1
-"""What a server without our endpoints always serves: the weights that it was started with."""
+"""Version that a server without our endpoints always serves: the weights that it was started with."""
 
 
 class VllmDialect(EmbeddedDialect):
-    """See `Dialect`. `stage` and `switch` are the embedded engine's: `vllm_inside` offers the same endpoints."""
+    """Implements `Dialect` for vLLM. `stage` and `switch` are inherited, since `vllm_inside` offers the embedded engine's endpoints."""
 
     _model_hint = " or under that --served-model-name"
 
     def __init__(self, *, model: str, whole_weights: bool, lora: bool, scores_prompts: bool = True) -> None:
         """
         Args:
-            model: the folder or hub id that must be served, any where it is empty.
+            model: the folder or hub id that must be served; any where it is empty.
             whole_weights, lora: what will be published.
-            scores_prompts: whether it survives a prompt's log-probabilities: not with adapters on CPUs.
+            scores_prompts: whether the server survives a request for a prompt's log-probabilities; with adapters on CPUs it does not.
         """
         super().__init__(model=model)
         self._whole_weights = whole_weights
@@ -56,12 +56,12 @@ class VllmDialect(EmbeddedDialect):
         if sampling.scaled_logprobs and sampling.is_restricted:
             raise RefusedError(
                 "vLLM gives log-probabilities among the tokens that top_k and top_p leave; leave out both, or use the embedded engine")
-        if sampling.temperature == 0 and n > 1:  # refused, for all would be equal
+        if sampling.temperature == 0 and n > 1:  # vLLM refuses n > 1 at temperature 0, where all samples would be equal
             return await self.generate(wire, prompt, sampling, n=1, adapter=adapter) * n
         return await super().generate(wire, prompt, sampling, n=n, adapter=adapter)
 
     def _seed(self, seed: int, first: int) -> int:
-        return seed + first  # sample i of a request has the seed of the request plus i
+        return seed + first  # vLLM gives sample i of a request the request's seed plus i
 
     def _reporting(self, sampling: Sampling) -> dict[str, Any]:
         return {"return_tokens_as_token_ids": True} if sampling.top_logprobs else {}
@@ -86,7 +86,7 @@ class VllmDialect(EmbeddedDialect):
         return PromptScore(logprobs, version, top, _target_logprobs(request, rows)).check(request)
 
     async def switch(self, wire: Wire, manifest: Manifest, interrupt: Interrupt) -> None:
-        # With the canary, which is queued while nothing else runs, for the proof to come.
+        # The canary is queued while nothing else runs, so that the proof that follows need not wait.
         body = {"version": manifest.version, "interrupt": interrupt, "canary": manifest.canary}
         await wire.call("POST", "/v1/weights/switch", body)
 
@@ -102,7 +102,7 @@ class VllmDialect(EmbeddedDialect):
     async def _prove_adapter(self, wire: Wire, canary: tuple[int, ...], adapter: str) -> Proof:
         try:
             told = await wire.call("POST", "/v1/weights/adapter", {"name": adapter})
-        except RefusedError:  # a server by URL that runs without our file
+        except RefusedError:  # a server given by URL that runs without vllm_inside
             told = {"fingerprint": None, "priority": 0, "wrong": [], "num_unread": None}
         if wrong := told["wrong"]:
             raise RefusedError(f"it does not compute with what is in its folder: {wrong[0]} and {len(wrong) - 1} other tensors differ")
@@ -111,21 +111,21 @@ class VllmDialect(EmbeddedDialect):
         return Proof(version, told["fingerprint"], tuple(logprob for logprob, _ in scored), live=told["num_unread"] == 0)
 
     async def _score_each(self, wire: Wire, canary: tuple[int, ...], adapter: str, **fields: Any) -> list[tuple[float, Version]]:
-        """One new token per request: with LoRA on CPUs, log-probabilities of a prompt end the engine."""
+        """Score the canary with one request per token: with LoRA on CPUs, asking for a prompt's log-probabilities crashes the engine."""
         scored = await asyncio.gather(*(self._score(wire, canary[:end], canary[end], adapter, **fields) for end in range(1, len(canary))))
         if len(versions := sorted({version for _, version in scored})) > 1:
             raise EngineError(f"{wire.name} changed between versions {versions} during its proof")
         return scored
 
     async def load_adapter(self, wire: Wire, name: str, folder: str) -> None:
-        # Never with load_inplace: requests in flight would change adapters in mid-stream, or never.
+        # Never with load_inplace: requests in flight would switch adapters midway, or never.
         try:
             await wire.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         except RefusedError:
             if not any(model["id"] == name and model.get("root") == folder for model in await self._models(wire)):
                 raise
         except EngineError as exc:
-            if "add_lora" in str(exc):  # the folder's fault: a rank above the largest, or files that are no adapter of this model
+            if "add_lora" in str(exc):  # the folder is at fault: its rank is too large, or its files do not fit this model
                 raise RefusedError(str(exc)) from exc
             raise
 
@@ -144,7 +144,7 @@ class VllmDialect(EmbeddedDialect):
         await wire.call("POST", "/v1/weights/resume", {})
 
     async def _check_logprobs(self, wire: Wire) -> None:
-        """Processed log-probabilities are those of the distribution that was sampled: with nothing but the likeliest token in it, 0."""
+        """Check that log-probabilities are those of the sampled distribution: where it holds a single token, they must be 0."""
         answer = await wire.call("POST", "/v1/completions", {
             "prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_p": _NARROW_TOP_P, "logprobs": 0})
         if abs(answer["choices"][0]["logprobs"]["token_logprobs"][0]) > 1e-3:
@@ -158,7 +158,7 @@ class VllmDialect(EmbeddedDialect):
         return True
 
     async def _serving(self, wire: Wire) -> dict[str, Any] | None:
-        """The version of the whole weights, and whether it is paused; None if the server cannot tell."""
+        """Return the version of the whole weights and whether the server is paused; None if the server cannot tell."""
         try:
             told = await wire.call("GET", "/v1/weights/fingerprint")
         except RefusedError:
@@ -166,7 +166,7 @@ class VllmDialect(EmbeddedDialect):
         return {"version": told["version"], "paused": told.get("paused", False)}
 
     async def _score(self, wire: Wire, context: tuple[int, ...], token: int, adapter: str, **fields: Any) -> tuple[float, Version]:
-        """The log-probability of a token after a context, and the version that gives it."""
+        """Return the log-probability of a token after a context, and the version that scored it."""
         answer = await wire.call("POST", "/v1/completions", {
             "prompt": context, "max_tokens": 1, "temperature": 1.0, "logprobs": 1, "logprob_token_ids": [token],
             "return_tokens_as_token_ids": True, **fields} | ({"model": adapter} if adapter else {}))
@@ -178,7 +178,11 @@ class VllmDialect(EmbeddedDialect):
 
 
 def _target_logprobs(request: ScoreRequest, rows: Sequence[Mapping[int, float]]) -> tuple[tuple[float, ...], ...]:
-    """Log-probabilities of a request's targets, out of those of all positions but the first; raises RefusedError if one is not there."""
+    """Look up the log-probabilities of a request's targets in the rows of all positions but the first.
+
+    Raises:
+        RefusedError: a target is not among the tokens of its row.
+    """
     if request.targets is None:
         return ()
     missing = next(((i, t) for i, row in enumerate(rows, 1) for t in request.targets[i] if t not in row), None)

@@ -1,7 +1,7 @@
 """The adapters that an engine holds, and the batches that use them. Owned by `engine.Engine`, on its thread.
 
-A name is bound to one folder for as long as it is held. At most `max_adapters` are held: the least recently used that no request uses makes
-room. A request holds its adapter from its submission to its end, also when the adapter is unloaded meanwhile.
+A name is bound to one folder for as long as it is held. At most `max_adapters` are held: to make room, the least recently used adapter
+that no request uses is evicted. A request holds its adapter from its submission to its end, even when the adapter is unloaded meanwhile.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from offbeat.inference.embedded.options import EngineOptions
 from offbeat.model.peft_io import Adapter, read_adapter
 
 MAX_NAME = 200
-"""Characters of an adapter's name."""
+"""Largest number of characters in an adapter's name."""
 
 
 class UnknownAdapterError(RefusedError):
@@ -28,7 +28,7 @@ class Held:
     """One adapter under its name.
 
     Attributes:
-        leaving: unloaded, and dropped as soon as no request uses it.
+        leaving: it was unloaded, and is dropped as soon as no request uses it.
     """
 
     folder: str
@@ -37,38 +37,38 @@ class Held:
 
 
 class Adapters:
-    """Names, folders and weights.
+    """Names, folders and weights of the adapters that the engine holds.
 
     Attributes:
-        folders: of those that requests may use now, by name; replaced, never changed, so that any thread may read it.
-        num_evicted: adapters that made room for another, since the start.
+        folders: folders of the adapters that requests may use now, by name; replaced and never changed, so any thread may read it.
+        num_evicted: number of adapters evicted to make room for another, since the start.
     """
 
     def __init__(self, forward: Forward, options: EngineOptions, *, in_use: Callable[[], set[str]]) -> None:
-        """`in_use` gives the names that waiting and running requests hold."""
+        """`in_use` returns the names of adapters that waiting and running requests hold."""
         self.folders: dict[str, str] = {}
         self.num_evicted = 0
         self._linears = {linear.name: linear for group in forward.lora_groups.values() for linear in group}
         self._max_adapters = options.max_adapters
         self._max_rank = options.max_adapter_rank
         self._in_use = in_use
-        self._held: dict[str, Held] = {}  # the least recently used first
+        self._held: dict[str, Held] = {}  # least recently used first
         self._stack = AdapterStack(forward.lora_groups, device=forward.device)
         self._last_key: tuple[int, tuple[str, ...], int] | None = None
         self._last_rows: AdapterRows | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of adapters that requests may use now."""
+        """Names of the adapters that requests may use now."""
         return tuple(self.folders)
 
     # -- loading and unloading ---------------------------------------------------------------------------------------------------------
 
     def has(self, name: str, folder: str) -> bool:
-        """Whether the adapter is held already; one that was leaving stays.
+        """Whether the adapter is held already; if it was being unloaded, it stays.
 
         Raises:
-            RefusedError: the name cannot be one, or stands for another folder.
+            RefusedError: the name is not valid, or is bound to another folder.
         """
         if not 0 < len(name) <= MAX_NAME:
             raise RefusedError(f"an adapter's name has 1 to {MAX_NAME} characters, got {name[:MAX_NAME]!r}")
@@ -85,8 +85,8 @@ class Adapters:
         """Read a PEFT folder and check that it fits the model. May run on any thread.
 
         Raises:
-            ModelError: it holds no adapter that can be read.
-            RefusedError: its rank is too large, or it adapts what the model does not have.
+            ModelError: the folder holds no adapter that can be read.
+            RefusedError: its rank is too large, or it adapts modules that the model does not have.
         """
         adapter = read_adapter(folder)
         if adapter.rank > self._max_rank:
@@ -105,11 +105,11 @@ class Adapters:
         return adapter
 
     def add(self, name: str, folder: str, adapter: Adapter) -> None:
-        """Hold an adapter that `read` gave.
+        """Hold an adapter that `read` returned.
 
         Raises:
-            RefusedError: as `has`.
-            BusyError: no adapter can make room, because requests use them all.
+            RefusedError: as for `has`.
+            BusyError: no adapter can be evicted, because requests use them all.
         """
         if self.has(name, folder):
             return
@@ -127,14 +127,14 @@ class Adapters:
         self._publish_names()
 
     def unload(self, name: str) -> None:
-        """Refuse new requests for an adapter, and drop it when the last one is done; an unknown name is no error."""
+        """Refuse new requests for an adapter, and drop it when its last request ends; an unknown name is no error."""
         if name in self._held:
             self._held[name].leaving = True
             self.drop_leaving()
             self._publish_names()
 
     def drop_leaving(self) -> None:
-        """Drop what was unloaded and is no longer used. Called when requests end."""
+        """Drop adapters that were unloaded and are no longer used. Called when requests end."""
         leaving = [name for name, held in self._held.items() if held.leaving]
         used = self._in_use() if leaving else set()
         for name in leaving:
@@ -147,10 +147,10 @@ class Adapters:
     # -- use ---------------------------------------------------------------------------------------------------------------------------
 
     def use(self, name: str) -> None:
-        """Note that a request wants an adapter; the empty name is the base model.
+        """Mark an adapter as most recently used; the empty name is the base model.
 
         Raises:
-            UnknownAdapterError: it is not held, or is being unloaded.
+            UnknownAdapterError: the adapter is not held, or is being unloaded.
         """
         if not name:
             return
@@ -160,18 +160,18 @@ class Adapters:
         self._held[name] = self._held.pop(name)
 
     def place(self, names: Iterable[str]) -> None:
-        """Make the weights that serve those of these adapters, all held; empty names are the base model."""
+        """Place exactly these adapters, which must be held, among the weights that serve; empty names are the base model."""
         self._stack.place(self._held[name].adapter for name in dict.fromkeys(names) if name)
 
     def rows(self, names: Sequence[str], *, repeat: int = 1) -> AdapterRows | None:
-        """The adapters of a batch.
+        """Return the adapters of a batch's rows.
 
         Args:
-            names: adapter of each sequence, all placed; empty for the base model.
-            repeat: rows of each sequence.
+            names: adapter of each sequence; all must be placed. Empty for the base model.
+            repeat: number of rows per sequence.
 
         Returns:
-            None where all sequences are the base model's.
+            The adapter of each row, or None where all sequences use the base model.
         """
         if not any(names):
             return None
@@ -183,5 +183,5 @@ class Adapters:
         return self._last_rows
 
     def live(self, name: str) -> Adapter:
-        """An adapter, placed before, copied from the weights that serve: its fingerprint is that of what is computed with."""
+        """Copy a placed adapter back from the weights that serve, so that its fingerprint is that of the numbers computed with."""
         return self._stack.read(self._held[name].adapter)

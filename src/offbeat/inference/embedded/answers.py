@@ -1,4 +1,4 @@
-"""What the engine's HTTP endpoints answer, in OpenAI's words plus `token_ids` and `versions`. Used by `server`; no I/O."""
+"""Answers of the engine's HTTP endpoints, in OpenAI's format plus `token_ids` and `versions`. Used by `server`; no I/O."""
 
 import time
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Format(Protocol):
-    """How one endpoint dresses a piece of text."""
+    """How one endpoint formats the parts of an answer."""
 
     prefix: str
     kind: str
     chunk_kind: str
 
     def text(self, text: str, *, chunk: bool) -> dict[str, Any]:
-        """The part of a choice that holds the text."""
+        """Return the part of a choice that holds the text."""
         ...
 
     def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The part of a choice that holds log-probabilities."""
+        """Return the part of a choice that holds log-probabilities."""
         ...
 
 
 class CompletionFormat:
-    """/v1/completions."""
+    """The format of /v1/completions."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -39,15 +39,15 @@ class CompletionFormat:
         return {"text": text}
 
     def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:  # noqa: ARG002
-        # Without OpenAI's `tokens`: decoding them one by one would cost more than all the rest of an answer.
+        # OpenAI's `tokens` are left out: decoding them one by one would cost more than the rest of the answer.
         told: dict[str, Any] = {"token_logprobs": output.logprobs}
-        if output.top_logprobs is not None:  # in vLLM's words, which tell tokens of equal text apart
+        if output.top_logprobs is not None:  # in vLLM's form, which distinguishes tokens of equal text
             told["top_logprobs"] = [{f"token_id:{token}": logprob for token, logprob in row} for row in output.top_logprobs]
         return told
 
 
 class ChatFormat:
-    """/v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -60,7 +60,7 @@ class ChatFormat:
 
 
 class Answer:
-    """Turns the outputs of one request into bytes, whole or as server-sent events."""
+    """Encodes the outputs of one request as bytes, whole or as server-sent events."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Answer:
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
 
     def whole(self, outputs: Sequence[Output]) -> bytes:
-        """The answer to a request that does not stream, once all samples are done."""
+        """Encode the answer to a request that does not stream, once all samples are done."""
         generated = sum(len(output.token_ids) for output in outputs)
         usage = {"prompt_tokens": self._prompt_len, "completion_tokens": generated, "total_tokens": self._prompt_len + generated}
         choices = []
@@ -92,7 +92,7 @@ class Answer:
         return msgspec.json.encode({**self._head, "object": self._form.kind, "choices": choices, "usage": usage})
 
     def piece(self, output: Output) -> bytes:
-        """One event of a streaming answer."""
+        """Encode one event of a streaming answer."""
         stream = self._streams.setdefault(output.index, TextStream(self._tokenizer, self._stops))
         text = "".join(map(stream.push, self._told(output)))
         if output.finish_reason is not None:
@@ -101,7 +101,7 @@ class Answer:
         return b"data: " + msgspec.json.encode({**self._head, "object": self._form.chunk_kind, "choices": [choice]}) + b"\n\n"
 
     def _told(self, output: Output) -> list[int]:
-        """Tokens whose text belongs to the answer: not one that stopped it."""
+        """Return the tokens whose text belongs to the answer: all but a stop token at the end."""
         stopped = output.finish_reason == "stop" and output.token_ids[-1] in (self._body.stop_token_ids or ())
         return output.token_ids[:-1] if stopped else output.token_ids
 
@@ -115,6 +115,6 @@ class Answer:
 
 
 def error_body(message: str, *, status: int) -> bytes:
-    """An error in OpenAI's words."""
+    """Encode an error in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})

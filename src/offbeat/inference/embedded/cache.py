@@ -1,7 +1,7 @@
 """Keys and values of all running samples: a tensor of dense slots per layer, grown on demand. Used by both forward paths.
 
-Slots, not pages: at contexts of some thousand tokens memory is not the limit, and a decode step reads plain views. Positions past a
-sample's length hold finite leftovers, which the mask of `DecodeStep` hides and later tokens overwrite.
+It uses slots, not pages: at contexts of a few thousand tokens memory is not the limit, and a decode step reads plain views. Positions past
+a sample's length hold finite leftovers, which the mask of `DecodeStep` hides and later tokens overwrite.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 BUCKET = 32
-"""Positions are read in multiples of this."""
+"""Attention reads positions in multiples of this."""
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one position of one sample takes."""
+    """Shape of what the cache stores for one position of one sample."""
 
     num_layers: int
     num_kv_heads: int
@@ -31,28 +31,28 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Where a prefill's keys and values go: slot `slots[i]` receives those of prompt `prompts[i]`. Both [S] int64."""
+    """Where a prefill's keys and values go: slot `slots[i]` receives those of prompt `prompts[i]`. Both are [S] int64."""
 
     slots: Tensor
     prompts: Tensor
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Smallest multiple that is at least `count`."""
+    """Return the smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple
 
 
 class SlotCache:
-    """Keys and values, [2, slots, num_kv_heads, positions, head_dim] per layer.
+    """Keys and values of all layers; per layer one tensor [2, slots, num_kv_heads, positions, head_dim].
 
     Attributes:
-        max_tokens: slots times positions that it may hold, at least `BUCKET`.
+        max_tokens: largest product of slots and positions that the cache may hold, at least `BUCKET`.
     """
 
     def __init__(
         self, shape: CacheShape, *, device: torch.device, max_slots: int, max_positions: int, max_bytes: int | None = None
     ) -> None:
-        """`max_bytes` bounds the whole; None leaves it to `max_slots` and `max_positions`."""
+        """`max_bytes` bounds the whole cache; with None only `max_slots` and `max_positions` bound it."""
         self.shape = shape
         self.device = device
         self.max_slots = max_slots
@@ -74,10 +74,10 @@ class SlotCache:
         return self.slots * self.positions * self.shape.bytes_per_token
 
     def reserve(self, *, slots: int, positions: int) -> None:
-        """Make room for so many slots and positions, which are all that is in use; what is stored in them is kept.
+        """Make room for this many slots and positions, which must cover all that is in use; stored data is kept.
 
-        Sizes grow by half at least, so that copies stay a small share of all work, and no further than `max_tokens` allows. Layers grow one
-        after the other: beside the cache, a copy takes the memory of one layer.
+        Sizes grow at least by half, so that copying stays a small share of all work, and no further than `max_tokens` allows. Layers grow
+        one after the other, so the extra memory during growth is that of one layer.
         """
         if slots <= self.slots and positions <= self.positions:
             return
@@ -88,7 +88,7 @@ class SlotCache:
             new[:, : kept[0], :, : kept[1]] = old[:, : kept[0], :, : kept[1]]
 
     def _room(self, slots: int, positions: int) -> tuple[int, int]:
-        """Sizes for at least so many slots and positions, a multiple of `BUCKET`."""
+        """Choose sizes for at least this many slots and positions; the number of positions is a multiple of `BUCKET`."""
         assert slots <= self.max_slots and positions <= self.max_positions and slots * positions <= self.max_tokens, (
             "the scheduler admits no more than the cache may hold")
         ample_slots = self.slots if slots <= self.slots else min(max(slots, self.slots * 3 // 2), self.max_slots)
@@ -96,7 +96,7 @@ class SlotCache:
         ample = min(ample, self.max_positions)
         if ample_slots * ample <= self.max_tokens:
             return ample_slots, ample
-        # What is no longer in use goes; what is, gets as many positions as there is room for.
+        # There is no room to spare: shrink to the slots in use, and give them as many positions as fit.
         return slots, max(positions, min(ample, self.max_tokens // slots // BUCKET * BUCKET))
 
     def write_prompts(self, layer: int, keys: Tensor, values: Tensor, rows: PromptRows) -> None:
@@ -114,34 +114,34 @@ class SlotCache:
                 view[:, to] = view[:, where]
 
     def clear(self, slots: list[int]) -> None:
-        """Zero slots whose numbers may not be finite: a masked position's value is multiplied by 0, which a NaN survives."""
+        """Zero slots that may hold NaN or inf: attention multiplies masked positions by 0, which does not remove a NaN."""
         index = torch.tensor(slots).to(self.device)
         for layer in self._data:
             layer[:, index] = 0
 
     def step(self, lengths: np.ndarray) -> "DecodeStep":
-        """Prepare one decode step of slots 0..B-1; `lengths` [B] counts each sample's cached positions."""
+        """Prepare one decode step of slots 0..B-1; `lengths` is [B] integer, the number of cached positions of each sample."""
         return DecodeStep(self, lengths)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each [slots, num_kv_heads, positions, head_dim]; views."""
+        """Return keys and values of a layer, each [slots, num_kv_heads, positions, head_dim]; both are views."""
         keys, values = self._data[layer]
         return keys, values
 
     def _allocate(self, slots: int, positions: int) -> Tensor:
-        # Zeros, not empty: see `clear`.
+        # Zeros instead of uninitialised memory: see `clear`.
         shape = self.shape
         sizes = (2, slots, shape.num_kv_heads, positions, shape.head_dim)
         return torch.zeros(sizes, dtype=shape.dtype, device=self.device)
 
 
 class DecodeStep:
-    """One new position for each of the slots 0..B-1; what all layers share is computed once.
+    """One new position for each of the slots 0..B-1; whatever all layers share is computed once.
 
     Attributes:
-        positions: [B] int64, the position of the new token, which is also the number of those cached before it.
-        mask: [B * num_kv_heads, 1, width], 0 where the new token attends and -inf elsewhere.
-        width: positions that attention reads, a multiple of `BUCKET`.
+        positions: [B] int64, position of the new token, which equals the number of positions cached before it.
+        mask: [B * num_kv_heads, 1, width] in the cache's dtype, 0 where the new token attends and -inf elsewhere.
+        width: number of positions that attention reads, a multiple of `BUCKET`.
     """
 
     def __init__(self, cache: SlotCache, lengths: np.ndarray) -> None:
@@ -152,12 +152,13 @@ class DecodeStep:
         self.width = round_up(int(lengths.max()) + 1, BUCKET)
         cache.reserve(slots=self.rows, positions=self.width)
         self.positions = torch.from_numpy(lengths.astype(np.int64)).to(cache.device)
+        # Row of each (sample, key head)'s new position in a layer's keys, seen as [slots * num_kv_heads * positions, head_dim].
         heads = torch.arange(self.rows * shape.num_kv_heads, device=cache.device)
         self._index = heads * cache.positions + self.positions.repeat_interleave(shape.num_kv_heads)
         self.mask = self.window_mask(None)
 
     def window_mask(self, window: int | None) -> Tensor:
-        """Mask where a token also attends to no more than `window` positions, itself included; None for all."""
+        """Return `mask` [B * num_kv_heads, 1, width] with all but the last `window` positions hidden as well; None hides no more."""
         shape, device = self._cache.shape, self._cache.device
         position = torch.arange(self.width, device=device)
         hidden = position > self.positions[:, None]
@@ -167,10 +168,10 @@ class DecodeStep:
         return mask.repeat_interleave(shape.num_kv_heads, dim=0).unsqueeze(1)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new position's keys and values, each [B, num_kv_heads, head_dim].
+        """Store the new position's keys and values, each [B, num_kv_heads, head_dim] in the cache's dtype.
 
         Returns:
-            All cached keys and values of the slots, each [B * num_kv_heads, width, head_dim]; views.
+            All cached keys and values of the slots, each [B * num_kv_heads, width, head_dim]; both are views.
         """
         cached = []
         for stored, new in zip(self._cache.layer(layer), (keys, values), strict=True):
@@ -181,15 +182,15 @@ class DecodeStep:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
-    """Attention of one new token per sample over the cache.
+    """Compute attention of one new token per sample over the cache.
 
-    In bfloat16 on a CPU by torch's own kernel, which keeps its scores in float32; there products of small matrices are slow.
+    In bfloat16 on a CPU this uses torch's own kernel, which keeps scores in float32; products of small matrices are slow there.
 
     Args:
-        queries: [B * num_kv_heads, G, head_dim], G query heads per key head.
+        queries: [B * num_kv_heads, G, head_dim] in the cache's dtype, G query heads per key head.
         keys: [B * num_kv_heads, width, head_dim]; values likewise.
         mask: [B * num_kv_heads, 1, width], added to the scores.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
         [B * num_kv_heads, G, head_dim].
@@ -201,8 +202,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale
 
 
 def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float) -> Tensor:
-    """The same by batched matrix products over (sample, key head): in float32 they match or beat `scaled_dot_product_attention`, whose
-    set-up costs more than its tiling saves at one query.
+    """Compute `attend`, [B * num_kv_heads, G, head_dim], by batched matrix products over (sample, key head).
+
+    In float32 they match or beat `scaled_dot_product_attention`, whose set-up costs more than its tiling saves for a single query.
     """
     scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
     return torch.bmm(torch.softmax(scores, dim=-1), values)

@@ -1,8 +1,8 @@
-"""The engine: requests in, sampled tokens out, one `step()` at a time: schedule, run, postprocess.
+"""The engine takes requests and gives sampled tokens, one `step()` at a time: schedule, run, postprocess.
 
-Single-threaded: `loop.EngineLoop` calls it from one thread, tests and benchmarks call it directly (`generate`). Between two steps it can be
-paused, given new weights, or asked to score tokens. It promises that every token carries the version of the weights that sampled it, that a
-staged version never changes, and that a sample with a seed does not depend on what runs beside it.
+Single-threaded: `loop.EngineLoop` calls it from one thread; tests and benchmarks call it directly (`generate`). Between two steps it can
+be paused, given new weights, or asked to score tokens. It promises that every token carries the version of the weights that sampled it,
+that a staged version never changes, and that a sample with a seed does not depend on what else runs in its batch.
 """
 
 import time
@@ -37,12 +37,12 @@ class Engine:
     """One model, its cache and its running samples.
 
     Attributes:
-        tokenizer: of the model.
-        adapters: that requests may name.
-        version: of the weights that serve now.
-        finished: samples by finish reason.
-        num_prompt_tokens, num_generated_tokens: since the start.
-        switch_s: what the last switch took, from its request on.
+        tokenizer: the model's tokenizer.
+        adapters: the adapters that requests may name.
+        version: version of the weights being served.
+        finished: number of ended samples by finish reason.
+        num_prompt_tokens, num_generated_tokens: token counts since the start.
+        switch_s: duration of the last switch, measured from its request.
     """
 
     def __init__(self, forward: Forward, tokenizer: Tokenizer, options: EngineOptions) -> None:
@@ -92,12 +92,12 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that keys and values take now."""
+        """Memory that keys and values take now, in bytes."""
         return self._cache.size_bytes
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """Whether a step has anything to do."""
         return self._has_samples or self.num_scores_waiting > 0
 
     @property
@@ -110,8 +110,8 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RefusedError: it can never be served; says why.
-            BusyError: too many wait.
+            RefusedError: the request can never be served; the message says why.
+            BusyError: too many requests are waiting.
         """
         if isinstance(request, ScoreJob):
             self._scorer.submit(request)
@@ -127,7 +127,7 @@ class Engine:
         return waiting.union(self._rows.adapters(), self._scorer.adapters_in_use())
 
     def abort(self, request_id: str) -> None:
-        """Forget a request whose client is gone; nothing is reported."""
+        """Drop a request whose client is gone; no event reports it."""
         self._scorer.remove(request_id)
         if not self._scheduler.remove(request_id):
             rows = [row for row, running in enumerate(self._rows.samples) if running.request.id == request_id]
@@ -136,7 +136,7 @@ class Engine:
         self.adapters.drop_leaving()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int = 1) -> list[list[Output]]:
-        """Run prompts to their end in this thread, ahead of nothing else; [P][n] outputs in order."""
+        """Run prompts to completion in this thread; returns [P][n] outputs in the order of the prompts. For tests and benchmarks."""
         results: dict[str, list[Output]] = {f"generate-{i}": [] for i in range(len(prompts))}
         pending = [Request(id=name, prompt=list(p), params=params, n=n) for name, p in zip(results, prompts, strict=True)]
         pending.reverse()
@@ -154,7 +154,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Sample one token for every running sample and the first token of every sample that starts now; score what waits for it."""
+        """Sample one token for each running sample and the first token of each newly admitted one; run one batch of waiting scores."""
         events = self._score() if self.num_scores_waiting else []
         if not self._has_samples:
             return events
@@ -164,7 +164,7 @@ class Engine:
         return events + self._postprocess(logits)
 
     def _score(self) -> list[Event]:
-        """One batch of what waits to be scored; beside samples it takes half of the time at most. A pause does not hold it up."""
+        """Score one waiting batch. While samples run, scoring takes at most half of the time; a pause does not hold it up."""
         start_s = time.monotonic()
         if self._has_samples and start_s < self._scores_from_s:
             return []
@@ -185,7 +185,7 @@ class Engine:
         return admitted
 
     def _run(self, admitted: list[Request]) -> Tensor:
-        """Logits for the next token of every row, [B, V]: old rows decode, new ones prefill."""
+        """Compute the logits of the next token of every row, [B, V]: old rows decode, new rows prefill."""
         counts = [request.n for request in admitted]
         old = len(self._rows) - sum(counts)
         parts = []
@@ -203,7 +203,7 @@ class Engine:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _send(self, array: np.ndarray) -> Tensor:
-        """A host array on the device that the model computes on."""
+        """Copy a host array to the model's device, with its dtype."""
         return torch.from_numpy(array).to(self._forward.device)
 
     def _prefill(self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, prompts: np.ndarray) -> Tensor:
@@ -228,7 +228,7 @@ class Engine:
         return logits
 
     def _postprocess(self, logits: Tensor) -> list[Event]:
-        """Sample, account, report and free finished slots."""
+        """Sample from logits [B, V], account for the tokens, report events and free finished slots."""
         drawn = sample(logits, self._rows.sampling(), self._rows.uniforms())
         stopped, full = self._rows.append(drawn, version=self.version)
         self.num_generated_tokens += len(drawn.tokens)
@@ -249,14 +249,14 @@ class Engine:
         return events
 
     def _diverged(self, valid: np.ndarray) -> list[int]:
-        """Rows of the requests whose adapters gave no distribution; `valid` [B] bool. Raises EngineError where it is the base model."""
+        """Return the rows of requests whose adapters diverged, given `valid` [B] bool. Raises EngineError for the base model's."""
         broken = {self._rows.samples[row].request for row in np.flatnonzero(~valid)}
         if not all(request.adapter for request in broken):
             raise EngineError("the model's logits are not finite: its weights have diverged or are damaged")
         return [row for row, sample in enumerate(self._rows.samples) if sample.request in broken]
 
     def _fail_rows(self, rows: list[int]) -> list[Event]:
-        """End the requests of diverged adapters, and leave nothing of theirs in the cache."""
+        """End the requests of diverged adapters, and clear their slots in the cache."""
         self._cache.clear(rows)
         self.finished["error"] += len(rows)
         requests = dict.fromkeys(self._rows.samples[row].request for row in rows)
@@ -269,7 +269,7 @@ class Engine:
 
     @torch.inference_mode()
     def _release(self, rows: list[int]) -> None:
-        """Free slots and keep the rest dense; the last one out lets a draining switch happen."""
+        """Free slots and keep the remaining rows dense; when the last sample ends, a draining switch takes place."""
         if rows:
             longest = int(self._rows.length[: len(self._rows)].max())
             sources, targets = self._scheduler.compact(rows)
@@ -281,7 +281,7 @@ class Engine:
     # -- control, between two steps ----------------------------------------------------------------------------------------------------
 
     def pause(self, mode: Literal["keep", "abort"]) -> list[Event]:
-        """Stop stepping. "keep" holds requests where they are; "abort" ends them all with what they have."""
+        """Stop stepping. "keep" leaves requests as they are; "abort" ends them all with the tokens that they have."""
         self.paused = True
         if mode == "keep":
             return []
@@ -294,12 +294,12 @@ class Engine:
         return events
 
     def resume(self) -> None:
-        """Step again."""
+        """Resume stepping."""
         self.paused = False
 
     def fail(self, error: EngineError) -> list[Event]:
-        """End every request and a switch under way with an error; the engine is not used after it."""
-        known = dict.fromkeys([request.id for request in self._starting])  # a step that failed may not have made rows of them yet
+        """End every request and any pending switch with an error; the engine must not be used afterwards."""
+        known = dict.fromkeys([request.id for request in self._starting])  # a failed step may not have added rows for them yet
         known |= dict.fromkeys([running.request.id for running in self._rows.samples])
         known |= dict.fromkeys([request.id for request in self._scheduler.drop_waiting()])
         known |= dict.fromkeys([job.id for job in self._scorer.drop_waiting()])
@@ -312,11 +312,11 @@ class Engine:
         return self._versions.has(version, source)
 
     def prepare(self, folder: str, broadcast: str = "") -> object:
-        """Bring a version's weights into what `stage` takes. May run on any thread; arguments and errors as `read_weights`."""
+        """Read a version's weights into the form that `stage` takes; see `read_weights`. May run on any thread."""
         return read_weights(self._forward, folder, broadcast)
 
     def stage(self, version: Version, source: Source, prepared: object) -> None:
-        """Hold prepared weights beside the live ones, as `version`, in place of others of that number."""
+        """Keep prepared weights beside the live ones as `version`, replacing others staged under that number."""
         if not self.is_staged(version, source):
             self._versions.add(version, source, prepared)
 
@@ -324,12 +324,12 @@ class Engine:
         """Serve a staged version.
 
         Args:
-            version: staged before; the live one again is no change, unless other weights were staged under its number.
-            interrupt: samples in flight go on under the new weights with their cache computed anew ("recompute") or as it is ("keep"), or
-                finish first under the old ones while nothing new starts ("drain").
+            version: a staged version; switching to the live one again changes nothing, unless other weights were staged under its number.
+            interrupt: samples in flight continue under the new weights with their cache recomputed ("recompute") or as it is ("keep"), or
+                finish first under the old weights while no new ones start ("drain").
 
         Returns:
-            Seconds that it took, once it is done; with "drain" that is after later steps.
+            A future of the duration in seconds; with "drain" it completes after later steps.
 
         Raises:
             RefusedError: the version is not staged.
@@ -367,28 +367,31 @@ class Engine:
 
     @torch.inference_mode()
     def _recompute(self) -> None:
-        """Fill the cache of all running samples under the live weights."""
+        """Recompute the cache of all running samples under the live weights."""
         sequences = [self._rows.cached_tokens(row) for row in range(len(self._rows))]
         rows = np.arange(len(sequences))
         self.adapters.place(self._rows.adapters())
         self._prefill(sequences, self._rows.adapters(), slots=rows, prompts=rows)
 
     def weights(self) -> tuple[Version, dict[str, Tensor]]:
-        """The live version and its tensors under their Hugging Face names; they are never changed, so any thread may read them."""
+        """Return the live version and its tensors under their Hugging Face names; they are never modified, so any thread may read them."""
         return self.version, self._forward.tensors()
 
     @torch.inference_mode()
     def live_adapter(self, name: str) -> tuple[Version, Adapter]:
-        """The live version, and a copy of an adapter's weights as they serve; raises UnknownAdapterError."""
+        """Return the live version and a copy of an adapter's weights as they serve; raises UnknownAdapterError."""
         self.adapters.use(name)
         self.adapters.place([*self._rows.adapters(), name])
         return self.version, self.adapters.live(name)
 
     def score(self, tokens: Sequence[int], *, adapter: str = "") -> tuple[Version, list[float]]:
-        """The live version and the log-probability, at temperature 1, of each token after the first, in this thread, ahead of all else.
+        """Score tokens at temperature 1 in this thread, ahead of everything that waits.
+
+        Returns:
+            The live version, and the log-probability of each token after the first.
 
         Raises:
-            RefusedError: fewer than two tokens, too many, or one outside the vocabulary; or the adapter is not held.
+            RefusedError: there are fewer than two tokens or too many, one is outside the vocabulary, or the adapter is not held.
             EngineError: the logits are not finite.
         """
         job = ScoreJob(id="score", tokens=list(tokens), adapter=adapter)

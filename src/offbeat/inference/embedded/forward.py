@@ -1,7 +1,7 @@
-"""What a forward path is, how one is chosen for a model, and the check that it passes before it serves.
+"""The interface of a forward path, and the check that each one passes before it serves.
 
-Two implementations: `forward_direct` (own code, Llama- and Qwen-like models) and `forward_hf` (any model's modules). Both answer from
-the same `SlotCache`, name weights as Hugging Face does, and swap prepared weights in microseconds. `Forward.device` says where an
+There are two implementations: `forward_direct` (own code for Llama- and Qwen-like models) and `forward_hf` (any model's own modules). Both
+use the same `SlotCache`, name weights as Hugging Face does, and swap prepared weights in microseconds. `Forward.device` says where an
 engine computes: its weights, cache and sampler are there, and every tensor that a `Forward` takes or gives.
 """
 
@@ -17,28 +17,28 @@ from offbeat.inference.embedded.cache import CacheShape, DecodeStep, PromptRows,
 from offbeat.inference.embedded.lora import AdapterRows, Groups
 
 CHECK_TOLERANCE = 1e-3
-"""A difference of log-probabilities that is right in any number format."""
+"""Difference of log-probabilities that passes in any number format."""
 
 CHECK_NOISE = 2.0
-"""A difference that is right is at most so many times the effect of moving the norms by one step of the number format.
+"""Largest difference that passes, as a multiple of the effect of moving the norms by one step of the number format.
 
-On pretrained and on random models of five families it is 0.3 to 0.5 times that effect in bfloat16, and 0.8 to 3 times in float32, where
-both are far below `CHECK_TOLERANCE`. A model that forgets what stood before differs by 30 times as much and more.
+On pretrained and on random models of five families the difference is 0.3 to 0.5 times that effect in bfloat16, and 0.8 to 3 times in
+float32, where both are far below `CHECK_TOLERANCE`. A model that forgets its context differs by 30 times as much and more.
 """
 
 _CHECK_PROMPT, _CHECK_LENGTH = 8, 24
 
 LOGITS_AT_ONCE = 1 << 26
-"""Numbers, 256 MiB of them, in the logits that a score of many tokens holds in memory."""
+"""Most numbers in the logits that scoring holds in memory at once; 256 MiB of them."""
 
 
 class Forward(Protocol):
     """A model that prefills, decodes and scores. Not thread-safe, except for `prepare`.
 
     Attributes:
-        max_score_tokens: most tokens, padding included, that are scored together, for all of their logits may be in memory at once.
-        lora_groups: its linear layers that adapters may stand beside. `lora`, where given, has an adapter for each row of a batch, which is
-            each token of a prefill.
+        max_score_tokens: most tokens, padding included, that may be scored together, because all of their logits may be in memory at once.
+        lora_groups: the linear layers that can take adapters. `lora`, where given, has an adapter for each row of a batch; in a prefill
+            each token is a row.
     """
 
     device: torch.device
@@ -55,7 +55,7 @@ class Forward(Protocol):
 
         Args:
             tokens: [N, L] int64, padded on the right with any valid id.
-            lengths: [N] int64, tokens that count in each row.
+            lengths: [N] int64, number of tokens in each row without padding.
             cache: has room for the slots in `rows` and L positions.
             rows: which slots receive which prompt.
 
@@ -65,18 +65,19 @@ class Forward(Protocol):
         ...
 
     def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
-        """Run one token per slot, [B] int64, store its keys and values; returns the logits after it, [B, V]."""
+        """Run one token per slot, [B] int64, and store its keys and values; returns the logits after it, [B, V]."""
         ...
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
-        """Logits after every token of [N, L] int64, padded on the right with any valid id: [rows, V] each, N * L rows in all, in order.
+        """Compute logits after every token of [N, L] int64, padded on the right with any valid id.
 
-        They are computed as they are read, so that those of a long text need not be in memory at once. Touches no cache.
+        Yields parts [rows, V] in order, N * L rows in all. Each part is computed when it is read, so that the logits of a long text need
+        not be in memory at once. Does not touch a cache.
         """
         ...
 
     def prepare(self, state: Mapping[str, Tensor]) -> Any:
-        """Turn tensors, on any device, under their Hugging Face names into weights for `install`; may run on any thread.
+        """Convert tensors, on any device, under their Hugging Face names to the form that `install` takes; may run on any thread.
 
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
@@ -88,15 +89,15 @@ class Forward(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights that serve now, under their Hugging Face names; a tied tensor stands once."""
+        """Return the weights being served under their Hugging Face names; a tied tensor appears once."""
         ...
 
 
 def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of a state, checked, converted and copied to the device: a file behind it is read now, not during a switch.
+    """Check a tensor of a state, convert it and copy it to the device. A file behind it is read now, not during a switch.
 
     Raises:
-        ModelError: it is missing or has another shape.
+        ModelError: the tensor is missing or has another shape.
     """
     if name not in state:
         raise ModelError(f"weights lack the tensor {name!r}; publish every tensor of the model under its Hugging Face name")
@@ -108,15 +109,15 @@ def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype:
 
 @torch.inference_mode()
 def check_forward(forward: Forward, reference: Tensor | None = None) -> None:
-    """Prove that a full forward gives what transformers' own gives, and decoding from the cache what a full forward does.
+    """Prove that a full forward pass agrees with transformers' own, and decoding from the cache with a full forward pass.
 
-    Each within the noise that this model has in its number format.
+    Both must agree within the rounding noise of this model in its number format.
 
     Args:
-        reference: [L, V], transformers' logits after `ordinary_tokens`; None to leave that out.
+        reference: [L, V], transformers' logits after `ordinary_tokens`; None skips that comparison.
 
     Raises:
-        ModelError: one differs; the model computes something, or keeps state, that the forward path does not.
+        ModelError: they differ, because the model computes something, or keeps state, that the forward path does not.
     """
     tokens = ordinary_tokens(forward.vocab_size).to(forward.device)
     full = _full_logprobs(forward, tokens)
@@ -137,18 +138,18 @@ def check_forward(forward: Forward, reference: Tensor | None = None) -> None:
 
 
 def ordinary_tokens(vocab_size: int) -> Tensor:
-    """[L] int64, spread over the vocabulary: its first tokens are often special, and no text has them one after the other."""
-    spread = np.arange(1, _CHECK_LENGTH + 1) * 0.6180339887498949 % 1.0  # of the golden ratio: no two are near
+    """Return [L] int64 ids spread over the vocabulary. Its first ids are often special tokens, and no text has those in a row."""
+    spread = np.arange(1, _CHECK_LENGTH + 1) * 0.6180339887498949 % 1.0  # golden-ratio multiples: none are close
     return torch.from_numpy((spread * vocab_size).astype(np.int64))
 
 
 def _full_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
-    """[steps, V] after the last tokens, of one pass over them all."""
+    """Log-probabilities [steps, V] after the last tokens, from a single forward pass over all of them."""
     return torch.cat(list(forward.score(tokens[None])))[_CHECK_PROMPT - 1 :].float().log_softmax(-1)
 
 
 def _decoded_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
-    """The same, of a prompt and steps after it."""
+    """The log-probabilities of `_full_logprobs`, from a prefill of the prompt and decode steps after it."""
     cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=1, max_positions=len(tokens))
     cache.reserve(slots=1, positions=len(tokens))
     zero = torch.zeros(1, dtype=torch.int64, device=forward.device)
@@ -159,15 +160,15 @@ def _decoded_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
 
 
 def _difference(logprobs: Tensor, wanted: Tensor) -> float:
-    """Root mean square over tokens as they are likely: what is never drawn may be far off, and no sample shows it."""
+    """Root mean square difference, weighted by probability: errors at tokens that are never drawn do not affect samples."""
     return ((logprobs - wanted).square() * wanted.exp()).sum(-1).mean().sqrt().item()
 
 
 def _rounding_noise(forward: Forward, tokens: Tensor, full: Tensor) -> float:
-    """What a full forward changes by when the numbers in the model are rounded otherwise.
+    """Measure how much a full forward pass changes when numbers inside the model are rounded differently.
 
-    Norms and biases are moved by one step of the number format, up or down at random, and back: every activation that they touch is then
-    off by as much as rounding may make it.
+    Norms and biases are moved by one step of the number format, up or down at random, and moved back: every activation that they touch is
+    then off by as much as rounding may change it.
     """
     live = forward.tensors().values()
     vectors = [tensor for tensor in live if tensor.ndim == 1] or list(live)

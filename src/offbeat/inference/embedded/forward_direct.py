@@ -1,4 +1,4 @@
-"""The fast path: an own forward for Llama-, Qwen2- and Qwen3-like models, with fused projections.
+"""The fast path: our own forward pass for Llama-, Qwen2- and Qwen3-like models, with fused projections.
 
 Chosen by `loader` where `supports` allows. On small models a Hugging Face forward spends more time between kernels than in them; this one
 runs about 20 kernels per layer. Tests compare it token by token with Hugging Face's modules.
@@ -21,7 +21,7 @@ from offbeat.inference.embedded.matrix import Matrix, head_matrix, matrix
 
 @dataclass(frozen=True)
 class Family:
-    """What tells one model type from another."""
+    """How one model type differs from another."""
 
     qkv_bias: bool
     qk_norm: bool
@@ -36,7 +36,7 @@ FAMILIES = {
 
 
 STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary frequencies that are the same for every token of every sequence."""
+"""Kinds of rotary embedding whose frequencies are the same for every token of every sequence."""
 
 
 def supports(config: PreTrainedConfig) -> bool:
@@ -56,7 +56,7 @@ def supports(config: PreTrainedConfig) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Weights of one decoder layer; fused matrices are stacked along their outputs."""
+    """Weights of one decoder layer; fused matrices are stacked along their output dimension."""
 
     norm1: Tensor
     qkv: Matrix
@@ -70,7 +70,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """All weights; immutable, so that a reader on another thread sees one version."""
+    """All weights of one version; immutable, so that a reader on another thread sees a consistent version."""
 
     embed: Tensor
     layers: tuple[Layer, ...]
@@ -79,7 +79,7 @@ class Weights:
 
 
 class DirectForward:
-    """See `forward.Forward`."""
+    """Implements `forward.Forward` with fused projections."""
 
     def __init__(self, config: PreTrainedConfig, state: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
@@ -96,7 +96,7 @@ class DirectForward:
         self.dtype = dtype
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_position_embeddings
-        self.max_score_tokens = 1 << 20  # their logits come in blocks
+        self.max_score_tokens = 1 << 20  # their logits are computed in blocks
         self.cache_shape = CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
         self.lora_groups: Groups = {name: group for i in range(self.num_layers) for name, group in self._layer_groups(i).items()}
         self._scale = self.head_dim**-0.5
@@ -161,7 +161,7 @@ class DirectForward:
         weights = self._weights
         named = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
         head = weights.head.plain
-        if not self.tied or not torch.equal(head, weights.embed):  # a tied one may be packed, and then is a copy
+        if not self.tied or not torch.equal(head, weights.embed):  # a packed head is a copy even where it is tied
             named["lm_head.weight"] = head
         for i, layer in enumerate(weights.layers):
             named.update({f"model.layers.{i}.{name}": tensor for name, tensor in self._layer_tensors(layer).items()})
@@ -193,14 +193,17 @@ class DirectForward:
     def prefill(
         self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
     ) -> Tensor:
+        """Return the logits [N, V] after prompts [N, L] int64; see `Forward.prefill`."""
         hidden = self._run_prompts(tokens, cache=cache, rows=rows, lora=lora)
         return self._logits(hidden[torch.arange(len(tokens), device=self.device), lengths - 1])
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
+        """Yield the logits [rows, V] of tokens [N, L] int64 in blocks; see `Forward.score`."""
         hidden = self._run_prompts(tokens, cache=None, rows=None, lora=lora).flatten(0, 1)
         return map(self._logits, hidden.split(max(LOGITS_AT_ONCE // self.vocab_size, 1)))
 
     def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
+        """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
         weights, rows = self._weights, step.rows
         self._grow_rotary(step.width)
         cos, sin = self._cos[step.positions, None], self._sin[step.positions, None]
@@ -216,7 +219,7 @@ class DirectForward:
     def _run_prompts(
         self, tokens: Tensor, *, cache: SlotCache | None, rows: PromptRows | None, lora: AdapterRows | None
     ) -> Tensor:
-        """[N, L] token ids to the last layer's output [N, L, hidden]. Causal attention alone hides padding on the right."""
+        """Compute the last layer's output [N, L, hidden] for token ids [N, L] int64. Causal attention alone hides padding on the right."""
         weights = self._weights
         num, length = tokens.shape
         self._grow_rotary(length)
@@ -234,7 +237,7 @@ class DirectForward:
     def _project(
         self, x: Tensor, i: int, layer: Layer, cos: Tensor, sin: Tensor, lora: AdapterRows | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows, hidden] to rotated queries [rows, heads, head_dim], rotated keys and values [rows, kv_heads, head_dim]."""
+        """Project [rows, hidden] to rotated queries [rows, heads, head_dim], and rotated keys and values [rows, kv_heads, head_dim]."""
         normed = self._norm(x, layer.norm1)
         projected = layer.qkv(normed, layer.qkv_bias)
         if lora is not None:
@@ -265,7 +268,7 @@ class DirectForward:
         return self._weights.head(self._norm(hidden, self._weights.norm))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension, in float32 and rounded before the weight as transformers does; torch takes more kernels."""
+        """RMSNorm over the last dimension, in float32 and rounded before the weight as in transformers; torch takes more kernels."""
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
@@ -276,14 +279,14 @@ class DirectForward:
             self._cos, self._sin = self._rotary(2 * length)
 
     def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [length, head_dim]; the first half of the sines is negated, so that rotating needs a roll alone."""
+        """Return cosines and sines, each [length, head_dim]; the first half of the sines is negated, so that a roll rotates."""
         angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies
         cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
         return torch.cat([cos, cos], -1).to(self.device, self.dtype), torch.cat([-sin, sin], -1).to(self.device, self.dtype)
 
 
 def _rotary_frequencies(config: PreTrainedConfig, head_dim: int) -> tuple[Tensor, float]:
-    """[head_dim / 2] angles per position, and what cosines and sines are multiplied by."""
+    """Return the angle per position of each pair, [head_dim / 2] float32, and the factor of cosines and sines."""
     rope = config.rope_parameters
     if (kind := rope.get("rope_type", "default")) != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

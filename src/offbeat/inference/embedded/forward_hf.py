@@ -1,8 +1,8 @@
-"""The general path: any Hugging Face causal model, its own modules, with attention over the slot cache. Chosen by `loader`.
+"""The general path: any Hugging Face causal model with its own modules, and attention over the slot cache. Chosen by `loader`.
 
-Attention is registered with transformers' `AttentionInterface`; the model itself runs without a cache object. Before it serves, one token
-shows what its layers store; models that keep other state, such as recurrent layers, are refused in one sentence. Names of weights are those
-of a published checkpoint.
+Attention is registered with transformers' `AttentionInterface`; the model itself runs without a cache object. Before the model serves, a
+forward pass of one token shows what its layers store; models that keep other state, such as recurrent layers, are refused with a message.
+Weights are named as in a published checkpoint.
 """
 
 import inspect
@@ -30,7 +30,7 @@ ATTENTION = "offbeat_slots"
 
 @dataclass(eq=False)
 class PromptStep:
-    """A prefill on its way through the layers; nothing is stored when `cache` is None."""
+    """A prefill passing through the layers; nothing is stored when `cache` is None."""
 
     cache: SlotCache | None
     rows: PromptRows | None
@@ -38,19 +38,20 @@ class PromptStep:
 
 @dataclass(eq=False)
 class ShapeStep:
-    """A pass that stores nothing and learns what the layers would: by layer, key heads and sizes of a key's and a value's head."""
+    """A pass that stores nothing and records, by layer, the number of key heads and the head sizes of keys and values."""
 
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class SlotStep:
-    """A decode step on its way through the layers; masks of sliding windows are made once."""
+    """A decode step passing through the layers; masks of sliding windows are computed once."""
 
     step: DecodeStep
     windows: dict[int, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
+        """Return the mask [B * num_kv_heads, 1, width] for layers with this sliding window; None is no window."""
         if window is None:
             return self.step.mask
         if window not in self.windows:
@@ -73,7 +74,7 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """Attention for `HFForward`: query [N, heads, L, head_dim], key and value [N, kv_heads, L, head_dim] to [N, L, heads, head_dim].
 
-    Keys and values of a layer whose heads are smaller than the cache's are filled up with zeros, which change no score and are cut off.
+    Where a layer's heads are smaller than the cache's, keys and values are padded with zeros, which change no score and are cut off again.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -109,7 +110,7 @@ def slot_attention(
 def _attend_explicitly(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """As `cache.attend`, of scores that are capped, with a sink for each query head [B * num_kv_heads, G]; see `explicit_attention`."""
+    """Compute `cache.attend` with capped scores, or with a sink for each query head [B * num_kv_heads, G]; see `explicit_attention`."""
     scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -129,7 +130,7 @@ AttentionInterface.register(ATTENTION, slot_attention)
 
 
 class HFForward:
-    """See `forward.Forward`. Owns the model it is given."""
+    """Implements `forward.Forward` for any model. Owns the model that it is given."""
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> None:
         config = model.config.get_text_config()
@@ -140,7 +141,7 @@ class HFForward:
             raise ModelError(f"{type(model).__name__} cannot limit its logits to the last token (logits_to_keep); use another engine")
         self._model = model
         nn.Module.to(model, device).eval().requires_grad_(False)  # transformers' own `to` hides its types
-        # Else some models look for the padding token in every input: a wait for the device, and a warning. Causality hides padding.
+        # Otherwise some models search every input for the padding token, which waits for the device and warns. Causality hides padding.
         model.config.pad_token_id = None
         self.device = device
         self.dtype = dtype
@@ -148,7 +149,7 @@ class HFForward:
         self.vocab_size = config.vocab_size
         self.max_positions = context_length(config)
         self.max_score_tokens = max(LOGITS_AT_ONCE // self.vocab_size, 1)
-        # Without the head: it sees the last token of each row alone.
+        # Without the output head, which sees only the last token of each row.
         head = model.get_output_embeddings()
         self._linears = {name: m for name, m in adaptable(model).items() if m is not head}
         self.lora_groups: Groups = {name: (Linear(name, m.in_features, m.out_features),) for name, m in self._linears.items()}
@@ -158,14 +159,17 @@ class HFForward:
     def prefill(
         self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
     ) -> Tensor:
+        """Return the logits [N, V] after prompts [N, L] int64; see `Forward.prefill`."""
         step = PromptStep(cache, rows)
         return self._run(tokens, self._positions(tokens.shape[1]), step, keep=(lengths - 1)[:, None], lora=lora)[:, 0]
 
     def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
+        """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
         return self._run(tokens[:, None], step.positions[:, None], SlotStep(step), keep=1, lora=lora)[:, 0]
 
     def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
-        # All at once: what a model does between its last layer and its logits is its own.
+        """Return the logits [N * L, V] of tokens [N, L] int64 in one block; see `Forward.score`."""
+        # All logits at once: what happens between the last layer and the logits differs between models.
         return [self._run(tokens, self._positions(tokens.shape[1]), PromptStep(None, None), keep=0, lora=lora).flatten(0, 1)]
 
     def _positions(self, length: int) -> Tensor:
@@ -175,7 +179,7 @@ class HFForward:
         self, tokens: Tensor, positions: Tensor, step: PromptStep | SlotStep, *, keep: int | Tensor, lora: AdapterRows | None
     ) -> Tensor:
         self._lora = lora
-        if lora is not None and not self._hooked:  # not before: a hook slows every call down
+        if lora is not None and not self._hooked:  # not earlier: a hook slows down every call
             self._hooked = True
             for name, linear in self._linears.items():
                 linear.register_forward_hook(partial(self._add_lora, name))
@@ -186,7 +190,7 @@ class HFForward:
             x = inputs[0]
             self._lora.add(name, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
 
-    # As the model was made: parameters of one kind that hold tensors of the other fail in some layers.
+    # In inference mode, as the model was created: parameters and tensors of different modes fail in some layers.
     @torch.inference_mode()
     def prepare(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = module_names(self._model, state)
@@ -203,10 +207,10 @@ class HFForward:
 
 
 def _find_cache_shape(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> CacheShape:
-    """What the layers store for a token, as one token shows it.
+    """Find what the layers store for a token, by running one token.
 
     Raises:
-        ModelError: not all layers are attention that the slot cache can hold.
+        ModelError: a layer is no attention that the slot cache can hold.
     """
     name, seen = type(model).__name__, ShapeStep()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)

@@ -16,10 +16,10 @@ from offbeat.model.load import load_causal_lm
 
 
 def load_engine(options: EngineOptions) -> Engine:
-    """Load everything and check that decoding agrees with a full forward.
+    """Load model and tokenizer, and check that decoding agrees with a full forward pass.
 
     Raises:
-        ModelError: the model or tokenizer cannot be used, or not with the forward path asked for.
+        ModelError: the model or tokenizer cannot be used, or not with the requested forward path.
     """
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     return Engine(load_forward(options), tokenizer, options)
@@ -27,7 +27,7 @@ def load_engine(options: EngineOptions) -> Engine:
 
 @torch.inference_mode()
 def load_forward(options: EngineOptions) -> Forward:
-    """The forward path for a model on this process's device, checked.
+    """Load a model on this process's device with the forward path that suits it, and check it.
 
     Raises:
         ModelError: the model cannot be loaded, or the path does not compute what transformers' own code does.

@@ -5,7 +5,7 @@ The engine's thread
     produces   events, handed to `deliver` in one batch per step
     waits for  a command, when there is no work; it never spins
     woken by   a command, or `stop`
-If it raises, every request it knows of fails with that error, later commands fail too, and `error` says why.
+If it raises, every request that it knows fails with that error, later commands fail too, and `error` says why.
 """
 
 import gc
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Command:
-    """Something to do between two steps, and whom to tell if it raises or the engine has ended."""
+    """A function to run between two steps, and the callback for the case that it raises or the engine has ended."""
 
     run: Callable[[], Any]
     fail: Callable[[Exception], None]
@@ -55,13 +55,13 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._main, name="offbeat-engine", daemon=True)
 
     def start(self) -> None:
-        # The model's objects live as long as the process; walking them would interrupt steps for milliseconds.
+        # The model's objects live as long as the process; a garbage collection that walks them would interrupt steps for milliseconds.
         gc.collect()
         gc.freeze()
         self._thread.start()
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """End the thread after the step it is in; requests in flight fail."""
+        """End the thread after its current step; requests in flight fail."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -70,15 +70,15 @@ class EngineLoop:
     # -- from any thread ---------------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request | ScoreJob) -> None:
-        """Queue a request and return at once; a refusal comes as an event like any answer."""
+        """Queue a request and return at once; a refusal arrives as an event, as every answer does."""
         self._post(Command(lambda: self.engine.submit(request), lambda error: self._refuse(request, error)))
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and return at once."""
+        """Drop a request and return at once."""
         self._post(Command(lambda: self.engine.abort(request_id), lambda _: None))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Run a function between two steps; its result or error comes as a future."""
+        """Run a function between two steps; the future receives its result or error."""
         future: Future[T] = Future()
         # From here on it cannot be cancelled: setting the result of a cancelled future would raise on the engine's thread.
         future.set_running_or_notify_cancel()
@@ -90,20 +90,20 @@ class EngineLoop:
         return self.call(lambda: self._events.extend(self.engine.pause(mode)))
 
     def stage(self, version: Version, source: Source, broadcast: str = "") -> None:
-        """Load a version's weights, or receive them, in the calling thread, beside the steps, and hold them as `version`. Blocks.
+        """Load or receive a version's weights in the calling thread, while the engine keeps stepping, and hold them as `version`. Blocks.
 
         Raises:
-            ModelError, EngineError: as `Engine.prepare`; the live weights go on serving.
+            ModelError, EngineError: as for `Engine.prepare`; the live weights continue to serve.
         """
         if not self.call(lambda: self.engine.is_staged(version, source)).result():
             prepared = self.engine.prepare(source.folder, broadcast)
             self.call(lambda: self.engine.stage(version, source, prepared)).result()
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load a PEFT folder in the calling thread, beside the steps, and hold it as `name`. Blocks.
+        """Load a PEFT folder in the calling thread, while the engine keeps stepping, and hold it as `name`. Blocks.
 
         Raises:
-            RefusedError, ModelError, BusyError: as `Adapters.read` and `Adapters.add`.
+            RefusedError, ModelError, BusyError: as for `Adapters.read` and `Adapters.add`.
         """
         adapters = self.engine.adapters
         if not self.call(lambda: adapters.has(name, folder)).result():
@@ -147,7 +147,7 @@ class EngineLoop:
 
     @property
     def round_s(self) -> float:
-        """Seconds that the present step has taken so far, control between steps included; 0 while there is nothing to do."""
+        """Seconds that the current round has taken so far, commands between steps included; 0 while there is nothing to do."""
         since_s = self._busy_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 

@@ -1,8 +1,8 @@
-"""LoRA beside the base model's linear layers, many adapters in one batch. `adapters` keeps the stack, both forward paths use the batches.
+"""LoRA beside the base model's linear layers, with many adapters in one batch. `adapters` owns the stack; both forward paths use it.
 
-`AdapterStack` holds the weights of the adapters that run now, one slot each, padded to one rank. `AdapterRows` knows which rows of a batch
-use which: rows of one adapter are gathered into a segment, segments of equal length are one batched product, and the result is added to
-the rows that it belongs to. So a row's numbers depend on its own adapter alone, and rows of the base model are not touched.
+`AdapterStack` holds the weights of the adapters that run now, one slot each, padded to a common rank. `AdapterRows` knows which rows of a
+batch use which adapter: rows of one adapter are gathered into a segment, segments of equal length are one batched product, and the result
+is added to the rows it belongs to. So a row's numbers depend on its own adapter alone, and rows of the base model are not touched.
 """
 
 import math
@@ -16,15 +16,15 @@ from torch import Tensor
 from offbeat.model.peft_io import Adapter
 
 BASE = -1
-"""Stands for a slot where a row uses the base model alone."""
+"""Slot number of a row that uses the base model alone."""
 
 PIECE_COST = 32
-"""What one more pair of products costs, in rows of padding. (Measured: 35 rows at a hidden size of 128, 4 at 512.)"""
+"""Cost of one more pair of products, in rows of padding. (Measured: 35 rows at a hidden size of 128, 4 at 512.)"""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer that can be adapted, by its name in the base model."""
+    """A linear layer that can take an adapter, with its name in the base model."""
 
     name: str
     inputs: int
@@ -32,17 +32,17 @@ class Linear:
 
 
 Groups = Mapping[str, tuple[Linear, ...]]
-"""Layers that read the same input, by the name under which a forward path computes them together; their outputs stand side by side."""
+"""Layers that read the same input, by the name under which a forward path computes them together; their outputs are concatenated."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupWeights:
-    """Stacked weights of a group. B is cut into blocks of outputs, so that layers of one group need no zeros beside each other.
+    """Stacked weights of a group. B is cut into blocks of outputs, so that layers of one group need no zero padding beside each other.
 
     Attributes:
-        a: [slots, inputs, layers * rank].
-        b: [slots, blocks, rank, width]; a layer's outputs are some neighbouring blocks.
-        layer: [blocks], whose block each is.
+        a: [slots, inputs, layers * rank] float32.
+        b: [slots, blocks, rank, width] float32; a layer's outputs are a run of adjacent blocks.
+        layer: [blocks], index of the layer that each block belongs to.
     """
 
     a: Tensor
@@ -58,13 +58,13 @@ class GroupWeights:
 
 
 class AdapterStack:
-    """Weights of adapters, float32 whatever the base model's format is: those that run in the slots 0..n-1.
+    """Weights of adapters, always in float32; those that run occupy the slots 0..n-1.
 
-    The slots behind keep adapters that ran before, until another needs the room: who comes back is not written again.
+    The slots after them keep adapters that ran before until their room is needed, so that an adapter that returns is not written again.
 
     Attributes:
-        adapters: [n], those that run, by slot.
-        layout: counts changes of the slots; an `AdapterRows` serves the layout that it was made for.
+        adapters: [n], the running adapters by slot.
+        layout: number of changes of the slots; an `AdapterRows` is valid only for the layout that it was made for.
     """
 
     def __init__(self, groups: Groups, *, device: torch.device) -> None:
@@ -78,18 +78,18 @@ class AdapterStack:
         self._weights: dict[str, GroupWeights] = {}
 
     def weights(self, group: str) -> GroupWeights | None:
-        """None if no adapter is beside the group."""
+        """Return the weights of a group; None if no running adapter adapts it."""
         return self._weights.get(group)
 
     def place(self, wanted: Iterable[Adapter]) -> None:
-        """Run these adapters and no others; writes and moves as little as possible."""
+        """Make exactly these adapters run; writes and moves as little as possible."""
         wanted = dict.fromkeys(wanted)
         if wanted.keys() == set(self.adapters):
             return
         self.layout += 1
         if wanted:
             self._resize(wanted)
-        # The first to make room have just ended, so that who comes in their place need not be moved there.
+        # Evict the adapters that have just stopped first: they hold the front slots, so their replacements need not be moved there.
         idle = [slot for slot, adapter in enumerate(self._held) if adapter not in wanted]
         for adapter in wanted:
             if adapter not in self._held:
@@ -111,7 +111,7 @@ class AdapterStack:
                 stacked[other] = kept
 
     def read(self, adapter: Adapter) -> Adapter:
-        """A copy of an adapter as its slot holds it: what serves, taken apart again."""
+        """Copy an adapter back out of its slot, so that it holds the numbers that serve."""
         slot, rank = self.adapters.index(adapter), adapter.rank
         pairs = {}
         for group, weights in self._weights.items():
@@ -122,7 +122,7 @@ class AdapterStack:
         return Adapter(rank, adapter.scaling, pairs)
 
     def _resize(self, wanted: Collection[Adapter]) -> None:
-        """Empty and reallocate the stack if it lacks slots, or has not just the rank and the groups that are wanted."""
+        """Empty and reallocate the stack if it lacks slots, or does not have exactly the wanted rank and groups."""
         modules = {module for adapter in wanted for module in adapter.pairs}
         groups = [group for group, linears in self._groups.items() if any(linear.name in modules for linear in linears)]
         count, rank = len(wanted), max(adapter.rank for adapter in wanted)
@@ -141,13 +141,13 @@ class AdapterStack:
             weights.a[slot], weights.b[slot] = 0, 0
             for linear, columns, blocks in self._places(group, rank):
                 if linear.name in adapter.pairs:
-                    # On the device first: a strided copy to it would go through another on the host.
+                    # Copied to the device first: a strided copy to it would go through another copy on the host.
                     down, up = (tensor.to(self.device) for tensor in adapter.pairs[linear.name])
                     weights.a[slot, :, columns] = down.t()
                     weights.b[slot, blocks, :rank] = up.view(blocks.stop - blocks.start, -1, rank).transpose(1, 2)
 
     def _places(self, group: str, rank: int) -> Iterable[tuple[Linear, slice, slice]]:
-        """Each layer of a group, with its columns of A and its blocks of B."""
+        """Yield each layer of a group with its columns of A and its blocks of B."""
         first, width = 0, self._weights[group].b.shape[3]
         for i, linear in enumerate(self._groups[group]):
             last = first + linear.outputs // width
@@ -161,10 +161,10 @@ def _copy(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """Segments of equal length, one for each of some neighbouring slots, that one batched product computes.
+    """Segments of equal length for a run of adjacent slots, computed by one batched product.
 
     Attributes:
-        rows: which of the gathered rows; `length` for each slot.
+        rows: range of the gathered rows, `length` of them for each slot.
     """
 
     slots: slice
@@ -181,9 +181,9 @@ class Segments:
     """How the rows of a batch are gathered.
 
     Attributes:
-        pieces: one after the other in the gathered rows.
-        index: [M] int64, the row that each gathered row is.
-        padding: [M] bool. Padding repeats a row of the same adapter: even numbers that are not finite stay with their own adapter.
+        pieces: consecutive ranges of the gathered rows.
+        index: [M] int64, the batch row that each gathered row copies.
+        padding: [M] bool. Padding repeats a row of the same adapter, so that even NaN or inf stay within their own adapter.
         slot: [M] int64, the slot of each gathered row.
     """
 
@@ -194,15 +194,16 @@ class Segments:
 
 
 def segment(slots: np.ndarray) -> Segments:
-    """Gather the rows of each slot: first segments of one length for all slots, then what some slots have above it.
+    """Gather the rows of each slot: first a segment of one common length for every slot, then the remainder of longer ones.
 
     Args:
         slots: [rows] int64, the slot of each row's adapter or `BASE`; at least one row has an adapter.
     """
+    # Rows sorted by slot, without those of the base model, whose slot is negative.
     order = np.argsort(slots, kind="stable")
     order = order[np.searchsorted(slots[order], 0) :]
     used, counts = np.unique(slots[order], return_counts=True)
-    number = np.repeat(np.arange(len(used)), counts)  # of each row's slot among the used ones
+    number = np.repeat(np.arange(len(used)), counts)  # index of each row's slot among the used ones
     starts = np.cumsum(counts) - counts
     place = np.arange(len(order)) - starts[number]
     length = shared_length(counts)
@@ -230,13 +231,13 @@ def segment(slots: np.ndarray) -> Segments:
 
 
 def shared_length(counts: np.ndarray) -> int:
-    """The length of the segments that all slots have, with the least padding and the fewest products.
+    """Choose the common segment length with the lowest cost of padding and products.
 
     Args:
-        counts: [n] rows of each slot, at least 1.
+        counts: [n] int64, rows of each slot, at least 1.
 
-    Returns:
-        One of the counts; what a slot has above it is computed on its own.
+        Returns:
+            One of the counts; rows of a slot beyond it are computed separately.
     """
     lengths = np.unique(counts)[:, None]
     above = np.maximum(counts - lengths, 0)
@@ -245,10 +246,10 @@ def shared_length(counts: np.ndarray) -> int:
 
 
 class AdapterRows:
-    """Which rows of a batch use which adapter; made anew when rows come or go, used for every step and layer between."""
+    """The adapters of a batch's rows; made anew when rows come or go, and used for all steps and layers in between."""
 
     def __init__(self, stack: AdapterStack, slots: np.ndarray) -> None:
-        """See `segment` for `slots`, which are the stack's as it is laid out now."""
+        """See `segment` for `slots`, which refer to the stack's current layout."""
         segments = segment(slots)
         scaling = np.array([adapter.scaling for adapter in stack.adapters], np.float32)[segments.slot]
         self._stack = stack
@@ -259,10 +260,10 @@ class AdapterRows:
         self._of_blocks: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = {(0,): (None, self._index)}
 
     def add(self, group: str, x: Tensor, y: Tensor) -> None:
-        """Add the adapters' part of a group of layers to its output.
+        """Add the adapters' contribution to the output of a group of layers.
 
         Args:
-            x: [rows, inputs], what the layers read.
+            x: [rows, inputs], the layers' input.
             y: [rows, outputs], contiguous, changed in place.
         """
         weights = self._stack.weights(group)
@@ -277,7 +278,7 @@ class AdapterRows:
         y.view(-1, width).index_add_(0, target, delta.to(y.dtype))
 
     def _products(self, x: Tensor, weights: Tensor, *, times: int) -> Tensor:
-        """Each gathered row times the matrices of its slot, `times` of them: [M * times, i] and [slots * times, i, o] to [M * times, o]."""
+        """Multiply each gathered row by the `times` matrices of its slot: [M * times, i] and [slots * times, i, o] to [M * times, o]."""
         spans = [(_scaled(piece.rows, times), weights[_scaled(piece.slots, times)]) for piece in self._pieces]
         if len(spans) == 1:
             ((_, own),) = spans
@@ -288,14 +289,14 @@ class AdapterRows:
         return result
 
     def _find_blocks(self, layer: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
-        """Which rows the blocks of a group multiply, and where the products belong: slot after slot, block after block, row after row.
+        """Find the rows that the blocks of a group multiply and where their products belong, ordered by slot, then block, then row.
 
         Args:
             layer: see `GroupWeights`.
 
         Returns:
-            source: [M * blocks] rows of the product of A, seen as [M * layers, rank]; None where these are the same.
-            target: [M * blocks] rows of the output, seen as [rows * blocks, width].
+            source: [M * blocks] int64, rows of the product with A, seen as [M * layers, rank]; None where both are the same.
+            target: [M * blocks] int64, rows of the output, seen as [rows * blocks, width].
         """
         gathered = np.arange(len(self._rows))
         each = [gathered[piece.rows].reshape(-1, 1, piece.length) for piece in self._pieces]

@@ -1,4 +1,4 @@
-"""Weights of a linear layer in the form that this machine multiplies fastest. Used by `forward_direct`."""
+"""Weights of a linear layer in the layout that this machine multiplies fastest. Used by `forward_direct`."""
 
 from typing import Protocol
 
@@ -7,10 +7,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 PACK_FROM = 1 << 18
-"""Numbers in a matrix from which on packing it pays; below that a call costs more than its product."""
+"""Smallest number of elements for which packing pays; below it a call costs more than its product."""
 
 _PACK_ROWS = 64
-"""Rows of x that a packed matrix is laid out for; others are about as fast."""
+"""Number of rows of x that a packed matrix is laid out for; other numbers are about as fast."""
 
 
 class Matrix(Protocol):
@@ -22,58 +22,63 @@ class Matrix(Protocol):
         ...
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[rows, in] to [rows, out]."""
+        """Multiply x [rows, in] by the matrix, and add the bias [out]; returns [rows, out]."""
         ...
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
-        """`base` [rows, out] plus the product with x [rows, in], rounded once."""
+        """Return `base` [rows, out] plus the product with x [rows, in], rounded once."""
         ...
 
 
 class ByColumns:
-    """With its columns contiguous in memory: products with few rows run up to twice as fast on a CPU."""
+    """A matrix stored with contiguous columns: on a CPU, products with few rows run up to twice as fast."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.plain = matrix.t().contiguous().t()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x [rows, in] times the matrix plus the bias, [rows, out]."""
         return F.linear(x, self.plain, bias)
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
+        """Return `base` [rows, out] plus the product with x [rows, in]."""
         return torch.addmm(base, x, self.plain.t())
 
 
 class ByRows(ByColumns):
-    """As it is, sharing memory: a large matrix of many rows is as fast so."""
+    """A matrix stored as it is, sharing memory: for a large matrix of many rows this is just as fast."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.plain = matrix
 
 
 class Packed:
-    """In oneDNN's own layout: in float32 up to twice as fast as MKL, in bfloat16 a fifth faster than a layout made anew at each call."""
+    """A matrix in oneDNN's own layout: in float32 up to twice as fast as MKL, in bfloat16 a fifth faster than converting at each call."""
 
     def __init__(self, matrix: Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), _PACK_ROWS)
 
     @property
     def plain(self) -> Tensor:
+        """[out, in], unpacked into new memory."""
         return self._packed.to_dense()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x [rows, in] times the matrix plus the bias, [rows, out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
     def add(self, base: Tensor, x: Tensor) -> Tensor:
+        """Return `base` [rows, out] plus the product with x [rows, in]."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, base, self._packed, None, "add")
 
 
 def matrix(weight: Tensor) -> Matrix:
-    """The form for a layer within the model."""
+    """Return the fastest layout for a layer within the model; `weight` is [out, in] of any float dtype."""
     return Packed(weight) if _packs(weight) else ByColumns(weight)
 
 
 def head_matrix(weight: Tensor) -> Matrix:
-    """The form for the output head, whose weights may be those of the embedding, too."""
+    """Return the fastest layout for the output head [out, in], which may share memory with the embedding."""
     return Packed(weight) if _packs(weight) else ByRows(weight)
 
 

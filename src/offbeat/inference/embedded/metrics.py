@@ -1,4 +1,4 @@
-"""The engine's figures for Prometheus, read when they are asked for. Used by `server`."""
+"""The engine's metrics for Prometheus, read on request. Used by `server`."""
 
 from collections.abc import Iterator
 
@@ -35,7 +35,7 @@ class EngineCollector(Collector):
 
 
 def registry_of(engine: Engine) -> CollectorRegistry:
-    """A registry of this engine alone, for `generate_latest`."""
+    """Return a registry of this engine alone, for `generate_latest`."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
     return registry

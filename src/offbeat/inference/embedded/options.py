@@ -1,4 +1,4 @@
-"""What an embedded engine is started with. Torch-free, so that the command line and the cluster can build it."""
+"""Settings that an embedded engine starts with. Torch-free, so that the command line and the cluster can build them."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,21 +13,21 @@ class EngineOptions:
 
     Attributes:
         model: folder of a Hugging Face causal language model, its tokenizer included.
-        tokenizer: folder of the tokenizer; empty takes the model's.
+        tokenizer: folder of the tokenizer; empty uses the model's.
         dtype: number format of the weights and of the cache.
-        forward: "direct" is the own fast path for Llama- and Qwen-like models, "hf" runs any model's own modules; "auto" prefers the first.
-        max_running: samples decoded together, the slots of the cache.
-        max_queued: requests that wait before a further one is refused (HTTP 429).
-        max_context: longest prompt plus generation in tokens; 0 takes the model's context.
-        max_cache_bytes: of the keys and values of all that runs; requests that may not fit wait. 0 takes a quarter of the machine's memory,
-            divided among `num_engines`, or half of what is free on the engine's accelerator.
+        forward: "direct" is the fast path for Llama- and Qwen-like models, "hf" runs any model's own modules; "auto" prefers the first.
+        max_running: samples decoded together, which is the number of cache slots.
+        max_queued: requests that may wait before another is refused (HTTP 429).
+        max_context: longest prompt plus generation in tokens; 0 uses the model's context length.
+        max_cache_bytes: bound on keys and values of all running samples; requests that may not fit wait. 0 uses a quarter of the machine's
+            memory, divided among `num_engines`, or half of the free memory of the engine's accelerator.
         num_engines: engines that share the machine's memory.
-        max_prefill_tokens: prompt tokens, padding included, computed in one step before decoding goes on.
-        max_adapters: LoRA adapters held at once; the least recently used that no request uses makes room for a new one.
+        max_prefill_tokens: prompt tokens, padding included, computed in one step before decoding continues.
+        max_adapters: LoRA adapters held at once; to make room, the least recently used that no request uses is evicted.
         max_adapter_rank: largest rank of an adapter.
-        seed: of the engine's own generator, which serves requests without a seed.
+        seed: seed of the engine's own generator, which serves requests without a seed.
         api_key: bearer token that every request must carry; empty for none.
-        version: of the weights in `model`; -1 before a run has published any.
+        version: version of the weights in `model`; -1 before a run has published any.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""The engine's side of weights by broadcast. Called by `versions` on a thread beside the engine's, which goes on decoding."""
+"""The engine's side of a weight broadcast. Called by `versions` on a thread beside the engine's, which keeps decoding."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from offbeat.errors import EngineError, first_line
 
 
 def receive_weights(address: str, *, device: torch.device) -> dict[str, Tensor] | None:
-    """See `offbeat.dist.broadcast.receive`.
+    """Receive weights offered at `address`; see `offbeat.dist.broadcast.receive`.
 
     Raises:
-        EngineError: the weights were not received; says why.
+        EngineError: the weights were not received; the message says why.
     """
     try:
         return receive(address, device=device)

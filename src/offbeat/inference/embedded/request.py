@@ -1,7 +1,7 @@
-"""State of what the engine was asked for: sampling parameters, requests, and what comes out of them.
+"""Requests to the engine and their results: sampling parameters, requests, and outputs.
 
 A request is one prompt with n samples that share its prefill, or a `ScoreJob`, which samples nothing. The server (or `Engine.generate`)
-makes requests; the engine answers each sample with one `Output`, or with one per decode step when the request streams.
+creates requests; the engine answers each sample with one `Output`, or with one per decode step when the request streams.
 """
 
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from offbeat.types import Version
 FinishReason = Literal["stop", "length", "abort"]
 
 MAX_STOPS = 64
-"""Stop strings, and stop token ids, of one request: each id is compared with every token."""
+"""Largest number of stop strings, and of stop token ids, per request: each id is compared with every token."""
 
 MAX_STOP_CHARS = 4096
-"""Of all stop strings of a request together: the automaton that looks for them has a state for each, made before the first token."""
+"""Largest number of characters in all stop strings of a request: the automaton that finds them has a state for each, built beforehand."""
 
 MAX_TOP = 1024
-"""Likeliest tokens told at one position."""
+"""Largest number of most likely tokens reported at one position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class SamplingParams:
     Attributes:
         max_new_tokens: most tokens to generate, the end token included.
         temperature: divides the logits; 0 is greedy.
-        top_p: keep the likeliest tokens until their mass reaches this; 1 keeps all.
-        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the most likely tokens until their mass reaches this; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all.
         seed: fixes the sample, whatever else runs in the engine; None draws from the engine's generator.
-        stop_token_ids: end the sample besides the tokenizer's end token; the token is part of the output.
+        stop_token_ids: tokens that end the sample, besides the tokenizer's end token; they are part of the output.
         stop: strings that end the sample; the text is cut before them, the tokens are not.
-        ignore_eos: go on past the tokenizer's end token; `stop_token_ids` still count.
-        scaled_logprobs: log-probabilities as if there were no top_p and top_k.
-        top_logprobs: likeliest tokens to tell at each position.
+        ignore_eos: continue past the tokenizer's end token; `stop_token_ids` still end the sample.
+        scaled_logprobs: report log-probabilities as if top_p and top_k were not set.
+        top_logprobs: number of most likely tokens to report at each position.
     """
 
     max_new_tokens: int = 16
@@ -72,12 +72,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One prompt and the n samples wanted of it.
+    """One prompt and the n samples requested for it.
 
     Attributes:
         id: unique among requests in the engine.
         prompt: token ids, at least one.
-        n: samples.
+        n: number of samples.
         adapter: name of the LoRA adapter that generates; empty for the base model.
         stream: answer after every decode step instead of once.
     """
@@ -94,7 +94,7 @@ class Request:
             raise RefusedError(f"n must be >= 1, got {self.n}")
 
     def check(self, *, vocab_size: int, max_context: int, max_running: int) -> None:
-        """Raises RefusedError, saying why, where an engine with these limits can never serve it."""
+        """Raise RefusedError with the reason if an engine with these limits can never serve this request."""
         length, most = len(self.prompt), self.params.max_new_tokens
         if length == 0:
             raise RefusedError("the prompt is empty; it needs at least one token")
@@ -112,16 +112,16 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreJob:
-    """Given tokens whose log-probabilities at temperature 1 are wanted.
+    """A request to score given tokens at temperature 1.
 
     Attributes:
-        id: as a request's.
-        tokens: [L], at least two.
-        top_k: likeliest tokens to tell at each position.
-        targets: [L] any number of tokens at each position, to be told about, too; None for none.
-        draws: tokens to draw at each position, at `temperature` and by `seed`, and to tell about.
-        adapter: as a request's.
-        urgent: goes ahead of those that wait; for proofs, which have deadlines.
+        id: unique among requests in the engine.
+        tokens: [L] token ids, L >= 2.
+        top_k: number of most likely tokens to report at each position.
+        targets: [L], any number of further token ids to score at each position; None for none.
+        draws: number of tokens to draw at each position, at `temperature` and from `seed`, and to report.
+        adapter: name of the LoRA adapter that scores; empty for the base model.
+        urgent: goes ahead of waiting requests; for proofs, which have deadlines.
     """
 
     id: str
@@ -137,14 +137,14 @@ class ScoreJob:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Answer to a `ScoreJob` of L tokens; nothing is told of the first.
+    """Answer to a `ScoreJob` of L tokens; the first token has no score.
 
     Attributes:
-        version: of the weights that scored.
-        logprobs: [L - 1], of each token but the first.
-        top: [L - 1], the likeliest tokens instead of each; None if not asked for.
-        target_logprobs: [L - 1], of the targets instead of each; None if not asked for.
-        draws: [L - 1], tokens drawn instead of each; None if not asked for.
+        version: version of the weights that scored.
+        logprobs: [L - 1], log-probability of each token but the first.
+        top: [L - 1], the most likely tokens at the same positions; None if not requested.
+        target_logprobs: [L - 1], log-probabilities of the targets at the same positions; None if not requested.
+        draws: [L - 1], the tokens drawn at the same positions; None if not requested.
     """
 
     version: Version
@@ -159,12 +159,12 @@ class Output:
     """Tokens of one sample: all of them, or those since the last `Output` of a streaming request.
 
     Attributes:
-        index: which of the n samples.
-        token_ids: generated tokens, a stopping token included.
-        logprobs: of each token, under the distribution that it was sampled from (see `sampler`).
-        versions: of the weights that sampled each token.
-        finish_reason: None while the sample goes on.
-        top_logprobs: the likeliest tokens instead of each, under the same distribution; None if not asked for.
+        index: number of the sample among the n of its request.
+        token_ids: generated tokens, including the one that ended the sample.
+        logprobs: log-probability of each token under the distribution that it was sampled from (see `sampler`).
+        versions: version of the weights that sampled each token.
+        finish_reason: None while the sample continues.
+        top_logprobs: the most likely tokens at the same positions, under the same distribution; None if not requested.
     """
 
     index: int
@@ -177,7 +177,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """What a step has to say to one request: tokens, scores, or the error that ended it."""
+    """A message of the engine to one request: tokens, scores, or the error that ended it."""
 
     request_id: str
     result: Output | Scored | EngineError

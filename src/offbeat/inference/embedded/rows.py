@@ -1,4 +1,4 @@
-"""Accounting of running samples: numpy columns indexed by slot, so that a step is a handful of array operations. Used by the engine."""
+"""Bookkeeping of running samples: numpy columns indexed by slot, so that a step is a handful of array operations. Used by the engine."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,9 @@ class Sample:
     """One of the n samples of a running request.
 
     Attributes:
-        text: follows the text where the request has stop strings, else None.
-        top: the likeliest tokens at each position so far, where the request wants them, else None.
-        sent: generated tokens that a streaming request has been told of.
+        text: decodes the text where the request has stop strings, else None.
+        top: the most likely tokens at each position so far, where the request wants them, else None.
+        sent: number of generated tokens already sent to a streaming request.
     """
 
     request: Request
@@ -62,7 +62,7 @@ class Rows:
         return len(self.samples)
 
     def add(self, request: Request, *, keys: np.ndarray, stop_ids: tuple[int, ...], tokenizer: Decoder) -> None:
-        """Append the n samples of a request; `keys` [n] uint64 drive their sampling (see `sampler.row_keys`)."""
+        """Append the n samples of a request; `keys` [n] uint64 determine their random numbers (see `sampler.row_keys`)."""
         params, first = request.params, len(self.samples)
         rows = slice(first, first + request.n)
         prompt_len = len(request.prompt)
@@ -100,35 +100,35 @@ class Rows:
         return self._sampling
 
     def watched(self) -> list[int]:
-        """Rows that want a look after every token: those that stream or have stop strings."""
+        """Rows that must be inspected after every token: those that stream or have stop strings."""
         if self._watched is None:
             self._watched = [row for row, sample in enumerate(self.samples) if sample.request.stream or sample.text is not None]
         return self._watched
 
     def adapters(self) -> tuple[str, ...]:
-        """[B] the adapter of each row, empty for the base model."""
+        """[B], the adapter of each row, empty for the base model."""
         if self._adapters is None:
             self._adapters = tuple(sample.request.adapter for sample in self.samples)
         return self._adapters
 
     def uniforms(self) -> np.ndarray:
-        """[B] float64 in [0, 1), for each row's next token."""
+        """[B] float64 in [0, 1), the random number of each row's next token."""
         rows = slice(0, len(self))
         return uniforms(self._key[rows], self.length[rows] - self._prompt_len[rows])
 
     def last_tokens(self, rows: int) -> np.ndarray:
-        """[rows] int64, the input of the next decode step of the first rows."""
+        """[rows] int64, the input of the next decode step for the first `rows` rows."""
         return self._tokens[np.arange(rows), self.length[:rows] - 1]
 
     def cached_tokens(self, row: int) -> np.ndarray:
-        """All tokens of a row whose keys and values are in the cache."""
+        """[length - 1] int64, the tokens of a row whose keys and values are in the cache."""
         return self._tokens[row, : self.length[row] - 1]
 
     def append(self, drawn: Drawn, *, version: Version) -> tuple[np.ndarray, np.ndarray]:
-        """Give every row its new token.
+        """Append its new token to every row.
 
         Returns:
-            stopped, full: [B] bool each; the token is one of the row's stop ids, the row has all its tokens.
+            stopped, full: [B] bool each; whether the token is one of the row's stop ids, and whether the row has reached its token limit.
         """
         count = len(self)
         rows, position = np.arange(count), self.length[:count]
@@ -140,7 +140,7 @@ class Rows:
         return (self._stop_ids[:count] == drawn.tokens[:, None]).any(axis=1), self.length[:count] >= self._limit[:count]
 
     def _append_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """The likeliest tokens, [R, K] each, of the rows that want them; those that cannot be drawn are left out."""
+        """Record the most likely tokens, [R, K] each, for the rows that want them; tokens that cannot be drawn are left out."""
         wanting = [sample for sample in self.samples if sample.top is not None]
         for sample, row_ids, row_logprobs in zip(wanting, ids.tolist(), logprobs.tolist(), strict=True):
             assert sample.top is not None, "it wants them"
@@ -148,7 +148,7 @@ class Rows:
             sample.top.append(tuple(pair for pair in pairs if pair[1] > -np.inf))
 
     def output(self, row: int, reason: FinishReason | None) -> Output:
-        """Generated tokens of a row, for a streaming request those that it has not been told of."""
+        """Generated tokens of a row; for a streaming request, those not sent yet."""
         sample = self.samples[row]
         span = slice(self._prompt_len[row] + sample.sent, self.length[row])
         top = sample.top and sample.top[sample.sent :]
@@ -158,7 +158,7 @@ class Rows:
         return Output(sample.index, *(column[row, span].tolist() for column in columns), finish_reason=reason, top_logprobs=top)
 
     def compact(self, sources: list[int], targets: list[int], *, running: int) -> None:
-        """Move rows as `Scheduler.compact` says, and forget those from `running` on."""
+        """Move rows as returned by `Scheduler.compact`, and drop those from `running` on."""
         columns = (self.length, self._prompt_len, self._limit, self._key, self._temperature, self._top_p, self._top_k, self._scaled)
         for column in (*columns, self._num_top, self._stop_ids, self._tokens, self._logprobs, self._versions):
             column[targets] = column[sources]

@@ -5,7 +5,7 @@ than one exponential number per logit, and the uniform number can be a pure func
 alone, never on what else runs in the batch.
 
 The log-probability returned is that of the distribution sampled from, after temperature, top-k and top-p with renormalisation, or, where a
-row wants it so, after temperature alone. At temperature 0 (greedy) it is the log-softmax at temperature 1.
+row requests it, after temperature alone. At temperature 0 (greedy) it is the log-softmax at temperature 1.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 _BLOCKED_FROM = 4096
-"""Vocabulary from which on tokens are drawn by blocks."""
+"""Smallest vocabulary for which tokens are drawn by blocks."""
 
 _BLOCK = 256
-"""Tokens of a block."""
+"""Number of tokens in a block."""
 
 _IN_CACHE = 1 << 18
-"""Logits that are worked on at a time: they stay in a CPU's cache."""
+"""Number of logits processed at a time, so that they stay in a CPU's cache."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def mix(words: np.ndarray) -> np.ndarray:
-    """Finaliser of SplitMix64: a bijection of uint64 whose outputs pass for independent.
+    """Finaliser of SplitMix64 on [...] uint64: a bijection whose outputs behave like independent random numbers.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
@@ -38,36 +38,36 @@ def mix(words: np.ndarray) -> np.ndarray:
 
 
 def row_keys(seed: int, n: int) -> np.ndarray:
-    """Keys of the n samples of one request, [n] uint64; any integer is a seed."""
+    """Return the keys of the n samples of one request, [n] uint64; any integer is a valid seed."""
     word = mix(np.array([seed % 2**64], dtype=np.uint64))
     return mix(word + _GOLDEN * np.arange(1, n + 1, dtype=np.uint64))
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) per row, [B] float64, a function of its key [B] uint64 and position [B] alone."""
+    """Return one number in [0, 1) per row, [B] float64, a function of its key [B] uint64 and position [B] integer alone."""
     words = mix(keys + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1)))
     # 52 bits, not 53: the largest value times a total must stay below the total after rounding.
     return (words >> np.uint64(12)) * 2.0**-52
 
 
 class SamplingRows:
-    """Parameters of the rows of a batch; made anew when rows come or go, used for every step between.
+    """Parameters of the rows of a batch; made anew when rows come or go, and used for all steps in between.
 
     Attributes:
-        greedy: [B] bool, None if no row is.
-        scale: [B, 1] float32, what divides the logits; None if it is 1 everywhere.
-        restricted: indices of the rows with top-k or top-p; None if there are none.
-        top_p, top_k: of the restricted rows, as `restrict` takes them.
-        scaled: indices of those of them whose log-probabilities are of all tokens; None if there are none.
-        top: indices of the rows whose likeliest tokens are told; None if there are none.
-        num_top: the most that one of them wants.
+        greedy: [B] bool; None if no row is greedy.
+        scale: [B, 1] float32, divisor of the logits; None if it is 1 everywhere.
+        restricted: int64 indices of the rows with top-k or top-p; None if there are none.
+        top_p, top_k: parameters of the restricted rows, as `restrict` takes them.
+        scaled: int64 indices of the restricted rows that report log-probabilities over all tokens; None if there are none.
+        top: int64 indices of the rows that report most likely tokens; None if there are none.
+        num_top: the largest number of most likely tokens that a row requests.
     """
 
     def __init__(
         self, *, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, scaled: np.ndarray, num_top: np.ndarray,
         device: torch.device,
     ) -> None:
-        """Each [B]; 0, 1 and 0 stand for greedy and for no limits, False and 0 for no special wishes."""
+        """All arrays are [B]. Temperature 0 is greedy; top_p 1 and top_k 0 set no limit; num_top is 0 where nothing is reported."""
         greedy = temperature == 0
         restricted = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0)))
         scale = np.where(greedy, 1, temperature).astype(np.float32)
@@ -87,10 +87,10 @@ class Drawn:
 
     Attributes:
         tokens: [B] int64.
-        logprobs: [B] float32, of the tokens; see the module's text for which.
-        valid: [B] bool, False where a row of logits is no distribution (NaN or infinite), so that its token means nothing.
-        top_ids, top_logprobs: [R, num_top], the likeliest tokens of the R rows of `SamplingRows.top`, -inf for those that cannot be drawn;
-            None where there are no such rows.
+        logprobs: [B] float32, log-probabilities of the tokens; the module's docstring says under which distribution.
+        valid: [B] bool, False where the logits define no distribution (NaN or infinite), so that the token is meaningless.
+        top_ids, top_logprobs: [R, num_top] int64 and float32, the most likely tokens of the R rows in `SamplingRows.top`, -inf for those
+            that cannot be drawn; None where there are no such rows.
     """
 
     tokens: np.ndarray
@@ -101,11 +101,11 @@ class Drawn:
 
 
 def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Set the logits outside top-k and top-p to -inf. The likeliest token always stays.
+    """Set the logits outside top-k and top-p to -inf. The most likely token always stays.
 
     Args:
         logits: [B, V] float32, already divided by the temperature.
-        top_p: [B, 1], 1 for no limit. A token stays if the mass of those likelier than it, within top-k, is below top_p.
+        top_p: [B, 1], 1 for no limit. A token stays if the mass of more likely tokens, within top-k, is below top_p.
         top_k: [B, 1], 0 for no limit.
     """
     values, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -113,17 +113,17 @@ def restrict(logits: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
     values = values.masked_fill((rank >= top_k) & (top_k > 0), -torch.inf)
     probs = values.softmax(dim=-1)
     before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
-    # A top_p of 1 keeps everything: rounding may bring the mass before the last tokens to 1.
+    # A top_p of 1 keeps everything, since rounding may bring the mass before the last tokens to 1.
     values = values.masked_fill((before >= top_p) & (top_p < 1) & (rank > 0), -torch.inf)
     return torch.empty_like(logits).scatter_(1, order, values)
 
 
 def sample(logits: Tensor, rows: SamplingRows, uniform: np.ndarray) -> Drawn:
-    """Draw one token per row. What it returns crosses to the host in one transfer, the likeliest tokens in two more.
+    """Draw one token per row. The result is copied to the host in one transfer, the most likely tokens in two more.
 
     Args:
         logits: [B, V] float, on any device.
-        rows: parameters of the B rows, on the same one.
+        rows: parameters of the B rows, on the same device.
         uniform: [B] float64 in [0, 1), see `uniforms`.
     """
     logits = logits.float()
@@ -157,19 +157,21 @@ def _draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
         uniform: [B, 1] float64.
 
     Returns:
-        tokens, [B, 1] int64, which mean nothing where there is no distribution; log-probabilities of all tokens, [B, V] float32, and
-        what is still to be taken from them, [B, 1]; a number that is not finite where there is no distribution, [B, 1] float64.
+        tokens: [B, 1] int64, meaningless where there is no distribution.
+        table: [B, V] float32, unnormalised log-probabilities of all tokens.
+        normalizer: [B, 1] float32, to be subtracted from `table`.
+        total: [B, 1] float64, not finite where there is no distribution.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    # The first entry above the target: its own probability cannot be 0. Without a distribution there may be none: it must not be gathered.
+    # Take the first entry above the target, whose own probability cannot be 0. Without a distribution there may be none: clamp the index.
     tokens = torch.searchsorted(cumulative, uniform * total, right=True).clamp_(max=logits.shape[-1] - 1)
     return tokens, logprobs, logprobs.new_zeros(len(logprobs), 1), total
 
 
 def _draw_by_blocks(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same for large vocabularies: a block of tokens first, then a token of it, so that only sums are as long as a row."""
+    """Do the same for large vocabularies: draw a block of tokens, then a token in it, so that cumulative sums are shorter than a row."""
     num, vocab = logits.shape
     weights = logits.new_zeros(num, -(-vocab // _BLOCK) * _BLOCK)
     largest = logits.new_empty(num, 1)
@@ -185,7 +187,8 @@ def _draw_by_blocks(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Te
     after = cumulative.gather(1, block)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
     within = blocks[torch.arange(num, device=logits.device), block[:, 0]].cumsum(dim=-1, dtype=torch.float64)
-    # Of the block's own sum, which rounds otherwise than its share in the row; strictly below it, so that the token has a probability.
+    # Rescale to the block's own sum, which rounds differently from its share in the row, and stay strictly below it, so that the token has
+    # a positive probability.
     mass = within[:, -1:]
     target = torch.minimum((target - before) / (after - before) * mass, torch.nextafter(mass, torch.zeros_like(mass)))
     inside = torch.searchsorted(within, target, right=True)

@@ -2,7 +2,7 @@
 
 Running samples occupy the dense slots 0..B-1, so that a decode step reads a prefix of the cache without gathering. A finished slot is
 filled by the last running one (`compact`). Requests are admitted first in, first out, all n samples of one together, and only when the
-cache holds all that run at the longest that any of them may become: what has started is never put off for want of memory.
+cache can hold everything that runs at its longest possible length: a sample that has started is never preempted for lack of memory.
 """
 
 from collections import deque
@@ -15,32 +15,34 @@ from offbeat.inference.embedded.cache import BUCKET, round_up
 from offbeat.inference.embedded.request import Request
 
 REFILL_FRACTION = 16
-"""With more than 15/16 of the slots busy, freed slots are gathered before a prefill, which costs the same for one prompt as for several."""
+"""With more than 15/16 of the slots busy, freed slots are collected before a prefill, which costs as much for one prompt as for
+several.
+"""
 
 MOST_PADDING = 32
-"""Tokens of padding in a batch of prompts: to compute more takes longer than to begin another batch, on tiny models and on large ones."""
+"""Most padding tokens in a batch of prompts: computing more takes longer than starting another batch, on tiny models and on large ones."""
 
 
 class Scheduler:
     """Waiting requests and the number of busy slots.
 
-    Promises: at most `max_running` slots are busy; busy slots times the longest that one of them may become is at most `max_cache_tokens`;
-    at most `max_queued` requests wait; requests start in the order in which they came; one admission computes at most `max_prefill_tokens`
-    prompt tokens, unless a single prompt is longer. A request that fits alone starts at the latest when all others have ended.
+    Promises: at most `max_running` slots are busy; the number of busy slots times the longest possible length among them is at most
+    `max_cache_tokens`; at most `max_queued` requests wait; requests start in the order in which they came; one admission computes at most
+    `max_prefill_tokens` prompt tokens, unless a single prompt is longer. A request that fits alone starts at the latest after all others.
     """
 
     def __init__(self, *, max_running: int, max_queued: int, max_prefill_tokens: int, max_cache_tokens: int | None = None) -> None:
-        """Without `max_cache_tokens` slots alone bound what runs."""
+        """Without `max_cache_tokens` only the number of slots bounds what runs."""
         self.max_running = max_running
         self.max_queued = max_queued
         self.max_prefill_tokens = max_prefill_tokens
         self._max_cache_tokens = max_cache_tokens
-        self._needs: list[int] = []  # of each busy slot: the most positions that it may come to
+        self._needs: list[int] = []  # largest length in positions that each busy slot may reach
         self._waiting: deque[Request] = deque()
 
     @property
     def running(self) -> int:
-        """Busy slots."""
+        """Number of busy slots."""
         return len(self._needs)
 
     @property
@@ -49,15 +51,16 @@ class Scheduler:
 
     @property
     def num_free(self) -> int:
-        """Slots for further samples that become no longer than those that run."""
+        """Number of slots for further samples that become no longer than the running ones."""
         return self._most_slots(max(self._needs, default=BUCKET)) - self.running
 
     def _most_slots(self, positions: int) -> int:
-        """Slots that may be busy if the longest of them takes so many positions."""
+        """Number of slots that may be busy if the longest sample takes this many positions."""
         return self.max_running if self._max_cache_tokens is None else min(self.max_running, self._max_cache_tokens // positions)
 
     def check(self, request: Request) -> None:
-        """
+        """Check that the request can ever be admitted.
+
         Raises:
             RefusedError: the cache could not hold the request's samples even if nothing else ran.
         """
@@ -75,21 +78,21 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            BusyError: `max_queued` requests wait already.
+            BusyError: `max_queued` requests are already waiting.
         """
         if self.num_waiting >= self.max_queued:
             raise BusyError(f"the engine's queue is full: {self.num_waiting} requests wait, as many as max_queued allows; try again later")
         self._waiting.append(request)
 
     def remove(self, request_id: str) -> bool:
-        """Forget a waiting request; False if it does not wait here."""
+        """Drop a waiting request; False if there is no such request."""
         kept = deque(request for request in self._waiting if request.id != request_id)
         removed = len(kept) < len(self._waiting)
         self._waiting = kept
         return removed
 
     def drop_waiting(self) -> list[Request]:
-        """Empty the queue and return what was in it."""
+        """Empty the queue and return its requests."""
         dropped, self._waiting = list(self._waiting), deque()
         return dropped
 
@@ -129,7 +132,7 @@ class Scheduler:
 
 
 def _need(request: Request) -> int:
-    """Positions of the cache that each of a request's samples may come to."""
+    """Number of cache positions that each of a request's samples may reach."""
     return round_up(len(request.prompt) + request.params.max_new_tokens, BUCKET)
 
 
@@ -137,11 +140,11 @@ def plan_prefill(lengths: np.ndarray, *, max_tokens: int) -> list[np.ndarray]:
     """Split prompts into batches padded to a common length.
 
     Args:
-        lengths: [P] tokens per prompt.
+        lengths: [P] integer, tokens per prompt.
         max_tokens: most tokens in one batch, padding included, unless it is a single prompt.
 
     Returns:
-        Indices of the prompts of each batch, which holds at most `MOST_PADDING` tokens of padding.
+        Indices of each batch's prompts, [n] int64 each; a batch holds at most `MOST_PADDING` tokens of padding.
     """
     order = np.argsort(-lengths, kind="stable")
     batches: list[list[int]] = []

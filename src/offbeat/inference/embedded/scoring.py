@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens: waiting requests of any adapters share forward passes, which touch no cache. Used by the engine.
 
-The engine decides when a batch runs; which requests are in it is decided here: the oldest, and as many others of about its length as fit.
-Numbers do not depend on what else is in the batch.
+The engine decides when a batch runs; this module decides which requests are in it: the oldest, and as many others of similar length as
+fit. Numbers do not depend on what else is in the batch.
 """
 
 import math
@@ -21,21 +21,22 @@ from offbeat.inference.embedded.sampler import row_keys, uniforms
 from offbeat.types import Version
 
 _DRAWS = 0x5DEECE66D
-"""Sets the seed of draws apart from that of samples, which would else see the same numbers."""
+"""Separates the seeds of draws from those of samples, which would otherwise see the same random numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What to read of the logits of N jobs, rows [N * L, V], of which row n * L + i says what follows token i of job n.
+    """What to read from the logits of N jobs. Row n * L + i of the logits [N * L, V] is the distribution after token i of job n.
 
     Attributes:
-        length: L, of the longest job.
-        next_ids: [N * L] int64, the token that does follow; any where none does.
-        top_rows: [R] int64, ascending: rows whose `num_top` likeliest tokens are wanted.
-        target_rows, target_ids: [M] int64 each, the rows ascending: further tokens that are wanted.
-        draw_rows: [D] int64, ascending: rows from which tokens are drawn.
-        temperatures: [D] float32, at which.
-        uniforms: [D, K] float64 in [0, 1), a number for each draw.
+        length: L, length of the longest job.
+        next_ids: [N * L] int64, the token that follows each row; arbitrary where none does.
+        num_top: number of most likely tokens to read in `top_rows`.
+        top_rows: [R] int64, ascending, the rows whose most likely tokens are read.
+        target_rows, target_ids: [M] int64 each, rows ascending, further tokens to read.
+        draw_rows: [D] int64, ascending, the rows from which tokens are drawn.
+        temperatures: [D] float32, temperature of the draws.
+        uniforms: [D, K] float64 in [0, 1), the random number of each draw.
     """
 
     length: int
@@ -50,7 +51,7 @@ class Wanted:
 
     @classmethod
     def of(cls, jobs: Sequence[ScoreJob], tokens: np.ndarray) -> "Wanted":
-        """`tokens` [N, L] int64 are those of the jobs, padded."""
+        """Collect what the jobs request; `tokens` [N, L] int64 are their tokens, padded."""
         length = tokens.shape[1]
         top_rows = [n * length + np.arange(len(job.tokens) - 1) for n, job in enumerate(jobs) if job.top_k]
         targets = [
@@ -72,8 +73,13 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Log-probabilities that were read: `own` [N * L], `top` [R, num_top] of the tokens `top_ids`, `targets` [M], `draws` [D, K] of the
-    tokens `draw_ids`.
+    """The log-probabilities that were read.
+
+    Attributes:
+        own: [N * L] float32, of `Wanted.next_ids`.
+        top_ids, top: [R, num_top] int64 and float32, the most likely tokens.
+        targets: [M] float32.
+        draw_ids, draws: [D, K] int64 and float32, the drawn tokens.
     """
 
     own: np.ndarray
@@ -85,7 +91,7 @@ class Found:
 
     @classmethod
     def read(cls, blocks: Iterable[Tensor], wanted: Wanted) -> "Found":
-        """Read logits, which come as some [rows, V] after the other; no more than one block of them is held."""
+        """Read logits that arrive in consecutive blocks [rows, V]; no more than one block is held at a time."""
         own, top_ids, top, targets, draw_ids, draws, start = [], [], [], [], [], [], 0
         for logits in blocks:
             table = logits.float().log_softmax(dim=-1)
@@ -110,12 +116,15 @@ class Found:
 
 
 class Scorer:
-    """Score requests of one engine, on its thread."""
+    """The waiting score requests of one engine, on its thread."""
 
     def __init__(self, forward: Forward, adapters: Adapters, *, max_context: int, max_queued: int, max_tokens: int) -> None:
-        """
+        """Create the queue of an engine.
+
         Args:
-            max_tokens: of one batch, padding included, unless it is a single request.
+            max_context: most tokens of one request.
+            max_queued: most waiting requests, urgent ones aside.
+            max_tokens: most tokens of one batch, padding included, unless it is a single request.
         """
         self._forward = forward
         self._adapters = adapters
@@ -129,15 +138,15 @@ class Scorer:
         return len(self._waiting)
 
     def adapters_in_use(self) -> set[str]:
-        """Of waiting requests."""
+        """Names of the adapters that waiting requests use."""
         return {job.adapter for job in self._waiting}
 
     def submit(self, job: ScoreJob) -> None:
         """Queue a request.
 
         Raises:
-            RefusedError: it can never be served; says why.
-            BusyError: too many wait.
+            RefusedError: the request can never be served; the message says why.
+            BusyError: too many requests are waiting.
         """
         self.check(job)
         if job.urgent:
@@ -148,7 +157,7 @@ class Scorer:
         self._waiting.append(job)
 
     def check(self, job: ScoreJob) -> None:
-        """Note that a request wants its adapter; raises RefusedError if the request cannot be served."""
+        """Check that a request can be served, or raise RefusedError; marks its adapter as used."""
         tokens, targets, vocab = job.tokens, job.targets, self._forward.vocab_size
         if not 2 <= len(tokens) <= self._max_context:
             raise RefusedError(f"scoring takes 2 to {self._max_context} tokens, got {len(tokens)}")
@@ -165,20 +174,20 @@ class Scorer:
         self._adapters.use(job.adapter)
 
     def remove(self, job_id: str) -> None:
-        """Forget a waiting request; an unknown one is no error."""
+        """Drop a waiting request; an unknown one is no error."""
         self._waiting = deque(job for job in self._waiting if job.id != job_id)
 
     def drop_waiting(self) -> list[ScoreJob]:
-        """Empty the queue and return what was in it."""
+        """Empty the queue and return its requests."""
         dropped, self._waiting = list(self._waiting), deque()
         return dropped
 
     def run(self, version: Version, *, beside: Iterable[str]) -> list[Event]:
-        """Score one batch of those that wait; see `compute`."""
+        """Score one batch of the waiting requests; see `compute`."""
         return self.compute(self._take(), version, beside=beside)
 
     def _take(self) -> list[ScoreJob]:
-        """The oldest request, and others in their order, no more than twice as long or half as long, while they fit."""
+        """Take the oldest request, and others in order that are no more than twice as long or half as long, while they fit."""
         batch, left, longest = [], deque[ScoreJob](), 0
         first = len(self._waiting[0].tokens)
         for job in self._waiting:
@@ -194,11 +203,11 @@ class Scorer:
 
     @torch.inference_mode()
     def compute(self, jobs: Sequence[ScoreJob], version: Version, *, beside: Iterable[str] = ()) -> list[Event]:
-        """Score requests together, through the forward that serves; their results, or the errors of those whose logits are not finite.
+        """Score requests together with the forward path that serves; the events hold results, or errors where logits are not finite.
 
         Args:
-            version: the live one.
-            beside: adapters that stay placed for running samples.
+            version: the live version.
+            beside: adapters that must stay placed for running samples.
         """
         length = max(len(job.tokens) for job in jobs)
         tokens = np.zeros((len(jobs), length), np.int64)
@@ -212,13 +221,13 @@ class Scorer:
 
 
 def _draw_numbers(job: ScoreJob, places: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each draw [len(places), job.draws], by the job's seed and the place alone, and unlike those of samples."""
+    """Return a number in [0, 1) for each draw, [len(places), job.draws] float64, from the job's seed and the place alone."""
     keys = row_keys(job.seed ^ _DRAWS, job.draws)
     return uniforms(np.broadcast_to(keys, (len(places), job.draws)), places[:, None])
 
 
 def _draw(logprobs: Tensor, temperatures: Tensor, numbers: Tensor) -> Tensor:
-    """K tokens from each of D rows, [D, K] int64, by inverting the row's cumulative distribution; the likeliest at temperature 0.
+    """Draw K tokens from each of D rows, [D, K] int64, by inverting the cumulative distribution; the most likely token at temperature 0.
 
     Args:
         logprobs: [D, V] float32 at temperature 1.
@@ -237,7 +246,7 @@ def _on(device: torch.device, array: np.ndarray) -> Tensor:
 
 
 def _result(job: ScoreJob, n: int, version: Version, wanted: Wanted, found: Found) -> Scored | EngineError:
-    """What was found for job number n."""
+    """Extract the result of job number n."""
     first, last = n * wanted.length, (n + 1) * wanted.length
     own = found.own[first : first + len(job.tokens) - 1]
     if not np.isfinite(own).all():

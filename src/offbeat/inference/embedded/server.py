@@ -1,8 +1,8 @@
-"""The engine's HTTP front: OpenAI's completions, weight control and metrics, on Starlette and uvicorn.
+"""The engine's HTTP front end: OpenAI's completions, weight control and metrics, on Starlette and uvicorn.
 
 `EngineServer` runs two threads: uvicorn's event loop and the engine's (`loop`). A request handler submits and then waits on a queue of its
-own, which the engine's events reach in one hop per step. A client that goes away aborts its samples. With a key, every request must carry
-it; without one, programs of this machine alone are served, and no web page that a browser shows there.
+own, which the engine's events reach in one hop per step. When a client disconnects, its samples are aborted. With a key, every request
+must carry it; without one, only programs on this machine are served, and no web page that a browser shows there.
 """
 
 import asyncio
@@ -53,22 +53,22 @@ Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
 
 DEFAULT_MAX_TOKENS = 16
 STALLED_S = 60.0
-"""A step that takes longer will not end; the slowest that do take seconds."""
+"""A step that takes longer is assumed to hang; the slowest real ones take seconds."""
 _KEEP_ALIVE_S = 30
 
 logger = logging.getLogger(__name__)
 
 
 class Disconnected(Exception):  # noqa: N818 (an event, not an error)
-    """The client of a request went away."""
+    """The client of a request disconnected."""
 
 
 Inbox = asyncio.Queue[Output | Scored | EngineError | Disconnected]
-"""What the engine says to one request."""
+"""Messages of the engine to one request."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on a thread of its own, which says when it listens and on which event loop."""
+    """A uvicorn server on a thread of its own, which reports when it listens and on which event loop it runs."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -91,7 +91,7 @@ class EngineServer:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        """Load the model; nothing listens yet.
+        """Load the model; the server does not listen yet.
 
         Raises:
             ModelError: see `loader.load_engine`.
@@ -103,18 +103,18 @@ class EngineServer:
         self._loop = EngineLoop(self._engine, deliver=self._deliver)
         self._registry = registry_of(self._engine)
         self._inboxes: dict[str, Inbox] = {}
-        self._pause_by, self._pause_s = "", 0.0  # who has paused it, and when
+        self._pause_by, self._pause_s = "", 0.0  # who paused the engine, and when
         self._http: HttpServer | None = None
         self._thread: threading.Thread | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------------------------
 
     def start(self, *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> str:
-        """Listen and serve from threads of this process; port 0 takes a free one. Returns the URL.
+        """Listen and serve from threads of this process; port 0 chooses a free one. Returns the URL.
 
         Raises:
             PortBusyError: the port is taken.
-            DeadlineError: uvicorn did not come up.
+            DeadlineError: uvicorn did not start in time.
         """
         listener = _bind(host, port)
         config = uvicorn.Config(
@@ -130,7 +130,7 @@ class EngineServer:
         return f"http://{host}:{listener.getsockname()[1]}"
 
     def stop(self) -> None:
-        """Fail what is in flight, stop listening and end both threads."""
+        """Fail all requests in flight, stop listening and end both threads."""
         if self._http is None or self._thread is None:
             return
         self._loop.stop()
@@ -169,7 +169,7 @@ class EngineServer:
         return [Route(path, self._guarded(handler), methods=[method]) for method, path, handler in table]
 
     def _guarded(self, handler: Handler) -> Handler:
-        """Check who asks, and turn errors into answers."""
+        """Check that the client may ask, and turn errors into HTTP answers."""
 
         async def guarded(http: HttpRequest) -> Response:
             if (refusal := _refusal(http, self._options.api_key)) is not None:
@@ -218,21 +218,21 @@ class EngineServer:
         outputs = self._outputs(http, request)
         if not body.stream:
             return _json(answer.whole([output async for output in outputs]))
-        # The first output before the headers: a refusal must be able to set the status.
+        # Wait for the first output before sending headers, because a refusal must be able to set the status.
         first = await anext(outputs)
         return StreamingResponse(_stream(answer, first, outputs), media_type="text/event-stream")
 
     def _adapter_of(self, model: str) -> str:
-        """The adapter that a request's `model` means; empty for the base model, whose clients may call it anything without an "@"."""
+        """Return the adapter that a request's `model` names; empty for the base model, which clients may call anything without an "@"."""
         base = model == self._model_name or not ("@" in model or model in self._engine.adapters.names)
         return "" if base else model
 
     async def _outputs(self, http: HttpRequest, request: Request) -> AsyncGenerator[Output]:
-        """Run a request; yields its outputs until all n samples are done, and aborts it if left early.
+        """Run a request; yields its outputs until all n samples are done, and aborts it if the caller stops early.
 
         Raises:
             EngineError: the engine refused it or failed.
-            Disconnected: the client went away.
+            Disconnected: the client disconnected.
         """
         unfinished = request.n
         async with self._submitted(http, request) as inbox:
@@ -243,7 +243,7 @@ class EngineServer:
 
     @asynccontextmanager
     async def _submitted(self, http: HttpRequest, request: Request | ScoreJob) -> AsyncIterator[Inbox]:
-        """Give the engine a request, and what it says of it to the body; a body that ends by an exception aborts it."""
+        """Submit a request and give its inbox to the body; a body that ends with an exception aborts the request."""
         inbox = self._inboxes[request.id] = asyncio.Queue()
         watch = asyncio.create_task(self._watch(http, request.id), name=f"disconnect of {request.id}")
         self._loop.submit(request)
@@ -257,7 +257,7 @@ class EngineServer:
             del self._inboxes[request.id]
 
     async def _watch(self, http: HttpRequest, request_id: str) -> None:
-        """Abort a request as soon as its client is gone; its handler may be busy sending, or waiting for the next output."""
+        """Abort a request as soon as its client disconnects; its handler may be busy sending, or waiting for the next output."""
         while (await http.receive())["type"] != "http.disconnect":
             pass
         self._loop.abort(request_id)
@@ -348,7 +348,7 @@ class EngineServer:
 
 
 async def _next(inbox: Inbox, kind: type[T]) -> T:
-    """What comes next; raises it if it is an error."""
+    """Wait for the next message; raises it if it is an error."""
     result = await inbox.get()
     if isinstance(result, Exception):
         raise result
@@ -371,19 +371,19 @@ async def _stream(answer: Answer, first: Output, outputs: AsyncGenerator[Output]
 
 
 def _refusal(http: HttpRequest, key: str) -> Response | None:
-    """Why this client is not served; None if it is."""
+    """Return the answer that refuses this client, or None if it may be served."""
     if key:
         given = http.headers.get("authorization", "")
         if secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
             return None
         return _error("this engine wants its key; send it as 'Authorization: Bearer KEY'", status=401)
     host, origin = http.headers.get("host", ""), http.headers.get("origin")
-    if not names_loopback(host):  # a page's own host may have come to mean this machine
+    if not names_loopback(host):  # DNS rebinding: a page's own host name may resolve to this machine
         return _error(f"this engine has no key, and so answers to 127.0.0.1 and localhost only, not to {host[:80]!r}", status=403)
     if origin is not None and not names_loopback(origin.partition("://")[2]):
         return _error(f"this engine has no key, and so does nothing for a page of {origin[:80]!r}", status=403)
     kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if http.method == "POST" and kind != "application/json":  # what pages of elsewhere may send without asking first
+    if http.method == "POST" and kind != "application/json":  # a page may send other types without a CORS preflight
         return _error(f"the body must be JSON, sent as 'Content-Type: application/json', got {kind[:80]!r}", status=415)
     return None
 

@@ -1,6 +1,6 @@
 """Text of growing token sequences, and stop strings in it. Used by the engine to end samples and by the server to answer.
 
-What a token costs does not depend on how many stop strings there are, how long they are, or what the text so far is.
+The cost of a token does not depend on the number or length of stop strings, or on the text so far.
 """
 
 from functools import lru_cache
@@ -9,7 +9,7 @@ from typing import Protocol
 _UNREADABLE = "\ufffd"
 _LONGEST_CHARACTER = 4
 _MOST_HELD = 16
-"""Tokens whose last character is incomplete, before the rest of their text is released; no tokenizer takes that many for a character."""
+"""Tokens held back for an incomplete character before their text is released anyway; no tokenizer needs that many for a character."""
 
 
 class Decoder(Protocol):
@@ -19,15 +19,15 @@ class Decoder(Protocol):
 
 
 def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
-    """Text before the first stop string in it."""
+    """Return the text before the first stop string in it."""
     found = [at for at in map(text.find, stops) if at >= 0]
     return text[: min(found)] if found else text
 
 
 class StopStrings:
-    """An automaton that finds any of some strings in a text in one pass (Aho and Corasick, 1975).
+    """An automaton that finds any of several strings in a text in one pass (Aho and Corasick, 1975).
 
-    A state is the longest end of the text that begins one of the strings; 0 is none.
+    A state is the longest suffix of the text that is a prefix of one of the strings; state 0 is the empty suffix.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -48,7 +48,7 @@ class StopStrings:
         self._link()
 
     def _link(self) -> None:
-        """To each state the longest shorter one with the same end, breadth first, so that those are linked already."""
+        """Link each state to its longest proper suffix that is a state, breadth first, so that shorter states are linked already."""
         level = list(self._next[0].values())
         while level:
             for state in level:
@@ -58,7 +58,7 @@ class StopStrings:
             level = [longer for state in level for longer in self._next[state].values()]
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         while (longer := self._next[state].get(char)) is None:
             if state == 0:
                 return 0
@@ -66,7 +66,7 @@ class StopStrings:
         return longer
 
     def begun(self, state: int) -> int:
-        """Length of the end of the text that begins one of the strings."""
+        """Length of the text's suffix that is a prefix of one of the strings."""
         return self._depth[state]
 
     def found(self, state: int) -> int:
@@ -75,13 +75,13 @@ class StopStrings:
 
 
 stop_strings = lru_cache(maxsize=16)(StopStrings)
-"""The automaton of these strings, which samples of a request share."""
+"""The automaton of these strings, shared by the samples of a request."""
 
 
 class TextStream:
     """Text of one sample, token by token, held back where a character or a stop string may be incomplete.
 
-    The pieces that `push` and `finish` return add up to `cut_at_stop(decode(ids), stops)`.
+    The pieces that `push` and `finish` return concatenate to `cut_at_stop(decode(ids), stops)`.
     """
 
     def __init__(self, tokenizer: Decoder, stops: tuple[str, ...] = ()) -> None:
@@ -95,19 +95,19 @@ class TextStream:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """Add a token; returns the text that is now certain."""
+        """Add a token; returns the text that can no longer change."""
         self._ids.append(token_id)
         return "" if self.stopped else self._release(self._decode_new(final=False), final=False)
 
     def finish(self) -> str:
-        """The rest of the text."""
+        """Return the rest of the text."""
         return "" if self.stopped else self._release(self._decode_new(final=True), final=True)
 
     def _decode_new(self, *, final: bool) -> str:
-        # Decoded together with the tokens of the last piece: many tokenizers place a space by what stands before.
+        # Decode together with the tokens of the last piece, since many tokenizers place a space depending on the preceding token.
         before = _complete(self._tokenizer.decode(self._ids[self._context : self._read]))
         text = self._tokenizer.decode(self._ids[self._context :])
-        if text.endswith(_UNREADABLE) and not final:  # a character whose bytes are not complete, or never will be
+        if text.endswith(_UNREADABLE) and not final:  # a character whose bytes are not complete yet, or never will be
             if len(self._ids) - self._read < _MOST_HELD:
                 return ""
             text = _complete(text)
@@ -128,7 +128,7 @@ class TextStream:
 
 
 def _complete(text: str) -> str:
-    """Text without a last character that may lack bytes."""
+    """Return the text without a last character that may lack bytes."""
     size = len(text)
     while size and len(text) - size < _LONGEST_CHARACTER - 1 and text[size - 1] == _UNREADABLE:
         size -= 1

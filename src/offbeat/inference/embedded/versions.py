@@ -1,7 +1,7 @@
-"""Weight versions an engine holds: the live one and those staged beside it. Owned by `engine.Engine`.
+"""The weight versions that an engine holds: the live one and those staged beside it. Owned by `engine.Engine`.
 
-A version is what its folder and its fingerprint say, not its number alone: a run that was resumed publishes a number again, with other
-weights, which take the place of those staged before, and are switched to where they were live.
+A version is identified by its folder and fingerprint, not by its number alone: a resumed run publishes a number again with other weights.
+They replace those staged under that number, and are switched to even where that number is live.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from offbeat.types import Version
 
 @dataclass(frozen=True)
 class Source:
-    """Which weights a version has: where they were written, and their fingerprint as its publisher said, if it did."""
+    """Identity of a version's weights: the folder where they were written, and the fingerprint that their publisher stated, if any."""
 
     folder: str
     fingerprint: str = ""
@@ -30,7 +30,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class PendingSwitch:
-    """A switch that was asked for and is not done."""
+    """A switch that was requested and is not done yet."""
 
     version: Version
     started: float
@@ -38,27 +38,27 @@ class PendingSwitch:
 
 
 def read_weights(forward: Forward, folder: str, broadcast: str = "") -> Any:
-    """A version's weights, ready for `Forward.install`. May run beside the engine's thread.
+    """Read a version's weights into the form that `Forward.install` takes. May run beside the engine's thread.
 
     Args:
-        folder: where they are written.
-        broadcast: where they are offered instead, `host:port`; then the folder is read only if the sender says so.
+        folder: where the weights are written.
+        broadcast: `host:port` where they are offered instead; then the folder is read only if the sender says so.
 
     Raises:
-        ModelError: the folder, or the offer, does not hold this model's weights.
-        EngineError: they were not received.
+        ModelError: the folder, or the broadcast, does not hold this model's weights.
+        EngineError: the weights were not received.
     """
     state = receive_weights(broadcast, device=forward.device) if broadcast else None
     return forward.prepare(dict(read_safetensors(folder)) if state is None else state)
 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """The fingerprint that the trainer's `named_bytes` of the same weights has."""
+    """Compute the fingerprint that the trainer's `named_bytes` of the same weights has."""
     return fingerprint((name, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
 
 
 class VersionStore:
-    """The live version and those staged, and the prepared weights of the latter."""
+    """The live version and the staged ones, with the prepared weights of the staged ones."""
 
     def __init__(self, *, live: Version, folder: str) -> None:
         self._live = live
@@ -66,20 +66,21 @@ class VersionStore:
         self._staged: dict[Version, tuple[Source, Any]] = {}
 
     def has(self, version: Version, source: Source) -> bool:
-        """Whether these very weights are staged, or live with nothing staged in their place."""
+        """Whether exactly these weights are staged, or live with nothing staged in their place."""
         if version in self._staged:
             return self._staged[version][0] == source
         return version == self._live and self._source == source
 
     def add(self, version: Version, source: Source, prepared: Any) -> None:
-        """Hold prepared weights, in place of others of that number."""
+        """Hold prepared weights, replacing others with that number."""
         self._staged[version] = source, prepared
 
     def is_staged(self, version: Version) -> bool:
         return version in self._staged
 
     def check_staged(self, version: Version) -> None:
-        """
+        """Check that a version is staged.
+
         Raises:
             RefusedError: the version is not staged.
         """
@@ -87,7 +88,7 @@ class VersionStore:
             raise RefusedError(f"version {version} is not staged; staged are {sorted(self._staged)} and {self._live} is live")
 
     def make_live(self, version: Version) -> Any:
-        """Take a staged version's weights. All others are dropped: a run stages one at a time, so they are what was given up."""
+        """Take a staged version's weights. All others are dropped: a run stages one at a time, so the rest were abandoned."""
         self._source, prepared = self._staged[version]
         self._live, self._staged = version, {}
         return prepared

@@ -1,4 +1,4 @@
-"""What the engine's HTTP endpoints take: typed bodies, checked by msgspec, and their translation to requests. Used by `server`.
+"""Request bodies of the engine's HTTP endpoints, checked by msgspec, and their translation to requests. Used by `server`.
 
 Bodies follow OpenAI's and vLLM's; fields that are not named here are ignored.
 """
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
-    """What completions and chats share.
+    """Fields that completions and chats share.
 
     Attributes:
         model: the name of a loaded adapter; anything else without an "@" is the base model.
-        max_tokens: None takes the endpoint's default: 16 for completions, the rest of the context for chats.
+        max_tokens: None uses the endpoint's default: 16 for completions, the rest of the context for chats.
         logprobs: anything but null or false returns the log-probability of each sampled token.
-        scaled_logprobs: log-probabilities as if there were no top_p and top_k.
+        scaled_logprobs: report log-probabilities as if top_p and top_k were not set.
         return_token_ids: return token ids, and with them the weight version of each token.
     """
 
@@ -41,7 +41,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool = False
 
     def params(self, *, default_max_tokens: int) -> SamplingParams:
-        """
+        """Translate the body to sampling parameters; `default_max_tokens` is the endpoint's.
+
         Raises:
             RefusedError: a value is out of range.
         """
@@ -61,7 +62,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
     @property
     def num_top(self) -> int:
-        """Likeliest tokens to tell at each position."""
+        """Number of most likely tokens to report at each position."""
         return 0
 
     @property
@@ -70,7 +71,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(GenerateBody, kw_only=True):
-    """POST /v1/completions; as a number, `logprobs` asks for as many likeliest tokens at each position."""
+    """Body of POST /v1/completions; an integer in `logprobs` requests that many most likely tokens at each position."""
 
     prompt: str | list[int]
     echo: bool = False
@@ -88,16 +89,16 @@ class Message(msgspec.Struct):
 
 
 class ChatBody(GenerateBody, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[Message]
     max_completion_tokens: int | None = None
 
 
 class StageBody(msgspec.Struct):
-    """POST /v1/weights/stage; with `broadcast`, the `host:port` where the version is offered, the folder need not exist.
+    """Body of POST /v1/weights/stage. With `broadcast`, the `host:port` where the version is offered, the folder need not exist.
 
-    The same version, folder and fingerprint again are no change.
+    Staging the same version, folder and fingerprint again changes nothing.
     """
 
     version: int
@@ -107,14 +108,14 @@ class StageBody(msgspec.Struct):
 
 
 class SwitchBody(msgspec.Struct):
-    """POST /v1/weights/switch."""
+    """Body of POST /v1/weights/switch."""
 
     version: int
     interrupt: Interrupt = "recompute"
 
 
 class ScoreBody(msgspec.Struct):
-    """POST /v1/score; by the base model, or by an adapter. See `ScoreJob`."""
+    """Body of POST /v1/score, by the base model or by an adapter; fields as in `ScoreJob`."""
 
     tokens: list[int]
     adapter: str = ""
@@ -127,20 +128,20 @@ class ScoreBody(msgspec.Struct):
 
 
 class LoadAdapterBody(msgspec.Struct):
-    """POST /v1/load_lora_adapter."""
+    """Body of POST /v1/load_lora_adapter."""
 
     lora_name: str
     lora_path: str
 
 
 class UnloadAdapterBody(msgspec.Struct):
-    """POST /v1/unload_lora_adapter."""
+    """Body of POST /v1/unload_lora_adapter."""
 
     lora_name: str
 
 
 class PauseBody(msgspec.Struct):
-    """POST /pause; `by` is who does so, for others to know."""
+    """Body of POST /pause; `by` names who pauses, for others to see."""
 
     mode: Literal["keep", "abort"] = "keep"
     by: str = ""

@@ -1,1 +1,1 @@
-"""What runs inside other engines' processes: this folder goes on their PYTHONPATH, and nothing in it imports `offbeat`."""
+"""Code that runs inside other engines' processes: this folder goes on their PYTHONPATH, and nothing in it imports `offbeat`."""

@@ -1,6 +1,6 @@
-"""SGLang's server with the key that $OFFBEAT_ENGINE_KEY holds. Runs in SGLang's own environment and imports nothing of `offbeat`.
+"""SGLang's server with the key from $OFFBEAT_ENGINE_KEY. Runs in SGLang's own environment and imports nothing of `offbeat`.
 
-SGLang takes its key as an argument only. Arguments that a program adds for itself are not those that `ps` shows.
+SGLang takes its key only as an argument. Arguments that a program adds to itself at run time are not shown by `ps`.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Published weights as vLLM's processes see them: files in a folder, or in memory where they were received. Used by `vllm_inside`.
 
-Imports nothing of `offbeat`, which is not in vLLM's environment; two of its files, which need numpy and torch alone, are loaded by their
+Imports nothing of `offbeat`, which is not in vLLM's environment; two of its files, which need only numpy and torch, are loaded by their
 paths.
 """
 
@@ -18,18 +18,18 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 _BUFFERS = ("e_score_correction_bias", "inv_freq", "masked_bias")
-"""Ends of the names of what lies in a folder and is no parameter for transformers, and so is not in the trainer's fingerprint."""
+"""Suffixes of the names of tensors that transformers does not treat as parameters, so that the trainer's fingerprint omits them."""
 
 
 class RefusedError(Exception):
-    """The request is wrong."""
+    """The request is invalid."""
 
 
 class MemoryFile:
-    """A safetensors file in this process's memory, for its workers; it is gone with this object, or with the process.
+    """A safetensors file in this process's memory, for its workers; it disappears with this object, or with the process.
 
     Attributes:
-        path: by which other processes of this user open it.
+        path: path by which other processes of this user open it.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -43,28 +43,29 @@ class MemoryFile:
 
 
 def receive(address: str) -> MemoryFile | None:
-    """What is offered at `host:port`; None where it is to be read from the version's folder.
+    """Receive the weights offered at `host:port`; None where they are to be read from the version's folder.
 
     Raises:
-        RefusedError: this file is not in its place.
+        RefusedError: Offbeat's own file is not where it should be.
     """
     tensors = _offbeat_module("dist", "broadcast").receive(address, device=torch.device("cpu"))
     return None if tensors is None else MemoryFile(tensors)
 
 
 def files_of(folder: str) -> list[Path]:
-    """The safetensors files of a folder."""
+    """Return the safetensors files of a folder, sorted."""
     return sorted(Path(folder).glob("*.safetensors"))
 
 
 def check_weights(files: list[Path], name: str, model: str, *, tied: bool) -> None:
-    """
+    """Check that a version's files fit the model.
+
     Raises:
         RefusedError: the files, of the version's folder `name`, do not hold weights of the same names and shapes as the model.
     """
     if not (own := read_shapes(files)):
         raise RefusedError(f"{name} holds no *.safetensors file that can be read here")
-    wanted = read_shapes(files_of(model))  # {} where the model is a hub's, whose weights lie in a cache
+    wanted = read_shapes(files_of(model))  # empty for a model of the hub, whose weights are in a cache
     if tied:
         for shapes in (own, wanted):
             shapes.pop("lm_head.weight", None)
@@ -75,10 +76,10 @@ def check_weights(files: list[Path], name: str, model: str, *, tied: bool) -> No
 
 
 def read_shapes(files: list[Path]) -> dict[str, list[int]]:
-    """Of every tensor in safetensors files, from their headers.
+    """Read the shape of every tensor in safetensors files from their headers.
 
     Raises:
-        RefusedError: a file is no whole safetensors file.
+        RefusedError: a file is not a complete safetensors file.
     """
     shapes: dict[str, list[int]] = {}
     for path in files:
@@ -96,10 +97,10 @@ def read_shapes(files: list[Path]) -> dict[str, list[int]]:
 
 
 def fingerprint_files(files: Iterable[str | Path], *, dtype: torch.dtype | None = None) -> str:
-    """What `offbeat.model.fingerprint` says of the tensors in safetensors files, perhaps converted before.
+    """Compute `offbeat.model.fingerprint` of the tensors in safetensors files, converted to `dtype` if it is given.
 
     Raises:
-        RefusedError: this file is not in its place.
+        RefusedError: Offbeat's own file is not where it should be.
     """
     return _offbeat_module("model", "fingerprint").fingerprint((
         (name, tensor.to(dtype or tensor.dtype).contiguous().view(-1).view(torch.uint8).numpy())
@@ -107,7 +108,7 @@ def fingerprint_files(files: Iterable[str | Path], *, dtype: torch.dtype | None 
 
 
 def read_files(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by name; the files are mapped, not copied."""
+    """Yield tensors with their names; the files are mapped, not copied."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -115,10 +116,10 @@ def read_files(files: Iterable[str | Path]) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _offbeat_module(folder: str, name: str) -> ModuleType:
-    """One of Offbeat's own files.
+    """Load one of Offbeat's own files by its path.
 
     Raises:
-        RefusedError: this file is not in its place.
+        RefusedError: the file is not where it should be.
     """
     path, label = Path(__file__).parents[2] / folder / f"{name}.py", f"offbeat_{name}"
     if not path.exists():

@@ -1,6 +1,6 @@
-"""The key of a vLLM server, wanted for every path. Used by `vllm_inside`, beside it in vLLM's API server.
+"""Requires a vLLM server's key on every path. Used by `vllm_inside`, beside it in vLLM's API server.
 
-By itself vLLM asks for VLLM_API_KEY below /v1 and a few other paths; what is elsewhere, /invocations among it, generates for everybody.
+By itself vLLM checks VLLM_API_KEY only below /v1 and on a few other paths; others, such as /invocations, generate for everybody.
 """
 
 import hmac
@@ -13,13 +13,13 @@ _REFUSAL = "this engine wants its key; send it as 'Authorization: Bearer KEY'"
 
 
 def may_enter(scope: Any, key: str) -> bool:
-    """Whether an HTTP request or a web socket carries the key; without one, everybody may."""
+    """Whether an HTTP request or a web socket carries the key; if no key is set, everyone may enter."""
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     return not key or hmac.compare_digest(given, f"Bearer {key}".encode())
 
 
 async def refuse(scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-    """Answer what may not enter."""
+    """Answer a request or web socket that may not enter."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:

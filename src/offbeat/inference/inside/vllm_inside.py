@@ -1,13 +1,14 @@
-"""Offbeat's endpoints for weights inside a vLLM server: stage a version, switch to it under running requests, say which one serves.
+"""Offbeat's weight endpoints inside a vLLM server: stage a version, switch to it under running requests, and prove which one serves.
 
-Runs in vLLM's own processes, from vLLM's own environment, and imports nothing of `offbeat` but what lies beside it:
+Runs in vLLM's own processes and environment, and imports nothing of `offbeat` except its neighbours in this folder:
 
     PYTHONPATH=.../offbeat/inference/inside vllm serve MODEL --middleware vllm_inside.Inside \
         --worker-extension-cls vllm_inside.WorkerExtension --logprobs-mode processed_logprobs
 
 `Inside` lives in the API server and adds routes when it starts; `WorkerExtension` is mixed into vLLM's worker. With VLLM_API_KEY set every
-path wants that key (`vllm_guard`). Each completion says by which version every token was sampled ("versions"), as the engine's own step
-loop recorded it. A proof asks for the canary before the server resumes after a switch, and ahead of what waits. Needs vLLM 0.32 or later.
+path requires that key (`vllm_guard`). Each completion reports the version that sampled each token ("versions"), as recorded by the
+engine's step loop. After a switch the canary of the proof is queued before the server resumes, ahead of waiting requests. Needs vLLM 0.32
+or later.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from vllm_guard import may_enter, refuse
 from vllm_readback import ReadBack, check_adapter
 
 _PAUSES = {"recompute": ("keep", True), "keep": ("keep", False), "drain": ("wait", True)}
-"""By `interrupt`: vLLM's mode of pausing, and whether it forgets all cached keys and values, those of running requests included."""
+"""For each `interrupt`: vLLM's pause mode, and whether all cached keys and values are dropped, including those of running requests."""
 _METHODS = (
     "pause_generation", "resume_generation", "is_paused", "collective_rpc", "reset_prefix_cache", "update_weight_version",
     "get_weight_version", "add_request")
@@ -43,12 +44,12 @@ _KEY = os.environ.get("VLLM_API_KEY", "")
 _FIRST_VERSION = int(os.environ.get("OFFBEAT_VERSION", "-1"))
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/health")
 _AHEAD = -1
-"""The priority of a proof, which has a deadline and may meet many that wait; lower is earlier, and 0 is everybody's."""
+"""Priority of a proof, which has a deadline and may meet many waiting requests; lower is earlier, and all others have 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A version that may be switched to. The same number may come again with other weights, of a run that was resumed."""
+    """A version that may be switched to. A resumed run may stage the same number again with other weights."""
 
     folder: str
     fingerprint: str
@@ -61,12 +62,12 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """The version that serves, as far as it is known.
+    """The version being served, as far as it is known.
 
     Attributes:
-        fingerprint: of what was read.
-        num_unread: tensors that could not be read back.
-        folder: where they can be compared with again; empty if they were received, and are gone.
+        fingerprint: fingerprint of the tensors that were read.
+        num_unread: number of tensors that could not be read back.
+        folder: folder to compare with again; empty if the weights were received and are no longer available.
     """
 
     version: int
@@ -76,7 +77,7 @@ class Loaded:
 
 
 class Inside:
-    """The middleware: it adds routes to the application around it, and stands in front of it while its weights are unusable."""
+    """The middleware: it adds routes to the application, and blocks generation while the weights are unusable."""
 
     def __init__(self, app: Callable[..., Any]) -> None:
         check_interface()
@@ -123,7 +124,7 @@ class Inside:
         return answer
 
     async def _stage(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
-        """Check a version, and remember where its weights are; vLLM has no room to hold two sets of them."""
+        """Check a version, and remember where its weights are; vLLM has no room for two sets of them."""
         version, folder, broadcast, fingerprint = read_body(body, version=int, folder=str, broadcast="", fingerprint="")
         known = self._staged.get(version)
         if known is None or (known.folder, known.fingerprint) != (folder, fingerprint):
@@ -135,7 +136,7 @@ class Inside:
         return {"version": version, "folder": folder}
 
     async def _switch(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
-        """Serve a staged version from the next step on. Requests that come meanwhile wait."""
+        """Serve a staged version from the next step on. Requests that arrive during the switch wait."""
         version, interrupt, canary = read_body(body, version=int, interrupt="recompute", canary=[])
         async with self._switching:
             staged = self._staged.get(version)
@@ -150,22 +151,22 @@ class Inside:
                 raise RefusedError(
                     "vLLM cannot keep the cache of running requests without keeping it for new ones, too; "
                     "start it with --no-enable-prefix-caching, or use recompute or drain")
-            await self._check(engine, staged)  # a folder may have been removed since
+            await self._check(engine, staged)  # the folder may have been removed since it was staged
             start = time.monotonic()
             self._canary = None
             try:
                 await engine.pause_generation(mode=mode, clear_cache=clear_cache)
                 await self._load(engine, version, staged, reset=clear_cache)
-                if canary:  # now, so that it is the first to be scheduled
+                if canary:  # queued now, so that it is scheduled first
                     self._canary = await Canary.ask(engine, canary)
             finally:
                 if not self._broken:
                     await self._resume(engine)
-            self._staged = {}  # one at a time is wanted; what else is here was given up, perhaps by a run before
+            self._staged = {}  # a run stages one version at a time; any others were abandoned, perhaps by an earlier run
             return {"version": version, "switch_s": time.monotonic() - start}
 
     async def _load(self, engine: AsyncLLM, version: int, staged: Staged, *, reset: bool) -> None:
-        """Load into the paused engine. If that fails, its weights are neither the old nor the new ones, and nobody gets a token of them."""
+        """Load into the paused engine. If that fails, its weights are neither old nor new, and no client may get tokens from them."""
         try:
             self._loaded = None
             started_with = [str(path) for path in files_of(engine.model_config.model)]
@@ -175,18 +176,18 @@ class Inside:
             await engine.update_weight_version(str(version))
             folder = "" if staged.received else staged.folder
             self._loaded = Loaded(version, told[0]["fingerprint"], max(each["num_unread"] for each in told), folder)
-        except BaseException as exc:  # a handler that is cancelled leaves them half-way, too
+        except BaseException as exc:  # a handler that is cancelled leaves them half loaded, too
             await self._break(engine, f"loading version {version} failed half-way", exc)
             raise
         self._broken = ""
 
     async def _break(self, engine: AsyncLLM, what: str, exc: BaseException) -> None:
-        """Let nobody have tokens of weights that are no version's."""
+        """Stop all sampling, because the weights belong to no version."""
         self._broken = f"{what} and nothing can be sampled before another one is switched to: {str(exc) or type(exc).__name__}"
         await engine.pause_generation(mode="abort")
 
     async def _resume_stranger(self, engine: AsyncLLM, _body: bytes) -> dict[str, Any]:
-        """Go on after a pause that was no switch of ours."""
+        """Resume after a pause that was not one of our switches."""
         async with self._switching:
             if not self._broken:
                 await engine.resume_generation()
@@ -195,7 +196,7 @@ class Inside:
     async def _resume(self, engine: AsyncLLM) -> None:
         try:
             await engine.resume_generation()
-        except BaseException as exc:  # also of a version that is loaded: the next switch to it has to try again
+        except BaseException as exc:  # even if the version is loaded: the next switch to it must try again
             self._broken = f"it is paused for a switch and could not be resumed; switch again: {str(exc) or type(exc).__name__}"
             raise
 
@@ -205,15 +206,15 @@ class Inside:
         await asyncio.to_thread(check_weights, staged.files, staged.folder, config.model, tied=tied)
 
     async def _fingerprint(self, engine: AsyncLLM, _body: bytes) -> dict[str, Any]:
-        """The version that serves, and the fingerprint of what was read for it; null of what the server was started with."""
+        """Return the version being served and the fingerprint of what was read for it; null for the server's initial weights."""
         version, loaded = await _live(engine), self._loaded
         told = {"version": version, "fingerprint": None, "num_unread": None}
         if loaded is not None and loaded.version == version:
             told |= {"fingerprint": loaded.fingerprint, "num_unread": loaded.num_unread}
-        return told | {"paused": await engine.is_paused() and not (self._switching.locked() or self._broken)}  # by somebody else, that is
+        return told | {"paused": await engine.is_paused() and not (self._switching.locked() or self._broken)}  # paused by someone else
 
     async def _prove(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
-        """What `_fingerprint` says, and the canary's log-probabilities under the version that serves."""
+        """Return the answer of `_fingerprint`, and the canary's log-probabilities under the version being served."""
         (tokens,) = read_body(body, tokens=list)
         canary, self._canary = self._canary, None
         if canary is None or canary.tokens != tokens:
@@ -228,7 +229,7 @@ class Inside:
         return told | {"logprobs": logprobs}
 
     async def _compare(self, engine: AsyncLLM, loaded: Loaded) -> None:
-        """Compare what is computed with again, for it may have changed since it was loaded; while its folder is there."""
+        """Compare the weights in use with their folder again, while it exists, since they may have changed after loading."""
         try:
             if files := [str(path) for path in files_of(loaded.folder)]:
                 await engine.collective_rpc("offbeat_compare", args=(files,))
@@ -237,11 +238,12 @@ class Inside:
             raise
 
     async def _adapter(self, engine: AsyncLLM, body: bytes) -> dict[str, Any]:
-        """What there is to say of an adapter.
+        """Report on an adapter.
 
         Returns:
-            `fingerprint` of the folder that it was loaded from, as it was then; `wrong`, tensors in it that are not computed with, and
-            `num_unread`, of which nobody can tell, or null if of none; and the `priority` that proofs of it may have.
+            `fingerprint` of the folder when the adapter was loaded from it; `wrong`, the tensors in it that the server does not compute
+            with; `num_unread`, the number of tensors that cannot be compared, or null if nothing is known; and the `priority` that its
+            proofs may use.
         """
         (name,) = read_body(body, name=str)
         answer = {
@@ -253,7 +255,7 @@ class Inside:
         return answer
 
     async def _load_adapter(self, scope: Any, receive: Any, send: Any) -> None:
-        """Let vLLM load an adapter, and then remember what was in its folder."""
+        """Let vLLM load an adapter, and then record the fingerprint of its folder."""
         body = await Request(scope, receive).body()
         statuses: list[int] = []
 
@@ -272,18 +274,18 @@ class Inside:
 
 @dataclasses.dataclass(frozen=True)
 class Canary:
-    """Tokens whose log-probabilities were asked for, ahead of what waits."""
+    """Tokens whose log-probabilities were requested, ahead of waiting requests."""
 
     tokens: list[int]
     collectors: list[Any]
 
     @classmethod
     async def ask(cls, engine: AsyncLLM, tokens: list[int]) -> "Canary":
-        """Queue what it takes, also while the server is paused."""
+        """Queue the requests that score the canary; works also while the server is paused."""
         if len(tokens) < 2 or not all(type(token) is int and token >= 0 for token in tokens):
             raise RefusedError(f"a canary is two tokens or more, got {str(tokens)[:200]}")
         settings = {"max_tokens": 1, "temperature": 1.0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
-        if engine.vllm_config.lora_config is not None and current_platform.is_cpu():  # log-probabilities of a prompt end it
+        if engine.vllm_config.lora_config is not None and current_platform.is_cpu():  # prompt_logprobs crash vLLM there
             asked = [
                 (tokens[:end], SamplingParams(logprobs=1, logprob_token_ids=[tokens[end]], **settings)) for end in range(1, len(tokens))]
         else:
@@ -294,7 +296,7 @@ class Canary:
             for prompt, params in asked])
 
     async def answer(self) -> tuple[list[float], int]:
-        """The log-probability of each token but the first, and the version that gave them."""
+        """Return the log-probability of each token but the first, and the version that scored them."""
         outputs = [await collector.get() for collector in self.collectors]
         versions = {_number(span.version) for output in outputs for span in output.outputs[0].weight_versions or ()}
         if len(versions) != 1:
@@ -305,19 +307,19 @@ class Canary:
 
 
 class WorkerExtension:
-    """What vLLM's worker can do beside its own methods."""
+    """Methods added to vLLM's worker."""
 
     model_runner: Any
     _offbeat_readback: ReadBack | None = None
 
     def offbeat_load(self, files: list[str], started_with: list[str]) -> dict[str, Any]:
-        """Load safetensors files over the weights that are there, on this worker's accelerator or CPU.
+        """Load safetensors files over the current weights, on this worker's accelerator or CPU.
 
         Returns:
-            The fingerprint of what was read, and how many tensors could not be compared with what is computed with now.
+            The fingerprint of what was read, and the number of tensors that could not be compared with those in use.
 
         Raises:
-            RuntimeError: what is computed with is something else.
+            RuntimeError: the weights in use differ from the files.
         """
         model = self.model_runner.get_model()
         if self._offbeat_readback is None:
@@ -328,13 +330,13 @@ class WorkerExtension:
         return {"fingerprint": fingerprint_files(files), "num_unread": self.offbeat_compare(files)}
 
     def offbeat_compare(self, files: list[str]) -> int:
-        """Compare the files of what was loaded last with what is computed with now.
+        """Compare the files of the version loaded last with the weights in use.
 
         Returns:
-            How many tensors could not be compared.
+            The number of tensors that could not be compared.
 
         Raises:
-            RuntimeError: what is computed with is something else.
+            RuntimeError: the weights in use differ from the files.
         """
         assert self._offbeat_readback is not None, "they were loaded"
         wrong, unread = self._offbeat_readback.check(files)
@@ -343,13 +345,13 @@ class WorkerExtension:
         return len(unread)
 
     def offbeat_adapter(self, number: int, folder: str) -> tuple[list[str], list[str]]:
-        """See `check_adapter`; of the adapter that vLLM knows by that number."""
+        """Run `check_adapter` on the adapter that vLLM knows by that number."""
         return check_adapter(self.model_runner.lora_manager._adapter_manager, number, folder)
 
 
 def repack_heads(model: torch.nn.Module) -> None:
-    """Pack the output head for the CPU's kernels again: a reload leaves a tied head with its packed copy of the old weights."""
-    # Only vLLM for CPUs has these.
+    """Repack the output head for the CPU's kernels: after a reload a tied head still has its packed copy of the old weights."""
+    # Only vLLM for CPUs has these modules.
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: PLC0415
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # noqa: PLC0415
 
@@ -362,10 +364,10 @@ def repack_heads(model: torch.nn.Module) -> None:
 
 
 def read_body(body: bytes, **fields: Any) -> list[Any]:
-    """A JSON object's fields, in order: for each its type, or its default.
+    """Read the named fields of a JSON object, in order; each is given with its type, or with its default.
 
     Raises:
-        RefusedError: one is missing or of another type.
+        RefusedError: a field is missing or has another type.
     """
     try:
         given = json.loads(body)
@@ -382,7 +384,7 @@ def read_body(body: bytes, **fields: Any) -> list[Any]:
 
 
 def with_versions(form: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's function that forms an answer, with the version of each token in it."""
+    """Wrap vLLM's function that builds an answer, so that the answer holds the version of each token."""
 
     @wraps(form)
     def formed(self: Any, results: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -397,9 +399,10 @@ def with_versions(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_interface() -> None:
-    """
+    """Check that this vLLM has the interfaces that are used here.
+
     Raises:
-        RuntimeError: this version of vLLM lacks what is used here.
+        RuntimeError: an interface is missing.
     """
     missing = [f"AsyncLLM.{name}" for name in _METHODS if not hasattr(AsyncLLM, name)]
     if "weight_versions" not in {field.name for field in dataclasses.fields(CompletionOutput)}:
@@ -411,7 +414,7 @@ def check_interface() -> None:
 
 
 def goes_ahead(engine: AsyncLLM) -> bool:
-    """Whether priorities are heard."""
+    """Whether the scheduler honours priorities."""
     return engine.vllm_config.scheduler_config.policy == "priority"
 
 
@@ -420,7 +423,7 @@ async def _live(engine: AsyncLLM) -> int:
 
 
 def _number(version: str) -> int:
-    """vLLM calls what it was started with "default"."""
+    """Parse a version; vLLM calls the weights that it started with "default"."""
     return _FIRST_VERSION if version == "default" else int(version)
 
 

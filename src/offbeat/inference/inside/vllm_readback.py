@@ -1,9 +1,9 @@
-"""What a vLLM worker computes with, read back and compared with what it was given. Used by `vllm_inside`, beside it in vLLM's processes.
+"""Reads back the weights that a vLLM worker computes with and compares them with those it was given. Used by `vllm_inside`.
 
-vLLM fuses weights, and packs them for its kernels, so that most are not there any more as they came. But a linear layer can be asked: rows
-that are zero but for a one give columns of its matrix, exactly, by the kernel that serves. A tensor is compared where that works at all,
-which is tried on the weights that the server was started with; others are counted, and nothing is said of them. Adapters stay as
-they came, and are compared whole.
+vLLM fuses weights and packs them for its kernels, so that most no longer exist in their original form. But a linear layer can be probed:
+one-hot rows as input return columns of its matrix, exactly, by the kernel that serves. A tensor is compared where that works, which is
+tried on the weights that the server started with; the others are counted, and nothing is claimed about them. Adapters keep their original
+form and are compared completely.
 """
 
 import json
@@ -23,10 +23,10 @@ _LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.wei
 
 
 class ReadBack:
-    """Reads back what a model computes with."""
+    """Reads back the weights that a model computes with."""
 
     def __init__(self, model: nn.Module, files: Sequence[str]) -> None:
-        """`files` hold the weights that it has now, as they came; none where nobody knows them, and then nothing can be read back."""
+        """`files` hold the model's current weights in their original form; without files nothing can be read back."""
         self._modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
         self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
         self._tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
@@ -35,13 +35,17 @@ class ReadBack:
         self._readable = {name for name, same in self._compare(files, every=True) if same}
 
     def check(self, files: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Names of tensors in the files that the model does not compute with, although it should; and of those of which nobody can tell."""
+        """Compare the tensors in the files with the weights in use.
+
+        Returns:
+            Names of tensors that differ from those in use, and names of tensors that cannot be compared.
+        """
         found = dict(self._compare(files, every=False))
         return [name for name, same in found.items() if same is False], [name for name, same in found.items() if same is None]
 
     @torch.inference_mode()
     def _compare(self, files: Sequence[str], *, every: bool) -> Iterable[tuple[str, bool | None]]:
-        """Whether each tensor serves; None where that cannot be read."""
+        """Yield for each tensor whether it equals the one in use; None where that cannot be read."""
         self._turn += 1
         shapes: dict[str, torch.Size] = {}
         for name, tensor in read_files(files):
@@ -58,7 +62,7 @@ class ReadBack:
                     yield label, None if every else False
 
     def _places(self, name: str, shapes: Mapping[str, torch.Size]) -> Iterable[tuple[str, nn.Module | None, int]]:
-        """Where a tensor serves: a label, the module, and the first of its rows there. The embedding of tied models serves twice."""
+        """Yield the places of a tensor: a label, the module, and its first row there. The embedding of a tied model has two places."""
         path, _, kind = name.rpartition(".")
         last = path.rpartition(".")[2]
         parent = path.removesuffix(last)
@@ -74,7 +78,7 @@ class ReadBack:
 
 
 def _live(module: Any, name: str, tensor: Tensor, offset: int, turn: int) -> tuple[Tensor, Tensor]:
-    """What a module computes with in a tensor's place, and what it has to be: of a matrix, other columns each turn."""
+    """Return the numbers in use in a tensor's place, and those they must equal; for a matrix, a few columns, different ones each turn."""
     rows = slice(offset, offset + len(tensor))
     kind = name.rpartition(".")[2]
     if kind != "weight" or tensor.ndim != 2 or not hasattr(module, "quant_method") or type(module).__name__ == "VocabParallelEmbedding":
@@ -89,19 +93,19 @@ def _live(module: Any, name: str, tensor: Tensor, offset: int, turn: int) -> tup
 
 @torch.inference_mode()
 def check_adapter(manager: Any, number: int, folder: str) -> tuple[list[str], list[str]]:
-    """Compare what an adapter computes with against its folder.
+    """Compare the weights in use for an adapter with its folder.
 
     Args:
         manager: vLLM's `LoRAModelManager`.
-        number: by which it knows the adapter.
+        number: the number by which vLLM knows the adapter.
 
     Returns:
-        Names of tensors in the folder that are not computed with, and of layers that compute with something although they are not in it;
-        and names of tensors of which nobody can tell.
+        Names of tensors in the folder that are not in use as they are there, with layers that use weights not in the folder; and names of
+        tensors that cannot be compared.
     """
     tensors = dict(read_files(files_of(folder)))
     slots = list(getattr(manager, "lora_index_to_id", ()))
-    if number not in slots:  # it has made room, and is read from its folder again when it is asked for
+    if number not in slots:  # it was evicted, and will be read from its folder again when it is requested
         return [], list(tensors)
     slot, scaling = slots.index(number), _scaling(folder)
     wrong, unread, seen = [], [], set()
@@ -119,14 +123,14 @@ def check_adapter(manager: Any, number: int, folder: str) -> tuple[list[str], li
         wanted[: given.shape[0], : given.shape[1]] = given
         wrong += [] if torch.equal(live, wanted) else [name]
     for name, module in manager.modules.items() if not unread else ():
-        stacked = module.lora_b_stacked  # a tuple, but of the head
+        stacked = module.lora_b_stacked  # a tuple, except for the output head
         for part, outputs in enumerate((stacked,) if isinstance(stacked, Tensor) else stacked):
             wrong += [name] if (module, part) not in seen and outputs[slot].any() else []
     return wrong, unread
 
 
 def _lora_place(manager: Any, path: str) -> tuple[Any, int] | None:
-    """The layer that an adapted one has become, and which part of it; None where it lies otherwise than it came."""
+    """Return the adapted layer and the part of it; None where the weights are stored in another form."""
     parent, _, last = path.rpartition(".")
     places = {path: 0} | {
         f"{parent}.{fused}": list(parts).index(last) for fused, parts in manager.packed_modules_mapping.items() if last in parts}
@@ -139,6 +143,6 @@ def _lora_place(manager: Any, path: str) -> tuple[Any, int] | None:
 
 
 def _scaling(folder: str) -> float:
-    """What B is multiplied with when it is loaded."""
+    """Return the factor that B is multiplied by when it is loaded."""
     config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
     return config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
