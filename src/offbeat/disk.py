@@ -4,6 +4,7 @@ Without that, closed files and new names stay in the kernel's memory for up to h
 something as saved: the checkpoints of runs, and the service's checkpoints, answers and identity. Errors are those of the operating system.
 """
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -32,3 +33,9 @@ def write_file(path: Path, data: bytes) -> None:
     sync(part)
     part.replace(path)
     sync(path.parent)
+
+
+def sha256(path: Path) -> str:
+    """Return the checksum of a file as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

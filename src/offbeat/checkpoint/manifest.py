@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from offbeat.disk import sha256
+
 MARKER = "complete.json"
 
 _NUM_THREADS = 4
@@ -27,7 +29,7 @@ def seal(folder: Path, step: int, state: bytes) -> bytes:
     """
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         names = _names(folder)
-        sums = pool.map(_digest, (folder / name for name in names))
+        sums = pool.map(sha256, (folder / name for name in names))
         files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in zip(names, sums, strict=True)}
     marker = {**json.loads(state), "step": step, "files": files}
     return json.dumps(marker | {"checksum": _checksum(marker)}, separators=(",", ":")).encode()
@@ -91,14 +93,9 @@ def _checksum(marker: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _digest_or_reason(path: Path) -> tuple[str, str]:
     try:
-        return _digest(path), ""
+        return sha256(path), ""
     except OSError as exc:
         return "", _reason(exc)
 

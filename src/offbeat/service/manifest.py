@@ -3,14 +3,13 @@
 Called by `checkpoints`, on its threads.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from offbeat.disk import sync
+from offbeat.disk import sha256, sync
 from offbeat.errors import StorageError
 from offbeat.service.orphans import FOLDER
 from offbeat.weights.adapters import AdapterManifest
@@ -38,9 +37,8 @@ class CheckpointError(StorageError):
     """A checkpoint's files are damaged or missing, or cannot be written. The message is for clients, and does not say where they are."""
 
 
-def _digest(path: Path) -> File:
-    with path.open("rb") as file:
-        return File(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+def _described(path: Path) -> File:
+    return File(sha256(path), path.stat().st_size)
 
 
 def seal(folder: Path, adapter: AdapterManifest | None) -> int:
@@ -50,7 +48,7 @@ def seal(folder: Path, adapter: AdapterManifest | None) -> int:
         CheckpointError: the folder cannot be read or written.
     """
     try:
-        files = {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
+        files = {path.name: _described(path) for path in sorted(folder.iterdir()) if path.is_file()}
         (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(files, adapter)))
         for path in (*(folder / name for name in files), folder / MANIFEST, folder, folder.parent):
             sync(path)
@@ -82,7 +80,7 @@ def verify(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
         try:
-            found = _digest(folder / name)
+            found = _described(folder / name)
         except OSError as exc:
             raise CheckpointError(f"the checkpoint folder {folder.name} is damaged: {name} cannot be read; use another one") from exc
         if found != expected:

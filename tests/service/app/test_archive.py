@@ -11,8 +11,7 @@ from peft import PeftConfig
 from safetensors.numpy import load
 
 from http_serving import Answer, Client, Serve
-from offbeat.service.app.archive import Archives, stream
-from offbeat.service.types import Caller
+from offbeat.service.app.archive import stream
 from protocol import finished, model_of, session_of
 
 
@@ -87,15 +86,3 @@ def test_an_adapter_is_downloaded_as_one_file_while_whoever_asked_may_have_it(se
         assert (await client.of("").get("archives/nothing.tar")).status == 404
 
     serve(body)
-
-
-def test_links_expire_and_are_not_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, files = [1000.0], {"a": Path("a")}
-    monkeypatch.setattr("offbeat.service.app.archive.time.time", lambda: now[0])
-    monkeypatch.setattr("offbeat.service.app.archive._MAX_LINKS", 3)
-    archives = Archives(None)  # type: ignore[arg-type]
-    tokens = [archives._add(Caller("alice"), "path", files)[0] for _ in range(5)]
-    assert list(archives._links) == tokens[2:] and min(map(len, tokens)) >= 32
-    now[0] += 3601
-    late, _ = archives._add(Caller("alice"), "path", files)
-    assert list(archives._links) == [late]

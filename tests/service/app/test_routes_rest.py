@@ -1,14 +1,12 @@
 """Runs, checkpoints and sessions over HTTP."""
 
-import time
 from pathlib import Path
 
-import pytest
 from peft import PeftConfig
 from safetensors.numpy import load
 
 from http_serving import Client, Serve
-from offbeat.service.app.routes_rest import Export, Links
+from offbeat.service.app.routes_rest import Export, Exports
 from offbeat.service.errors import UnknownError
 from offbeat.service.types import Caller
 from protocol import finished, model_of, session_of
@@ -97,18 +95,7 @@ def test_wrong_pages_and_paths_are_one_sentence(serve: Serve) -> None:
 ALICE, BOB = Caller("alice"), Caller("bob")
 
 
-@pytest.mark.parametrize("later_s", [0, 4000])
-def test_links_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later_s: float) -> None:
-    (tmp_path / "a").write_text("content")
-    links = Links(lambda *_: "folder")
-    token, expires = links.make(Export(ALICE, "path", "folder"), {"a": tmp_path / "a"})
-    assert len(token) >= 32 and expires > time.time() + 3000
-    now = time.time() + later_s
-    monkeypatch.setattr("offbeat.service.app.routes_rest.time.time", lambda: now)
-    assert bool(links.find(token, "a")) is (later_s == 0) and not links.find(token, "b") and not links.find("x", "a")
-
-
-def test_links_end_with_what_they_lead_to_and_do_not_grow_in_number(tmp_path: Path) -> None:
+def test_links_end_with_what_they_lead_to(tmp_path: Path) -> None:
     readers = {"one": {ALICE, BOB}, "two": {ALICE}}
 
     def folder_of(caller: Caller, path: str) -> str:
@@ -116,19 +103,17 @@ def test_links_end_with_what_they_lead_to_and_do_not_grow_in_number(tmp_path: Pa
             raise UnknownError("there is no such export")
         return f"folder of {path}"
 
-    links, files = Links(folder_of), {"a": tmp_path / "a"}
+    exports, files = Exports(folder_of), {"a": tmp_path / "a"}
     tokens = {
-        (caller, path): links.make(Export(caller, path, f"folder of {path}"), files)[0] for path in readers for caller in (ALICE, BOB)}
-    assert all(links.make(Export(*key, f"folder of {key[1]}"), files)[0] == token for key, token in tokens.items())
-    assert [key for key, token in tokens.items() if links.find(token, "a")] == [(ALICE, "one"), (BOB, "one"), (ALICE, "two")]
+        (caller, path): exports.link(Export(caller, path, f"folder of {path}", files))[0] for path in readers for caller in (ALICE, BOB)}
+    assert [key for key, token in tokens.items() if exports.find(token, "a")] == [(ALICE, "one"), (BOB, "one"), (ALICE, "two")]
+    assert not exports.find(tokens[ALICE, "one"], "b") and not exports.find("x", "a")
     readers["one"].remove(BOB)
-    assert not links.find(tokens[BOB, "one"], "a") and links.find(tokens[ALICE, "one"], "a")
-    links.end("one")
-    assert not links.find(tokens[ALICE, "one"], "a") and links.find(tokens[ALICE, "two"], "a")
-    assert not links.find(links.make(Export(ALICE, "two", "the folder before"), files)[0], "a"), "it was replaced"
-    for number in range(10_001):
-        links.make(Export(ALICE, "two", str(number)), files)
-    assert len(links._links) == len(links._token_of) == 10_000 and not links.find(tokens[ALICE, "two"], "a")
+    assert not exports.find(tokens[BOB, "one"], "a") and exports.find(tokens[ALICE, "one"], "a")
+    exports.end("one")
+    assert not exports.find(tokens[ALICE, "one"], "a") and exports.find(tokens[ALICE, "two"], "a")
+    replaced, _ = exports.link(Export(ALICE, "two", "the folder before", files))
+    assert not exports.find(replaced, "a")
 
 
 def test_a_run_shows_its_newest_checkpoints_however_many_there_are(serve: Serve) -> None:

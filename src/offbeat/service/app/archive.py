@@ -3,9 +3,7 @@
 import asyncio
 import io
 import json
-import secrets
 import tarfile
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,14 +14,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from offbeat.errors import StorageError
+from offbeat.service.app.links import Links
 from offbeat.service.app.reply import Call, Endpoint, answer, refusal
 from offbeat.service.errors import RequestError
 from offbeat.service.service import Service
 from offbeat.service.types import Caller
 from offbeat.service.wire import rest
 
-_LINK_S = 3600.0
-_MAX_LINKS = 10_000
 _COMPLETE = "checkpoint_complete"
 """Name of an empty file by which clients see that nothing is missing."""
 _ABOUT = "adapter_config.json"
@@ -31,13 +28,12 @@ _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Link:
-    """Who may fetch which adapter, and until when. If the adapter is replaced under the same name, its files differ."""
+class _Archive:
+    """An adapter, and the caller who asked for its link. If the adapter is replaced under the same name, its files differ."""
 
     caller: Caller
     path: str
-    files: Mapping[str, Path]
-    expires: float
+    files: tuple[tuple[str, Path], ...]
 
 
 class Archives:
@@ -45,7 +41,7 @@ class Archives:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._links: dict[str, _Link] = {}  # oldest first
+        self._links: Links[_Archive] = Links()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -60,23 +56,15 @@ class Archives:
     async def _make(self, call: Call) -> Response:
         path = f"tinker://{call.param('run')}/{call.param('segment')}/{call.param('name')}"
         files, _ = await asyncio.to_thread(self._service.adapter_files, call.caller, path)
-        token, expires = self._add(call.caller, path, files)
+        token, expires = self._links.add(_Archive(call.caller, path, tuple(files.items())))
         return answer(rest.archive_url(f"{call.http.base_url}api/v1/archives/{token}.tar", expires=expires))
 
-    def _add(self, caller: Caller, path: str, files: Mapping[str, Path]) -> tuple[str, float]:
-        now = time.time()
-        while self._links and (len(self._links) >= _MAX_LINKS or next(iter(self._links.values())).expires <= now):
-            del self._links[next(iter(self._links))]
-        token = secrets.token_urlsafe(24)
-        self._links[token] = _Link(caller, path, files, now + _LINK_S)
-        return token, now + _LINK_S
-
     async def _fetch(self, http: Request) -> Response:
-        link = self._links.get(http.path_params["token"])
+        archive = self._links.find(http.path_params["token"])
         try:
-            if link is not None and link.expires > time.time():
-                files, base_model = await asyncio.to_thread(self._service.adapter_files, link.caller, link.path)
-                if files == link.files:
+            if archive is not None:
+                files, base_model = await asyncio.to_thread(self._service.adapter_files, archive.caller, archive.path)
+                if tuple(files.items()) == archive.files:
                     return stream(files, base_model=base_model)
         except (RequestError, StorageError, OSError):
             pass  # the adapter was deleted, replaced, made private or damaged

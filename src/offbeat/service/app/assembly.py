@@ -13,7 +13,7 @@ from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.metrics import StatusCollector, scrape
 from offbeat.service.app.reply import Served
-from offbeat.service.app.routes_rest import Links, RestRoutes
+from offbeat.service.app.routes_rest import Exports, RestRoutes
 from offbeat.service.app.routes_sampling import SamplingRoutes
 from offbeat.service.app.routes_session import SessionRoutes
 from offbeat.service.app.routes_training import TrainingRoutes
@@ -38,7 +38,7 @@ def open_front(
     names: Names = LOCAL_NAMES, max_requests_of_one: int = 2048, incidents: Incidents | None = None,
 ) -> Front:
     """Assemble the application; see `make_app`. `incidents` concern ranks and engines."""
-    registry, links, archives = CollectorRegistry(), Links(service.external_folder), Archives(service)
+    registry, exports, archives = CollectorRegistry(), Exports(service.external_folder), Archives(service)
     journal, incidents = Journal(registry), incidents or Incidents()
 
     def status() -> Status:
@@ -54,9 +54,9 @@ def open_front(
     registry.register(StatusCollector(status))
     endpoints = [
         *SamplingRoutes(service, sampling, served).endpoints,  # requested most often, and routes are tried in order
-        *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, links).endpoints,
+        *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, exports).endpoints,
         archives.endpoint]
-    public = [*page.routes, links.route, archives.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
+    public = [*page.routes, exports.route, archives.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]
     app = make_app(
         endpoints, public, keys=keys, bodies=Bodies(max_body_bytes), journal=journal, names=names, max_requests_of_one=max_requests_of_one)
     return Front(app, page)

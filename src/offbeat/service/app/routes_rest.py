@@ -1,16 +1,15 @@
 """Endpoints over runs, checkpoints and sessions, as used by the SDK's RestClient and command line. All of them answer at once."""
 
 import asyncio
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from offbeat.service.app.links import Links
 from offbeat.service.app.reply import Call, Endpoint, answer, refusal
 from offbeat.service.app.sdk import knows_external
 from offbeat.service.errors import BadRequestError, RequestError
@@ -21,17 +20,15 @@ from offbeat.service.wire.bodies import CopyWeightsBody, TtlBody, WeightsInfoBod
 
 _RUN = "/api/v1/training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{segment}/{name}"
-_LINK_S = 3600.0
-_MAX_LINKS = 10_000
 _MAX_PAGE = 1000
 
 
 class RestRoutes:
     """Endpoints over runs, checkpoints and sessions."""
 
-    def __init__(self, service: Service, links: "Links") -> None:
+    def __init__(self, service: Service, exports: "Exports") -> None:
         self._service = service
-        self._links = links
+        self._exports = exports
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -79,7 +76,7 @@ class RestRoutes:
 
     async def _delete(self, call: Call) -> Response:
         await self._service.delete_checkpoint(call.caller, _path(call))
-        self._links.end(_path(call))
+        self._exports.end(_path(call))
         return Response(status_code=204)
 
     async def _publish(self, call: Call) -> Response:
@@ -88,7 +85,7 @@ class RestRoutes:
 
     async def _unpublish(self, call: Call) -> Response:
         await self._service.set_public(call.caller, _path(call), public=False)
-        self._links.end(_path(call))
+        self._exports.end(_path(call))
         return Response(status_code=204)
 
     async def _set_ttl(self, call: Call) -> Response:
@@ -97,9 +94,9 @@ class RestRoutes:
 
     async def _urls(self, call: Call) -> Response:
         path = _path(call)
-        export = Export(call.caller, path, self._service.external_folder(call.caller, path))
+        folder = self._service.external_folder(call.caller, path)
         files = await asyncio.to_thread(self._service.external_files, call.caller, path)
-        token, expires = self._links.make(export, files)
+        token, expires = self._exports.link(Export(call.caller, path, folder, files))
         base = f"{call.http.base_url}api/v1/external/{token}"
         return answer(rest.external_weights_urls({name: f"{base}/{name}" for name in files}, expires=expires))
 
@@ -124,52 +121,32 @@ class RestRoutes:
 
 @dataclass(frozen=True)
 class Export:
-    """An export and the caller who asked for its link. An export that replaces another under the same name is in another folder."""
+    """An export, its files by name, and the caller who asked for its link.
+
+    An export that replaces another under the same name is in another folder.
+    """
 
     caller: Caller
     path: str
     folder: str
+    files: Mapping[str, Path] = field(compare=False)
 
 
-@dataclass(frozen=True)
-class _Link:
-    export: Export
-    files: Mapping[str, Path]
-    expires: float
-
-
-class Links:
-    """URLs of exported files, which nobody can guess and which expire. They need no key, because clients send none.
-
-    A link is valid as long as its requester may read the export, and ends when the export is made private or deleted.
-    """
+class Exports:
+    """Links to exported files. A link is valid while its requester may read the export, and ends when that is unpublished or deleted."""
 
     def __init__(self, folder_of: Callable[[Caller, str], str]) -> None:
         """`folder_of` returns the folder of the export at a path for a caller; it raises RequestError if there is none for that caller."""
         self._folder_of = folder_of
-        self._links: dict[str, _Link] = {}  # oldest first
-        self._token_of: dict[Export, str] = {}
+        self._links: Links[Export] = Links()
 
-    def make(self, export: Export, files: Mapping[str, Path]) -> tuple[str, float]:
-        """Return a token for the files, given by name, and its expiry in seconds since the epoch; reuse one that lasts long enough."""
-        now = time.time()
-        while self._links and (len(self._links) >= _MAX_LINKS or next(iter(self._links.values())).expires <= now):
-            self._drop(next(iter(self._links)))
-        if (known := self._token_of.get(export)) is not None and self._links[known].expires > now + _LINK_S / 2:
-            return known, self._links[known].expires
-        token, expires = secrets.token_urlsafe(24), now + _LINK_S
-        self._links[token], self._token_of[export] = _Link(export, dict(files), expires), token
-        return token, expires
+    def link(self, export: Export) -> tuple[str, float]:
+        """Return a token for an export, and its expiry in seconds since the epoch."""
+        return self._links.add(export)
 
     def end(self, path: str) -> None:
-        """End all links to an export."""
-        for token in [token for token, link in self._links.items() if link.export.path == path]:
-            self._drop(token)
-
-    def _drop(self, token: str) -> None:
-        export = self._links.pop(token).export
-        if self._token_of.get(export) == token:
-            del self._token_of[export]
+        """End all links to the export at a path."""
+        self._links.end(lambda export: export.path == path)
 
     @property
     def route(self) -> Route:
@@ -178,8 +155,8 @@ class Links:
 
     def find(self, token: str, name: str) -> Path | None:
         """Return the file that a link refers to, or None if the link is not valid."""
-        link = self._links.get(token)
-        return link.files.get(name) if link is not None and link.expires > time.time() and self._stands(link.export) else None
+        export = self._links.find(token)
+        return export.files.get(name) if export is not None and self._stands(export) else None
 
     def _stands(self, export: Export) -> bool:
         try:
