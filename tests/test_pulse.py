@@ -75,6 +75,8 @@ def test_frames_of_torch_tell_a_victim_from_a_rank_that_computes_or_writes() -> 
     assert frame_in("/lib/torch/distributed/distributed_c10d.py")
     assert frame_in("/lib/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py")
     assert frame_in("/lib/torch/autograd/graph.py", "_engine_run_backward")
+    assert frame_in("/lib/torch/nn/parallel/distributed.py", "_pre_forward")
+    assert not frame_in("/lib/torch/nn/parallel/distributed.py", "_run_ddp_forward")
     assert not frame_in("/lib/torch/nn/functional.py")
     assert not frame_in("/lib/torch/distributed/checkpoint/filesystem.py")
     assert not frame_in("/home/me/reward.py")

@@ -32,6 +32,10 @@ MARGIN_S = 0.25
 _OWN_SHARE, _HELPERS_SHARE = 0.01, 0.05
 """Minimum CPU share of one core for a thread that computes, and for the library threads beside it, some of which never rest entirely."""
 
+_COLLECTIVE_CALLS = {("nn/parallel/distributed.py", "_pre_forward")}
+"""Files of torch outside its distributed code, and functions, in which ranks wait for each other: DDP agrees on its buckets once, before a
+forward pass."""
+
 _TASKS = Path("/proc/self/task")
 
 
@@ -137,7 +141,7 @@ def in_collective(frame: FrameType | None) -> bool:
     while frame is not None and "/torch/" in (file := frame.f_code.co_filename):
         if "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file:
             return True
-        if frame.f_code.co_name == "_engine_run_backward":
+        if (file.rpartition("/torch/")[2], frame.f_code.co_name) in _COLLECTIVE_CALLS or frame.f_code.co_name == "_engine_run_backward":
             return True
         frame = frame.f_back
     return False

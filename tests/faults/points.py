@@ -81,7 +81,7 @@ PLACES = (
     Point("read_checkpoint", 1, everywhere=True, inside=True),
     Point("forward", everywhere=True, inside=True),
     Point("backward", everywhere=True, inside=True),
-    Point("optimizer", everywhere=True, inside=True),
+    Point("optimizer", 1, everywhere=True, inside=True),  # a step without any advantage has none
     Point("copy_weights", 1, everywhere=True, inside=True),
     Point("write_weights", 1, everywhere=True, inside=True, rank=0, timeout_s=WRITE_TIMEOUT_S),
     Point("offer_weights", 1, everywhere=True, inside=True, settings={"weights.channel": "collective"}),
