@@ -1,18 +1,34 @@
 """Lets every test import the helpers beside this file, shares what is slow to make, and undoes what a test did to logging."""
 
 import logging
+import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from faults.workshop import workshop
 from small_run import SmallRun, build_small_model, offbeat, start_offbeat
 from waiting import wait_until
+
+# The same examples at every run, however slow the machine is.
+settings.register_profile("offbeat", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("offbeat")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """What a test draws without a seed of its own is the same whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +73,8 @@ def stopped_run(tmp_path_factory, model_dir):
     root = tmp_path_factory.mktemp("stopped")
     run = SmallRun(root, model_dir)
     with start_offbeat("train", *run.arguments(run__total_steps="100000"), "--json") as process:
-        wait_until(lambda: len(run.metrics()) > 2 or process.poll() is not None, timeout_s=60)
+        wait_until(lambda: len(run.metrics()) > 2 or process.poll() is not None, timeout_s=120)
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=60)
     run.done = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
     return run

@@ -5,6 +5,8 @@ Both serve the same small models with strong weights, whose references are Huggi
 
 import asyncio
 import os
+import re
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.protocol import Interrupt, Manifest
 from small_run import small_config
+from waiting import until
 
 T = TypeVar("T")
 Body = Callable[[EngineClient], Awaitable[T]]
@@ -144,6 +147,19 @@ class Engine:
                 return await body(EngineClient("engine 0", self.url, http.session, dialect=self.dialect, api_key=self.key))
 
         return asyncio.run(main())
+
+    async def until_it_samples(self, *calls: "asyncio.Task[Any]") -> None:
+        """Wait for requests to run; none may be answered before that is seen."""
+        await until(lambda: self.num_running() > 0 or any(call.done() for call in calls))
+        assert not [call.result() for call in calls if call.done()], "answered before it was seen running"
+
+    def num_running(self) -> int:
+        """Samples under way."""
+        asked = urllib.request.Request(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self.key}"})
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            text = response.read().decode()
+        (count,) = re.findall(r"^(?:vllm:num_requests_running|offbeat_engine_running)(?:\{.*\})? (\d+)", text, re.M)
+        return int(count)
 
     def serve(self, folder: str) -> "Engine":
         """Have it serve these weights."""

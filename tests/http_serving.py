@@ -71,7 +71,7 @@ async def serving(app: Starlette) -> AsyncIterator[Client]:
         server = HttpServer(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await server.ready.wait()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as http:
             yield Client(f"http://127.0.0.1:{listener.getsockname()[1]}", http)
         server.should_exit = True
         await task

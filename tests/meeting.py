@@ -10,10 +10,10 @@ from offbeat.dist.sync import Sync
 
 @contextmanager
 def meeting(world, **config):
-    """The ranks' ends, by rank, and the store."""
-    store = host_store(5)
-    syncs = [
-        Sync.start(rank=rank, world=world, store=store, config=DistConfig(**config), hosts_store=False) for rank in range(world)]
+    """The ranks' ends, by rank, and the store. Ranks that live answer, however busy the machine is."""
+    store = host_store(60)
+    settings = DistConfig(**{"answer_timeout_s": 20} | config)
+    syncs = [Sync.start(rank=rank, world=world, store=store, config=settings, hosts_store=False) for rank in range(world)]
     try:
         yield syncs, store
     finally:

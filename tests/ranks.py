@@ -16,7 +16,7 @@ from offbeat.config.dist import DistConfig
 from offbeat.dist.mesh import connect_store, host_store, join, leave
 from waiting import wait_until
 
-CONFIG = DistConfig(init_timeout_s=60, collective_timeout_s=60)
+CONFIG = DistConfig(init_timeout_s=60, answer_timeout_s=3, collective_timeout_s=60)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
@@ -32,7 +32,7 @@ def run_ranks(function, *, world, argument=None, check=True, rank_0_hosts=False)
                 env=os.environ | ENVIRONMENT, stderr=output.with_suffix(".log").open("w"))
             for rank, output in enumerate(outputs)]
         try:
-            wait_until(lambda: all(map(_has_ended, processes)), timeout_s=90)
+            wait_until(lambda: all(map(_has_ended, processes)), timeout_s=180)
         finally:
             for process in processes:
                 process.kill()

@@ -87,7 +87,7 @@ class SmallRun:
         return [str(path), *(word for name, value in settings.items() for word in (f"--{name}", value))]
 
 
-def offbeat(*arguments: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+def offbeat(*arguments: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "offbeat", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False,
@@ -109,7 +109,7 @@ def start_torchrun(*arguments: str, world: int, env: dict[str, str] | None = Non
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT | (env or {}))
 
 
-def torchrun(*arguments: str, world: int, env: dict[str, str] | None = None, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, world: int, env: dict[str, str] | None = None, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
     """Run the command in SPMD mode to its end."""
     with start_torchrun(*arguments, world=world, env=env) as process:
         try:

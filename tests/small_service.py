@@ -55,7 +55,7 @@ class Open:
 
     async def outcome(self, request_id: str, caller: Caller = ALICE) -> Outcome:
         """Wait for a request as a client does."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while isinstance(answer := await self.service.retrieve(caller, request_id, timeout_s=20), Pending):
                 pass
         return self.answers[answer.data]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
@@ -44,7 +43,7 @@ def test_a_missed_deadline_names_the_wait_and_how_long_it_lasted() -> None:
         async with deadline("rank 3 to join", 0.05):
             await asyncio.sleep(60)
 
-    with pytest.raises(DeadlineError, match=r"waiting for rank 3 to join passed its deadline of 0\.05 s \(waited 0\.\d s\)"):
+    with pytest.raises(DeadlineError, match=r"waiting for rank 3 to join passed its deadline of 0\.05 s \(waited \d+\.\d s\)"):
         asyncio.run(body())
 
 
@@ -93,7 +92,7 @@ def test_gather_all_raises_the_first_error_and_leaves_nothing_running() -> None:
 
     async def main() -> None:
         with pytest.raises(ValueError, match="first"):
-            await gather_all([sleeper(), fail(0.01, "first"), fail(0.05, "second")])
+            await gather_all([sleeper(), fail(0.01, "first"), fail(30, "second")])
         assert sleeper.cancelled
         assert len(asyncio.all_tasks()) == 1
 
@@ -143,15 +142,18 @@ def test_an_error_of_the_main_work_is_raised_as_itself() -> None:
 
 
 def test_a_side_thread_gives_results_and_errors_and_runs_everything_in_one_thread() -> None:
+    let_go = threading.Event()
+
     async def main() -> None:
         side = SideThread("side")
-        first = await side.run("first", threading.get_ident, timeout_s=5)
-        assert await side.run("second", threading.get_ident, timeout_s=5) == first != threading.get_ident()
+        first = await side.run("first", threading.get_ident, timeout_s=60)
+        assert await side.run("second", threading.get_ident, timeout_s=60) == first != threading.get_ident()
         with pytest.raises(ZeroDivisionError):
-            await side.run("third", lambda: 1 // 0, timeout_s=5)
+            await side.run("third", lambda: 1 // 0, timeout_s=60)
         with pytest.raises(DeadlineError, match="waiting for a nap passed its deadline"):
-            await side.run("a nap", lambda: time.sleep(0.3), timeout_s=0.05)
-        assert await side.run("after it", lambda: "awake", timeout_s=5) == "awake"
+            await side.run("a nap", lambda: let_go.wait(60), timeout_s=0.05)
+        let_go.set()
+        assert await side.run("after it", lambda: "awake", timeout_s=60) == "awake"
         side.close()
 
     asyncio.run(main())
@@ -181,7 +183,7 @@ def test_a_stuck_side_thread_does_not_keep_the_process_from_ending() -> None:
         "import asyncio, time\nfrom offbeat.aio import SideThread\n"
         "asyncio.run(SideThread('side').run('sleep', lambda: time.sleep(60), timeout_s=0.1))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert "waiting for sleep passed its deadline of 0.1 s" in done.stderr
 
 

@@ -34,7 +34,7 @@ def test_two_steps_of_an_example_run(path: Path, tmp_path: Path) -> None:
     overrides = [word for key, value in {**_SMALL, "run.dir": tmp_path}.items() for word in (f"--{key}", str(value))]
     done = subprocess.run(
         [sys.executable, "-m", "offbeat", "train", str(path), "--json", *overrides],
-        cwd=_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False)
+        cwd=_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / path.stem
     result = json.loads((run_dir / "result.json").read_text())

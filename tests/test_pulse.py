@@ -117,7 +117,7 @@ def doze() -> None:
 def test_a_thread_that_sleeps_is_found_and_shown() -> None:
     (hang,), beats = watched(doze, for_s=10)
     assert hang.where == "'train_step' (backward)"
-    assert 0.5 <= hang.still_s < 1.5
+    assert 0.5 <= hang.still_s < 4
     assert hang.stack[-1].endswith("in doze: time.sleep(4)")
     assert hang.text("rank 1").startswith(f"rank 1 hangs in 'train_step' (backward): for {hang.still_s:.1f} s it has computed nothing")
     assert f", and stands at {hang.stack[-1]}\n  rank 1, innermost call last:\n" in hang.text("rank 1")

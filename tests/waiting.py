@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
     """Wait beside the event loop until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (nothing wakes this: the condition is another thread's or process's)

@@ -104,7 +104,7 @@ def test_a_busy_port_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
         command = [sys.executable, "-m", "offbeat", "engine", "--model", str(tmp_path), "--port", port]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr.splitlines()[-1]
 

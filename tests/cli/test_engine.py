@@ -20,7 +20,7 @@ from waiting import wait_until
 
 def post(url: str, body: dict) -> dict:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
 
 
@@ -40,9 +40,9 @@ def test_an_engine_answers_and_ends_at_ctrl_c(model_dir: str) -> None:
         tree = psutil.Process(process.pid).children(recursive=True)
         assert tree
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=15)
+        _, stderr = process.communicate(timeout=60)
         assert (process.returncode, stderr) == (0, "")
-        wait_until(lambda: not [child for child in tree if child.is_running()], timeout_s=5)
+        wait_until(lambda: not [child for child in tree if child.is_running()], timeout_s=30)
 
 
 def test_an_engine_beyond_this_machine_wants_a_key_which_no_argument_shows(

@@ -129,5 +129,5 @@ def loading(tmp_path: Path, *, background: bool = False) -> Iterator[subprocess.
 def test_an_interrupt_while_libraries_load_is_one_line(number: signal.Signals, background: bool, tmp_path: Path) -> None:
     with loading(tmp_path, background=background) as process:
         process.send_signal(number)
-        out, error = process.communicate(timeout=20)
+        out, error = process.communicate(timeout=50)
     assert (process.returncode, out, error) == (130, "", "offbeat: interrupted\n")

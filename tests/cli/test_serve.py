@@ -32,7 +32,7 @@ def server(model_dir: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str]
             assert process.stdout is not None
             lines = [process.stdout.readline() for _ in range(5)]
             found = re.search(r"at (http://127\.0\.0\.1:\d+);", "".join(lines))
-            assert found, "".join(lines) + process.communicate(timeout=30)[1]
+            assert found, "".join(lines) + process.communicate(timeout=90)[1]
             assert f"export TINKER_BASE_URL={found[1]}" in lines[2] and "TINKER_API_KEY=tml-" in lines[3] and "org/small" in lines[4]
             yield process, found[1]
         finally:
@@ -42,7 +42,7 @@ def server(model_dir: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str]
 def use(url: str, body: Callable[[Client], Awaitable[Any]]) -> Any:
     """What a test's body gives, given a client of the server."""
     async def main() -> Any:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as http:
             return await body(Client(url, http))
 
     return asyncio.run(main())
@@ -61,9 +61,9 @@ def test_ctrl_c_saves_every_model_and_leaves_nothing(model_dir: str, tmp_path: P
         tree = psutil.Process(process.pid).children(recursive=True)
         assert main(["serve", "--model", model_dir, "--port", "0", "--data-dir", str(folder)]) == 2, "the folder is taken"
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=40)
+        stdout, stderr = process.communicate(timeout=120)
         assert (process.returncode, stderr) == (0, "") and "ending: saving every model" in stdout
-        wait_until(lambda: not any(child.is_running() for child in tree), timeout_s=10)
+        wait_until(lambda: not any(child.is_running() for child in tree), timeout_s=60)
     with closing(sqlite3.connect(folder / "service.db")) as database:
         ((state, step),) = database.execute("SELECT state_folder, step FROM models WHERE id = ?", (model,))
     assert step == 1 and (folder / "checkpoints" / state / "manifest.json").is_file()

@@ -103,7 +103,7 @@ def test_samples_end_at_every_end_token_of_the_model_and_hold_it(tmp_path: Path)
 
     async def main() -> list[Sample]:
         async with EngineSession() as http:
-            pool = EnginePool([EngineClient("engine 0", server.start(), http.session)], request_timeout_s=20)
+            pool = EnginePool([EngineClient("engine 0", server.start(), http.session)], request_timeout_s=60)
             pool.admit("engine 0", 0)
             return await pool.generate((13, 14, 15), sampling, n=16)
 

@@ -36,10 +36,10 @@ def test_engines_serve_and_one_that_dies_is_told_once_and_restarted(tmp_path: Pa
 
             async def check(url: str) -> None:
                 with pytest.raises(RefusedError, match="answered /health with 401: this engine wants its key"):
-                    await EngineClient("engine", url, http.session).health(timeout_s=5)
+                    await EngineClient("engine", url, http.session).health(timeout_s=60)
                 client = EngineClient("engine", url, http.session, api_key=group.key)
-                assert (await client.health(timeout_s=5))["version"] == -1
-                assert len(await client.generate((5, 6), Sampling(3), n=2, timeout_s=20)) == 2
+                assert (await client.health(timeout_s=60))["version"] == -1
+                assert len(await client.generate((5, 6), Sampling(3), n=2, timeout_s=60)) == 2
 
             for url in urls.values():
                 await check(url)
@@ -105,7 +105,7 @@ def test_one_engine_outside_of_any_run_ends_with_its_context(tmp_path: Path, mod
     async def main() -> int:
         async with serve_one(options, host="127.0.0.1", port=0, threads=1, device=None) as (url, worker):
             async with EngineSession() as http:
-                assert (await EngineClient("engine", url, http.session).health(timeout_s=5))["status"] == "ok"
+                assert (await EngineClient("engine", url, http.session).health(timeout_s=60))["status"] == "ok"
             os.kill(pid_of(worker), signal.SIGKILL)
             await until(lambda: not worker.alive)
             with pytest.raises(WorkerError, match="was killed by SIGKILL"):

@@ -24,8 +24,8 @@ SUPPORT = os.pathsep.join(filter(None, (str(Path(__file__).parents[1] / "support
 
 def make(kind: str) -> Launcher:
     if kind == "local":
-        return LocalLauncher(stop_timeout_s=5)
-    return RayLauncher(address="", num_cpus=4, start_timeout_s=60, stop_timeout_s=5)
+        return LocalLauncher(stop_timeout_s=30)
+    return RayLauncher(address="", num_cpus=4, start_timeout_s=60, stop_timeout_s=30)
 
 
 def check(kind: str, tmp_path: Path, body: Callable[[Launcher, Callable[[str, str], Awaitable[Worker]]], Awaitable[None]]) -> None:
@@ -42,7 +42,7 @@ def check(kind: str, tmp_path: Path, body: Callable[[Launcher, Callable[[str, st
         asyncio.run(main())
     finally:
         left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
-        psutil.wait_procs(left, timeout=5)
+        psutil.wait_procs(left, timeout=30)
         assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -64,38 +64,38 @@ def test_a_launcher_keeps_the_contract(kind: str, tmp_path: Path) -> None:
     async def body(launcher: Launcher, start: Callable[[str, str], Awaitable[Worker]]) -> None:
         first, second = await asyncio.gather(start("first", "handlers:Echo"), start("second", "handlers:Echo"))
         payload = os.urandom(300_000)
-        assert await first.call("echo", payload, timeout_s=20) == payload
-        assert await second.call("env", b"MARK", timeout_s=20) == b"second"
-        assert await second.call("env", b"OMP_WAIT_POLICY", timeout_s=20) == b"passive"
-        pids = [int(await worker.call("pid", timeout_s=20)) for worker in (first, second)]
+        assert await first.call("echo", payload, timeout_s=60) == payload
+        assert await second.call("env", b"MARK", timeout_s=60) == b"second"
+        assert await second.call("env", b"OMP_WAIT_POLICY", timeout_s=60) == b"passive"
+        pids = [int(await worker.call("pid", timeout_s=60)) for worker in (first, second)]
         assert len({os.getpid(), *pids}) == 3
         with pytest.raises(ConfigError, match="x must be 1, got 2"):
-            await first.call("ours", timeout_s=20)
+            await first.call("ours", timeout_s=60)
         with pytest.raises(WorkerError, match="first failed in nothing: KeyError"):
-            await first.call("nothing", timeout_s=20)
+            await first.call("nothing", timeout_s=60)
         with pytest.raises(DeadlineError, match="sleep on first passed its deadline") as late:
-            await first.call("sleep", b"1", timeout_s=0.3)
+            await first.call("sleep", b"3", timeout_s=1.0)
         assert "time.sleep(float(payload))" in late.value.__notes__[0]
         with pytest.raises(DeathError, match=rf"second \(process {pids[1]}\) exited with code 7 in exit") as dead:
-            await second.call("exit", timeout_s=20)
+            await second.call("exit", timeout_s=60)
         assert "last words" in dead.value.__notes__[0]
         assert not second.alive
         with pytest.raises(DeathError, match="exited with code 7 before echo"):
-            await second.call("echo", timeout_s=20)
+            await second.call("echo", timeout_s=60)
         third = await start("third", "handlers:Echo")
-        os.kill(int(await third.call("pid", timeout_s=20)), signal.SIGKILL)
+        os.kill(int(await third.call("pid", timeout_s=60)), signal.SIGKILL)
         await until(lambda: not third.alive)
         with pytest.raises(DeathError, match="was killed by SIGKILL before echo"):
-            await third.call("echo", timeout_s=20)
+            await third.call("echo", timeout_s=60)
         with pytest.raises(WorkerError, match="no model here"):
             await start("broken", "handlers:Broken")
-        await first.stop(timeout_s=5)
+        await first.stop(timeout_s=30)
 
     check(kind, tmp_path, body)
 
 
 async def act(
-    workers: list[Worker], *orders: Order, timeout_s: float = 20, patience_s: float | None = None,
+    workers: list[Worker], *orders: Order, timeout_s: float = 60, patience_s: float | None = None,
 ) -> tuple[Exception, list[str]]:
     """What all workers' failing came to, and its notes of one line."""
     with pytest.raises(Exception) as caught:
@@ -104,19 +104,22 @@ async def act(
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
-def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_for(kind: str, tmp_path: Path) -> None:
+def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offbeat.cluster.group._GRACE_S", 1.0)
     failed_at_s = float("inf")
 
     async def body(launcher: Launcher, start: Callable[[str, str], Awaitable[Worker]]) -> None:
         nonlocal failed_at_s
         workers = list(await asyncio.gather(*(start(f"rank {rank}", "services:Actor") for rank in range(4))))
-        assert await ask_all(workers, "act", [Order("nothing")] * 4, Nothing, timeout_s=20) == [Nothing()] * 4
+        assert await ask_all(workers, "act", [Order("nothing")] * 4, Nothing, timeout_s=60) == [Nothing()] * 4
 
         error, notes = await act(workers[:3], Order("raise peer error"), Order("raise", 0.8), Order("nothing"))
         assert str(error) == "rank 1 failed in act: ValueError: no such token"
         assert notes == ["rank 0: rank 1 failed at 'save'"]
 
-        error, notes = await act(workers[:3], Order("raise verdict", 0.1), Order("nothing", 1.5), Order("raise verdict"))
+        error, notes = await act(workers[:3], Order("raise verdict", 0.1), Order("nothing", 3.0), Order("raise verdict"))
         assert isinstance(error, SyncTimeout) and str(error).startswith("rank 1 did not come to 'save'")
         assert notes == ["rank 1: had not answered act"]
 
@@ -129,7 +132,7 @@ def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_
         assert any("time.sleep(order.after_s)" in note for note in error.__notes__)
 
         # A missed deadline of the caller's shows what every worker was doing.
-        orders = Order("sleep"), Order("stop", 1.5), Order("hold the interpreter"), Order("nothing")
+        orders = Order("sleep"), Order("stop", 0.5), Order("hold the interpreter"), Order("nothing")
         error, _ = await act(workers, *orders, timeout_s=4.5)
         assert isinstance(error, DeadlineError)
         told = "\n".join(error.__notes__)
@@ -140,7 +143,7 @@ def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_
         started_s = time.monotonic()
         error, notes = await act(workers[1:2], Order("nothing"), timeout_s=60, patience_s=1.0)
         assert isinstance(error, StuckError) and time.monotonic() - started_s < 30
-        assert re.fullmatch(r"rank 1 is stopped by a signal \(SIGSTOP or a debugger\), for \d\.\d s in 'act'", str(error))
+        assert re.fullmatch(r"rank 1 is stopped by a signal \(SIGSTOP or a debugger\), for \d+\.\d s in 'act'", str(error))
 
         error, notes = await act(workers[3:], Order("die"))
         assert re.fullmatch(r"rank 3 \(process \d+\) was killed by SIGKILL in act", str(error)) and not notes
@@ -149,16 +152,16 @@ def test_failures_are_told_by_their_root_cause_and_stuck_workers_are_not_waited_
 
     with pytest.raises(DeathError):
         check(kind, tmp_path, body)
-    assert time.monotonic() - failed_at_s < 8, "stuck workers were waited for"
+    assert time.monotonic() - failed_at_s < 18, "stuck workers were waited for"
 
 
 def test_devices_are_dealt_out_in_order_from_those_the_user_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def visible(launcher: LocalLauncher, name: str, num_devices: int) -> bytes:
         spec = WorkerSpec(name, "handlers:Echo", tmp_path / "w.log", num_devices=num_devices, env={"PYTHONPATH": SUPPORT})
-        return await (await launcher.start(spec, timeout_s=60)).call("env", b"CUDA_VISIBLE_DEVICES", timeout_s=20)
+        return await (await launcher.start(spec, timeout_s=60)).call("env", b"CUDA_VISIBLE_DEVICES", timeout_s=60)
 
     async def body() -> None:
-        async with LocalLauncher(stop_timeout_s=5) as launcher:
+        async with LocalLauncher(stop_timeout_s=30) as launcher:
             assert [await visible(launcher, *worker) for worker in (("a", 1), ("b", 0), ("c", 1))] == [b"3", b"", b"5"]
             assert await visible(launcher, "a", 1) == b"3"  # started anew, it has what it had
             with pytest.raises(ConfigError, match="'3,5' shows 2"):

@@ -71,8 +71,8 @@ class Scene:
             async with EngineSession() as http:
                 client = Gated("engine 0", url, http.session)
                 client.gate = asyncio.Event()
-                pool = EnginePool([client], request_timeout_s=10)
-                async with AdapterFleet(pool, capacity=8, judge=Judge(tolerance=1e-3), timeout_s=10) as fleet:
+                pool = EnginePool([client], request_timeout_s=60)
+                async with AdapterFleet(pool, capacity=8, judge=Judge(tolerance=1e-3), timeout_s=60) as fleet:
                     channel = DiskChannel(self.folder, keep=2, canary=CANARY, write=self.write, incarnation="3fa9c1")
                     async with LoraPublisher(fleet, channel, tenant=POLICY, release=self.release) as publisher:
                         await body(publisher, fleet, client.gate)

@@ -25,7 +25,7 @@ def test_what_it_was_told_of_is_killed_with_its_children_and_a_pid_that_is_gone_
         reaper.add([parent.pid])
         assert (parent.poll(), child.is_running()) == (None, True)
         reaper.reap()
-        assert parent.wait(timeout=5) == -9
+        assert parent.wait(timeout=30) == -9
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
         assert other.poll() is None
         other.kill()

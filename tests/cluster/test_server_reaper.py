@@ -12,7 +12,7 @@ FAMILY = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 
 def family() -> "subprocess.Popen[bytes]":
     """A process with a child, in a group of their own."""
     parent = subprocess.Popen([sys.executable, "-c", FAMILY], start_new_session=True)
-    wait_until(lambda: len(members(parent.pid)) == 2, timeout_s=10)
+    wait_until(lambda: len(members(parent.pid)) == 2, timeout_s=60)
     return parent
 
 
@@ -30,5 +30,5 @@ def test_a_group_ends_when_the_reaper_is_forgotten() -> None:
     assert len(members(parent.pid)) == 2
     assert reaper._process.stdin is not None
     reaper._process.stdin.close()
-    wait_until(lambda: not members(parent.pid), timeout_s=10)
+    wait_until(lambda: not members(parent.pid), timeout_s=60)
     assert parent.wait() < 0 and reaper._process.wait() == 0

@@ -22,21 +22,21 @@ from waiting import until
 SERVER = Path(__file__).parents[1] / "support" / "health_server.py"
 
 
-def request(*flags: str, timeout_s: float = 20) -> ServerStart:
+def request(*flags: str, timeout_s: float = 60) -> ServerStart:
     return ServerStart((sys.executable, str(SERVER), *flags), {"MARK": "1"}, "127.0.0.1", timeout_s)
 
 
 @asynccontextmanager
 async def worker_of(log: Path) -> AsyncIterator[Child]:
     async with LocalLauncher(stop_timeout_s=5) as launcher:
-        worker = await launcher.start(WorkerSpec("engine 0", "offbeat.cluster.server_worker:ServerWorker", log), timeout_s=20)
+        worker = await launcher.start(WorkerSpec("engine 0", "offbeat.cluster.server_worker:ServerWorker", log), timeout_s=60)
         assert isinstance(worker, Child)
         yield worker
 
 
 async def start(worker: Worker) -> tuple[psutil.Process, psutil.Process, Path]:
     """The server, its child, and its shared memory."""
-    url = (await ask(worker, "start", request(), EngineAddress, timeout_s=20)).url
+    url = (await ask(worker, "start", request(), EngineAddress, timeout_s=60)).url
     child, memory = _read(f"{url}/health").split()
     process = psutil.Process(int(child))
     server = process.parent()
@@ -45,7 +45,7 @@ async def start(worker: Worker) -> tuple[psutil.Process, psutil.Process, Path]:
 
 
 def _read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         return response.read().decode()
 
 
@@ -83,7 +83,7 @@ def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(tmp_path
     async def main() -> None:
         async with worker_of(tmp_path / "log") as worker:
             with pytest.raises(DeathError, match="engine 0 .* exited with code 1 in start") as told:
-                await ask(worker, "start", request("--fail"), EngineAddress, timeout_s=20)
+                await ask(worker, "start", request("--fail"), EngineAddress, timeout_s=60)
             assert "RuntimeError: this model is unknown" in "".join(told.value.__notes__)
 
     asyncio.run(main())
@@ -93,7 +93,7 @@ def test_a_server_that_is_never_ready_is_told(tmp_path: Path) -> None:
     async def main() -> None:
         async with worker_of(tmp_path / "log") as worker:
             with pytest.raises(EngineError, match="did not answer within 1 s; .*inference.start_timeout_s"):
-                await ask(worker, "start", request("--never-ready", timeout_s=1), EngineAddress, timeout_s=20)
+                await ask(worker, "start", request("--never-ready", timeout_s=1), EngineAddress, timeout_s=60)
 
     asyncio.run(main())
 
@@ -102,6 +102,6 @@ def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
     async def main() -> None:
         async with worker_of(tmp_path / "log") as worker:
             with pytest.raises(EngineError, match="/no/python cannot be executed: No such file"):
-                await ask(worker, "start", ServerStart(("/no/python",), {}, "127.0.0.1", 1), EngineAddress, timeout_s=20)
+                await ask(worker, "start", ServerStart(("/no/python",), {}, "127.0.0.1", 1), EngineAddress, timeout_s=60)
 
     asyncio.run(main())

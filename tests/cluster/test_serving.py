@@ -67,7 +67,7 @@ def opened(config: Config, url: str, root: Path, *, model: str) -> int:
             addresses = await engines.serve(model=model, tokenizer=model, version=-1)
             assert addresses.urls == {"engine 0": url}
             serving = await open_serving(stack, engines, addresses, config, record, model=model)
-            return (await serving.pool.client("engine 0").health(timeout_s=5))["version"]
+            return (await serving.pool.client("engine 0").health(timeout_s=60))["version"]
 
     with RunRecord(root / "run", trace=False, console=Console("quiet")) as record:
         return asyncio.run(main(record))
@@ -109,9 +109,9 @@ def test_a_run_that_starts_again_unloads_what_it_has_left_in_engines_by_url_and_
             serving = await open_serving(stack, EngineGroup(config), addresses, config, record, model=model_dir)
             client = serving.pool.client("engine 0")
             for name, folder in (left | stays).items():
-                await client.load_adapter(name, str(folder), timeout_s=20)
+                await client.load_adapter(name, str(folder), timeout_s=60)
             await serving.unload_leftovers(weights)
-            assert await client.adapters(timeout_s=5) == {name: str(folder) for name, folder in stays.items()}
+            assert await client.adapters(timeout_s=60) == {name: str(folder) for name, folder in stays.items()}
             assert serving.pool.healthy
 
     try:

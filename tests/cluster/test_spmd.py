@@ -96,7 +96,7 @@ def test_ranks_go_on_while_an_adapter_is_fanned_out_and_one_that_no_engine_takes
         version = int(name.rpartition("@")[2])
         if version == bad:
             raise RefusedError("this adapter is not to my taste")
-        wait_until(lambda: not version or len(run.metrics()) >= version, timeout_s=30)
+        wait_until(lambda: not version or len(run.metrics()) >= version, timeout_s=90)
         load(name, folder)
 
     server._loop.load_adapter = load_late

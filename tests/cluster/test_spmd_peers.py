@@ -1,7 +1,6 @@
 """Peers and publishing over real ranks. Whole runs are in `test_spmd.py`."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from offbeat.errors import EngineError
 from offbeat.inference.pool import EnginePool
 from offbeat.weights.publish import PublishReport
 from ranks import run_ranks
+from waiting import until
 
 REPORT = PublishReport(3, 1.0, 0.1, 0.2, 0.3, 1e-7, ("engine 1",), {"engine 0": "its process died"})
 PUBLISHED = Published(REPORT, {f"engine {i}": f"http://127.0.0.1:{9000 + i}" for i in range(3)})
@@ -132,16 +132,9 @@ def test_a_rank_goes_to_where_an_engine_was_started_anew_before_the_next_publish
     """Rank 0 restarts it and proves it later; the other rank is told through a real store, and waits for the proof."""
     old, new = "http://127.0.0.1:9000", "http://127.0.0.1:9001"
 
-    async def until(happens: Callable[[], bool]) -> None:
-        for _ in range(1000):
-            if happens():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("it has not happened")
-
     async def body() -> None:
-        store = host_store(5)
-        leads, follows = (Notice(connect_store("127.0.0.1", store.port, timeout_s=5), "engines") for _ in range(2))
+        store = host_store(60)
+        leads, follows = (Notice(connect_store("127.0.0.1", store.port, timeout_s=60), "engines") for _ in range(2))
         lives = {old: 3}
         clients = Client(old, lives), Client(old, lives)
         leader, follower = (EnginePool([client], request_timeout_s=1) for client in clients)

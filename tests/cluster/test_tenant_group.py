@@ -72,14 +72,15 @@ def test_two_ranks_train_tenants_as_one_does(tmp_path: Path, model_dir: str) -> 
 
 @pytest.mark.parametrize(("point", "kind", "sentence"), [
     ("optim_step", "exception", r"rank 1 failed in update: RuntimeError: injected at 'optim_step'"),
-    ("optim_step", "slow", r"'optim_step' timed out after 1 s with 1 of 2 ranks there: rank 1 is slow, for .* in phase 'injected delay'"),
+    ("optim_step", "slow", r"'optim_step' timed out after 3 s with 1 of 2 ranks there: rank 1 is slow, for .* in phase 'injected delay'"),
     ("optim_step_gradients", "kill", r"rank 1 \(process \d+\) was killed by SIGKILL in update"),
 ], ids=["exception", "slow", "kill"])
 def test_a_rank_that_misbehaves_in_a_step_is_named(
     point: str, kind: str, sentence: str, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"rank=1,point={point},kind={kind}")
-    config = small_config(tmp_path, model_dir, model__lora__rank="4", train__num_ranks="2", dist__sync_timeout_s="1")
+    config = small_config(
+        tmp_path, model_dir, model__lora__rank="4", train__num_ranks="2", dist__sync_timeout_s="3", dist__answer_timeout_s="10")
 
     async def main() -> None:
         async with LocalLauncher(stop_timeout_s=1) as launcher:

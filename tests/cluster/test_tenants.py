@@ -213,7 +213,7 @@ def test_trainers_that_die_are_restarted_and_tenants_go_on_from_what_they_saved(
             await call
         with pytest.raises(WorkerError, match="update was not begun: the train ranks have failed before"):
             await tenants.update({"alice": STEP})
-        assert time.monotonic() - start < 10 and not tenants.trainers_alive and "rank 1" in tenants.dead_trainers
+        assert time.monotonic() - start < 60 and not tenants.trainers_alive and "rank 1" in tenants.dead_trainers
         assert len(await tenants.sample("alice", PROMPT, GREEDY)) == 1
         await asyncio.gather(tenants.restart_trainers(), tenants.restart_trainers())
         assert tenants.trainers_alive and tenants.dead_trainers == ()

@@ -77,20 +77,20 @@ def test_a_rank_that_fails_is_named_and_its_peers_hear_of_it_at_once(
                 launcher, config, model=model_dir, build=None, log_dir=tmp_path, on_span=lambda *span: None)
             await group.save(tmp_path / "checkpoint")
 
-    config = config_of(tmp_path, model_dir, train__num_ranks="2", dist__init_timeout_s="60", dist__sync_timeout_s="60")
+    config = config_of(tmp_path, model_dir, train__num_ranks="2", dist__init_timeout_s="200", dist__sync_timeout_s="200")
     monkeypatch.setenv("OFFBEAT_FAULT", f"rank=1,point={point},kind=exception")
     started = time.monotonic()
     with pytest.raises(WorkerError, match=rf"^rank 1 failed in {'join' if point == 'join' else 'save'}: RuntimeError") as caught:
         asyncio.run(main())
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 150
     if point == "save_recover":
         assert caught.value.__notes__[-1].startswith("rank 0: sync point 'save_recover' cannot be passed: rank 1 failed")
 
 
 @pytest.mark.parametrize(("rank", "fault", "text"), [
-    (1, "point=backward,kind=hang", r"^rank 1 hangs in 'train_step' \(backward\): for \d\.\d s it .* in strike: time\.sleep"),
+    (1, "point=backward,kind=hang", r"^rank 1 hangs in 'train_step' \(backward\): for \d+\.\d s it .* in strike: time\.sleep"),
     (0, "point=forward,kind=stop", r"rank 0 is stopped by a signal \(SIGSTOP or a debugger\)"),
-    (0, "point=write_weights,kind=hang", r"^rank 0 hangs in 'publish' \(write_weights\): for \d\.\d s it "),
+    (0, "point=write_weights,kind=hang", r"^rank 0 hangs in 'publish' \(write_weights\): for \d+\.\d s it "),
 ])
 def test_a_rank_that_hangs_or_is_stopped_inside_a_region_is_named_and_no_victim(
     rank: int, fault: str, text: str, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
@@ -110,10 +110,10 @@ def test_a_rank_that_hangs_or_is_stopped_inside_a_region_is_named_and_no_victim(
             finally:
                 seconds = time.monotonic() - started
 
-    config = config_of(tmp_path, model_dir, train__num_ranks="2", dist__sync_timeout_s="3")
+    config = config_of(tmp_path, model_dir, train__num_ranks="2", dist__sync_timeout_s="3", dist__answer_timeout_s="10")
     monkeypatch.setenv("OFFBEAT_FAULT", f"rank={rank},{fault}")
     # Rank 0 hosts the store: stopped soon enough, it keeps the other at the point before the region.
     with pytest.raises((StuckError, SyncTimeout), match=text) as caught:
         asyncio.run(main())
     assert f"rank {1 - rank} " not in str(caught.value).partition("\n")[0]
-    assert seconds < 30
+    assert seconds < 100

@@ -31,14 +31,14 @@ sys.exit(code)
 
 def control(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", CONTROLLER, *arguments], capture_output=True, text=True, timeout=90, check=False,
+        [sys.executable, "-c", CONTROLLER, *arguments], capture_output=True, text=True, timeout=200, check=False,
         env=os.environ | ENVIRONMENT)
 
 
 def test_the_guard_itself_raises() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CONTROLLER.partition("from offbeat.cli")[0] + "\nfrom offbeat.dist.platform import current_platform"],
-        capture_output=True, text=True, timeout=30, check=False)
+        capture_output=True, text=True, timeout=120, check=False)
     assert "the controller touched offbeat.dist.platform.current_platform" in done.stderr
 
 

@@ -190,13 +190,18 @@ def test_a_fine_tuning_is_finished_by_its_steps_or_its_accuracy(steps: int, accu
     assert is_finished(SftConfig(total_steps=10, stop_at_accuracy=0.5), steps=steps, accuracy=accuracy) is finished
 
 
-def test_a_run_killed_while_it_fine_tunes_goes_on_and_then_says_that_it_is_finished(tmp_path: Path, model_dir: str) -> None:
+def test_a_run_killed_while_it_fine_tunes_goes_on_and_then_says_that_it_is_finished(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     changes = SUPERVISED | {"sft__total_steps": "30"}
     reference = small_config(tmp_path / "reference", model_dir, **changes)
     run_alone(lambda groups, _: play(groups, reference) and None)
     run = SmallRun(tmp_path, model_dir)
-    with start_offbeat("sft", *run.arguments(**changes)) as process:
-        wait_until(lambda: len(run.metrics()) > 4 or process.poll() is not None, timeout_s=60)
+    with monkeypatch.context() as patch:
+        patch.setenv("OFFBEAT_FAULT", "rank=0,point=train_step,kind=slow,nth=9")  # so that it does not end before
+        process = start_offbeat("sft", *run.arguments(**changes))
+    with process:
+        wait_until(lambda: len(run.metrics()) > 4 or process.poll() is not None, timeout_s=120)
         process.kill()
     rows = len(run.metrics())
     assert rows < 30, "it ended before it was killed, so this test shows nothing"

@@ -14,7 +14,7 @@ def test_the_first_failure_stays_and_reaches_who_waits():
     board.fail(Verdict("failed", "first"))
     board.fail(Verdict("failed", "second"))
     assert board.failure == Verdict("failed", "first")
-    assert board.wait.messages.get(timeout=1) == Verdict("failed", "first")
+    assert board.wait.messages.get(timeout=30) == Verdict("failed", "first")
 
 
 def test_a_status_tells_the_phase_outside_of_points_and_the_point_inside():

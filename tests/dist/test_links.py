@@ -16,8 +16,8 @@ def _peers(*cards):
 
 
 def test_every_thread_has_a_connection_of_its_own():
-    store = host_store(5)
-    first, second = connect(store, timeout_s=5), connect(store, timeout_s=5)
+    store = host_store(30)
+    first, second = connect(store, timeout_s=30), connect(store, timeout_s=30)
     first.queue_push("mail", "hello")
     assert second.queue_pop("mail") == b"hello"
 

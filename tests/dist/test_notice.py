@@ -10,8 +10,8 @@ from offbeat.errors import DeadlineError
 
 
 def test_what_one_puts_up_last_the_other_reads():
-    store = host_store(5)
-    one, other = (Notice(connect_store("127.0.0.1", store.port, timeout_s=5), "attempt-0/engines") for _ in range(2))
+    store = host_store(30)
+    one, other = (Notice(connect_store("127.0.0.1", store.port, timeout_s=30), "attempt-0/engines") for _ in range(2))
 
     async def body():
         assert await other.read() == ""
@@ -25,8 +25,8 @@ def test_what_one_puts_up_last_the_other_reads():
 
 
 def test_a_store_that_is_gone_is_a_missed_deadline():
-    store = host_store(5)
-    notice = Notice(connect_store("127.0.0.1", store.port, timeout_s=5), "engines")
+    store = host_store(30)
+    notice = Notice(connect_store("127.0.0.1", store.port, timeout_s=30), "engines")
     del store
     with pytest.raises(DeadlineError, match="the store, which holds the notice 'engines', is gone"):
         asyncio.run(notice.read())

@@ -65,7 +65,8 @@ def arrive(address: str, *, attempt: int = 0) -> tuple[dist.TCPStore, int]:
     return store, number
 
 
-def test_all_who_are_expected_share_one_round_and_others_get_their_own(offer) -> None:
+def test_all_who_are_expected_share_one_round_and_others_get_their_own(offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.dist.offer._QUIET_S", 60.0)
     made = offer(3)
     with ThreadPoolExecutor(3) as pool:
         received = list(pool.map(lambda _: receive(made.address, device=CPU), range(3)))
@@ -85,7 +86,7 @@ def test_a_receiver_that_dies_in_the_middle_leaves_the_others_served(offer) -> N
         wait_until(lambda: made._num_arrivals == 1, timeout_s=60)
         with ThreadPoolExecutor(2) as pool:
             assert all(map(same, pool.map(lambda _: receive(made.address, device=CPU), range(2))))
-        assert dying.wait(10) == 9 and made._num_rounds >= 2
+        assert dying.wait(30) == 9 and made._num_rounds >= 2
     finally:
         dying.kill()
 
@@ -102,7 +103,7 @@ def test_whoever_has_failed_twice_reads_the_folder_which_is_written_once(offer) 
     written: list[dict[str, Tensor]] = []
     made = offer(2, write_folder=written.append)
     for store, number in [arrive(made.address, attempt=2) for _ in range(2)]:
-        store.wait([f"ticket/{number}"], timedelta(seconds=10))
+        store.wait([f"ticket/{number}"], timedelta(seconds=30))
         assert json.loads(store.get(f"ticket/{number}")) == {}
     assert len(written) == 1 and same(written[0])
 
@@ -140,9 +141,9 @@ def test_who_waits_hears_at_once_that_an_offer_was_closed(offer) -> None:
 
     thread = threading.Thread(target=come)
     thread.start()
-    wait_until(lambda: made._num_arrivals, timeout_s=10)
+    wait_until(lambda: made._num_arrivals, timeout_s=30)
     made.close()
-    thread.join(10)
+    thread.join(30)
     assert len(errors) == 1
 
 

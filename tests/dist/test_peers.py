@@ -42,7 +42,7 @@ def test_this_process_is_alive_and_its_time_is_told():
 def test_a_stopped_a_killed_and_a_collected_process_are_told_apart(process):
     card = _card(process)
     process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: observe(card).kind == "stopped", timeout_s=10)
+    wait_until(lambda: observe(card).kind == "stopped", timeout_s=30)
     _end(process, signal.SIGKILL)
     assert observe(card).text == "was killed by SIGKILL"
     process.wait()
@@ -68,11 +68,11 @@ def test_only_a_process_that_a_signal_has_stopped_is_ended(process):
     end_if_stopped(card)
     assert process.poll() is None
     process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: observe(card).kind == "stopped", timeout_s=10)
+    wait_until(lambda: observe(card).kind == "stopped", timeout_s=30)
     end_if_stopped(replace(card, started=1))
     assert process.poll() is None
     end_if_stopped(card)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(30) == -signal.SIGKILL
 
 
 def test_another_process_with_the_same_id_is_not_taken_for_it(process):

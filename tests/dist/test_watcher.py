@@ -16,7 +16,7 @@ from offbeat.dist.watcher import Mail, Watcher
 def _start(store, rank=1):
     board, posted = Board(rank), queue.SimpleQueue()
     peers = Peers(own_card(rank, hosts_store=False), world=2, address="")
-    watcher = Watcher(connect(store, timeout_s=5), board=board, peers=peers, keys=Keys(), post=posted.put)
+    watcher = Watcher(connect(store, timeout_s=30), board=board, peers=peers, keys=Keys(), post=posted.put)
     watcher.thread.start()
     return board, peers, watcher, posted
 
@@ -31,7 +31,7 @@ def test_mail_crosses_the_store_as_it_is():
 
 
 def test_a_question_is_answered_and_a_failure_is_told():
-    store = host_store(5)
+    store = host_store(30)
     board, peers, watcher, _ = _start(store)
     peers.cards[0] = own_card(0, hosts_store=True)
     board.wait = Wait(3, "save", 5.0, None, threading.get_ident())
@@ -41,21 +41,21 @@ def test_a_question_is_answered_and_a_failure_is_told():
     assert [state.rank for state in status.states] == [0]
     verdict = Verdict("failed", "rank 0 failed: why")
     _send(store, Mail("failed", verdict=verdict))
-    assert board.wait.messages.get(timeout=5) == verdict
+    assert board.wait.messages.get(timeout=30) == verdict
     assert decode_json(Verdict, store.get(Keys().result(3))) == verdict
     _send(store, Mail("close"))
-    watcher.thread.join(5)
+    watcher.thread.join(30)
     assert not watcher.thread.is_alive()
     assert peers.store_gone
 
 
 def test_an_answer_that_breaks_is_announced_and_the_next_one_is_given():
-    store = host_store(5)
+    store = host_store(30)
     _, _, watcher, posted = _start(store)
     store.queue_push(Keys().mail(1), "no mail")
-    assert "its sync broke: " in posted.get(timeout=5).text
+    assert "its sync broke: " in posted.get(timeout=30).text
     _send(store, Mail("status", reply="here"))
     assert decode_json(Status, store.queue_pop("here")).rank == 1
     _send(store, Mail("close"))
-    watcher.thread.join(5)
+    watcher.thread.join(30)
     assert not watcher.thread.is_alive()

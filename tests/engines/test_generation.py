@@ -1,7 +1,6 @@
 """What every engine must do with a request, whoever made it: tokens, log-probabilities, stops, seeds, aborts, errors, pauses."""
 
 import asyncio
-import re
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -95,24 +94,15 @@ def test_closing_the_connection_aborts(engine: Engine, models: Models) -> None:
 
     async def body(client: EngineClient) -> None:
         calls = [asyncio.create_task(client.generate((5, 6, n), Sampling(480), n=8, timeout_s=TIMEOUT_S)) for n in range(7, 15)]
-        await until(lambda: num_running(engine) > 0 or any(call.done() for call in calls), timeout_s=TIMEOUT_S)
-        assert not [call.result() for call in calls if call.done()], "answered before it was seen running"
+        await engine.until_it_samples(*calls)
         for call in calls:
             call.cancel()
         await asyncio.wait(calls)
-        await until(lambda: num_running(engine) == 0, timeout_s=5)
+        await until(lambda: engine.num_running() == 0, timeout_s=30)
         with pytest.raises(DeadlineError, match="generate on engine 0"):
             await client.generate(PROMPT, Sampling(480), n=32, timeout_s=0.05)
 
     engine.run(body)
-
-
-def num_running(engine: Engine) -> int:
-    asked = urllib.request.Request(f"{engine.url}/metrics", headers={"Authorization": f"Bearer {engine.key}"})
-    with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as response:
-        text = response.read().decode()
-    (count,) = re.findall(r"^(?:vllm:num_requests_running|offbeat_engine_running)(?:\{.*\})? (\d+)", text, re.M)
-    return int(count)
 
 
 @pytest.mark.parametrize("prompt", [(1, 2, 10**6), tuple([5] * 600)])
@@ -177,8 +167,8 @@ def test_what_comes_while_an_engine_is_paused_waits(engine: Engine, models: Mode
     reference = models.reference(engine.serve(models.folder()).folder)
 
     async def body(client: EngineClient) -> list[Sample]:
-        early = asyncio.create_task(client.generate(PROMPT, Sampling(200), n=1, timeout_s=TIMEOUT_S))
-        await asyncio.sleep(0.05)
+        early = asyncio.create_task(client.generate(PROMPT, Sampling(400, ignore_eos=True), n=1, timeout_s=TIMEOUT_S))
+        await engine.until_it_samples(early)
         await client.call("POST", "/pause?mode=keep", {"mode": "keep"})
         late = asyncio.create_task(client.generate((7, 8), Sampling(5), n=1, timeout_s=TIMEOUT_S))
         await asyncio.sleep(0.3)

@@ -3,8 +3,10 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from faults.sections import DOCUMENT
-from faults.user_code import CODE, HEADING, all_cases, play_all
+from faults.user_code import CODE, HEADING, SETTINGS, all_cases, play_all
 from offbeat.errors import CodeError
 from offbeat.rollout.functions import resolve
 
@@ -13,7 +15,9 @@ SAMPLE = (
     "a reward that raises on every sample")
 
 
-def test_wrong_code_is_left_out_alone_in_a_real_run_or_ends_it_in_a_sentence(tmp_path: Path) -> None:
+def test_wrong_code_is_left_out_alone_in_a_real_run_or_ends_it_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("reward_timeout_s", "20"), ("episode_timeout_s", "40")):  # none of these hangs
+        monkeypatch.setitem(SETTINGS, f"rollout.{name}", seconds)
     cases = {case.what: case for case in all_cases()}
     played = asyncio.run(play_all(tmp_path, [cases[what] for what in SAMPLE]))
     assert [(case.what, outcome.problems) for case, outcome in played] == [(what, []) for what in SAMPLE]

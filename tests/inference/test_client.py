@@ -65,14 +65,14 @@ def test_samples_carry_tokens_logprobs_and_versions(start_engine, model_dir) -> 
     _, url = start_engine(version=3)
 
     async def body(client: EngineClient) -> None:
-        samples = await client.generate(PROMPT, Sampling(6), n=3, timeout_s=30)
+        samples = await client.generate(PROMPT, Sampling(6), n=3, timeout_s=60)
         assert len(samples) == 3
         for sample in samples:
             assert 1 <= len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) <= 6
             assert set(sample.versions) == {3}
             expected = reference_logprobs(model_dir, PROMPT + sample.token_ids)[len(PROMPT) - 1 :]
             assert sample.logprobs == pytest.approx(expected, abs=1e-4)
-        assert (await client.health(timeout_s=5))["version"] == 3
+        assert (await client.health(timeout_s=60))["version"] == 3
 
     using(url, body)
 
@@ -81,13 +81,13 @@ def test_a_staged_version_is_served_after_the_switch_and_proves_itself(start_eng
     _, url = start_engine(version=0)
 
     async def body(client: EngineClient) -> None:
-        await client.stage(newer, timeout_s=30)
-        assert (await client.prove(CANARY, timeout_s=30)).version == 0
-        await client.switch(newer, interrupt="recompute", timeout_s=30)
-        proof = await client.prove(CANARY, timeout_s=30)
+        await client.stage(newer, timeout_s=60)
+        assert (await client.prove(CANARY, timeout_s=60)).version == 0
+        await client.switch(newer, interrupt="recompute", timeout_s=60)
+        proof = await client.prove(CANARY, timeout_s=60)
         assert (proof.version, proof.fingerprint) == (5, newer.fingerprint)
         assert proof.canary_logprob == pytest.approx(newer.canary_logprob, abs=1e-4)
-        (sample,) = await client.generate(PROMPT, Sampling(4), n=1, timeout_s=30)
+        (sample,) = await client.generate(PROMPT, Sampling(4), n=1, timeout_s=60)
         assert set(sample.versions) == {5}
 
     using(url, body)
@@ -159,13 +159,13 @@ def test_a_wrong_request_is_refused_with_the_engines_words(start_engine, newer) 
 
     async def body(client: EngineClient) -> None:
         with pytest.raises(RefusedError, match="engine 0 answered /v1/completions with 400: .*999"):
-            await client.generate((999,), Sampling(4), n=1, timeout_s=5)
+            await client.generate((999,), Sampling(4), n=1, timeout_s=60)
         with pytest.raises(RefusedError, match="version 9 is not staged"):
-            await client.switch(replace(newer, version=9), interrupt="recompute", timeout_s=5)
+            await client.switch(replace(newer, version=9), interrupt="recompute", timeout_s=60)
 
     async def unknown(client: EngineClient) -> None:
         with pytest.raises(RefusedError, match="401"):
-            await client.health(timeout_s=5)
+            await client.health(timeout_s=60)
 
     using(url, body, api_key="secret")
     using(url, unknown)
@@ -176,8 +176,8 @@ def test_a_full_queue_is_told_apart_from_a_refusal(start_engine) -> None:
 
     async def body(client: EngineClient) -> None:
         server._loop.pause("keep").result()
-        waiting = [asyncio.create_task(client.generate(PROMPT, Sampling(2), n=1, timeout_s=10)) for _ in range(3)]
-        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        waiting = [asyncio.create_task(client.generate(PROMPT, Sampling(2), n=1, timeout_s=60)) for _ in range(3)]
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         with pytest.raises(BusyError, match="429"):
             done.pop().result()
         server._loop.call(server._engine.resume).result()
@@ -203,10 +203,10 @@ def test_an_engine_that_is_gone_is_named(start_engine) -> None:
     server, url = start_engine()
 
     async def body(client: EngineClient) -> None:
-        await client.health(timeout_s=5)
+        await client.health(timeout_s=60)
         await asyncio.to_thread(server.stop)
         with pytest.raises(EngineError, match=r"engine 0 \(http://127.* cannot be reached"):
-            await client.health(timeout_s=5)
+            await client.health(timeout_s=60)
 
     using(url, body)
 
@@ -247,7 +247,7 @@ def answering(status: int, body: bytes, *, content_type: str = "text/html") -> I
 def test_answers_of_something_else_are_errors_of_the_engine(status: int, body: bytes, reason: str) -> None:
     async def ask(client: EngineClient) -> None:
         with pytest.raises(EngineError, match=reason):
-            await client.health(timeout_s=5)
+            await client.health(timeout_s=60)
 
     with answering(status, body) as url:
         using(url, ask)
@@ -261,7 +261,7 @@ def test_answers_of_something_else_are_errors_of_the_engine(status: int, body: b
 def test_a_url_that_answers_json_and_is_no_engine_is_told_in_a_sentence(body: bytes, reason: str) -> None:
     async def ask(client: EngineClient) -> None:
         with pytest.raises(EngineError, match=rf"engine 0 \(http://.*\) answered check {reason}.*is it really an engine of kind"):
-            await client.check(timeout_s=5)
+            await client.check(timeout_s=60)
 
     with answering(200, body, content_type="application/json") as url:
         using(url, ask)

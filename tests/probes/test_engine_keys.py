@@ -55,7 +55,7 @@ def ask(url: str, method: str, body: Any = None, **headers: str) -> tuple[int, A
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read() or b"null")
     except urllib.error.HTTPError as exc:
         return exc.code, json.loads(exc.read() or b"null")
@@ -112,7 +112,7 @@ def test_an_engine_that_an_old_controller_pauses_is_seen_and_healed(server: Serv
         assert (await asyncio.to_thread(ask, f"{url}/pause", "POST", pause, Authorization=f"Bearer {key}"))[0] == 200
         start = time.monotonic()
         sampled = await finished(client, await client.post("asample", sample_body(sampler, 0, PROMPT, max_tokens=2)))
-        assert len(sampled["sequences"]) == 1 and time.monotonic() - start < 20
+        assert len(sampled["sequences"]) == 1 and time.monotonic() - start < 60
         assert (await asyncio.to_thread(ask, f"{url}/health", "GET", Authorization=f"Bearer {key}"))[1]["status"] == "ok"
 
     probe(body)
@@ -142,7 +142,7 @@ def test_a_password_of_the_database_does_not_get_onto_a_command_line_that_runs(s
     command = [
         PYTHON, "-m", "offbeat", "serve", "--model", served_model, "--data-dir", tmp_path / "data", "--database",
         "postgresql://alice:hunter2@127.0.0.1:1/offbeat"]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2 and "hunter2" not in done.stdout + done.stderr
     assert "the database's URL must hold no password" in done.stderr and "PGPASSWORD" in done.stderr
 
@@ -150,6 +150,6 @@ def test_a_password_of_the_database_does_not_get_onto_a_command_line_that_runs(s
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_an_engine_beyond_this_machine_does_not_start_without_a_key(served_model: Path, host: str) -> None:
     command = [PYTHON, "-m", "offbeat", "engine", "--model", served_model, "--host", host, "--port", "0"]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
     assert f"--host {host} can be reached by other machines, so this engine needs a key" in done.stderr

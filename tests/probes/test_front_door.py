@@ -40,7 +40,7 @@ class Door:
         run_probe(self.server, lambda client: body(client.of(key_of("alice"))))
 
     def connect(self, data: bytes = b"") -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.server.port), timeout=20)
+        connection = socket.create_connection(("127.0.0.1", self.server.port), timeout=60)
         connection.sendall(data)
         return connection
 

@@ -40,10 +40,10 @@ def test_what_it_has_counted_before_it_stood_still_is_counted_on() -> None:
             async with EpisodeClock("group 0:7", 0.3) as clock:
                 await asyncio.sleep(0.2)
                 await clock.stand_still(later(1, 0.2))
-                await asyncio.sleep(10)
+                await asyncio.sleep(60)
         return time.monotonic() - start
 
-    assert 0.45 < asyncio.run(main()) < 5
+    assert 0.45 < asyncio.run(main()) < 30
 
 
 def test_a_loop_that_was_held_up_ends_nothing() -> None:

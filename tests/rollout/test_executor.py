@@ -33,6 +33,7 @@ from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor, Settled
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
+from waiting import until
 
 TOKENIZER = character_tokenizer()
 ROWS = tuple(Row(f"{i}>", str(i)) for i in range(40))
@@ -107,14 +108,14 @@ def make(*, batch: int = 3, running: int = 6, eta: int = 1, last: int | None = N
          rows: tuple[Row, ...] = ROWS, **changes: object) -> Play:
     config = RolloutConfig(
         consumer_batch_size=batch, max_concurrent_rollouts=running, max_head_offpolicyness=eta, on_stale=on_stale,
-        **{"group_size": 2, "batch_timeout_s": 5.0, "max_failures_in_a_row": 4, "max_retries": 2} | changes)
+        **{"group_size": 2, "batch_timeout_s": 60.0, "max_failures_in_a_row": 4, "max_retries": 2} | changes)
     gate = Gate(batch_size=batch, max_running=running, eta=eta, last_version=last, on_stale=on_stale)
     return Play(engine or Engine(), gate, config, PromptStream(ListDataset(rows), seed=0, shuffle=False))
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await body()
         assert len(asyncio.all_tasks()) == 1, "a task was left behind"
 
@@ -219,7 +220,8 @@ def test_keep_trains_on_what_is_too_old() -> None:
                 await executor.prepare_batch()
                 await play.publish(executor, version + 1)
             play.engine.release.set()
-            await asyncio.sleep(0.01)
+            for _ in range(200):  # its turns of the loop, and more
+                await asyncio.sleep(0)
             (late,) = [group for group in await executor.prepare_batch() if group.prompt_id == "0:0"]
             assert late.trajectories[0].head_version == 0
 
@@ -269,7 +271,7 @@ def test_a_filter_that_always_raises_or_always_refuses_ends_the_run() -> None:
             (lambda _: np.ones(2), CodeError, "should_accept raised ValueError: The truth value of an array"),
             (lambda _: sys.exit(3), CodeError, "should_accept raised SystemExit: 3")]
         for accept, kind, sentence in cases:
-            play = make(batch_timeout_s=0.2, max_failures_in_a_row=5)
+            play = make(batch_timeout_s=0.2 if kind is DeadlineError else 60.0, max_failures_in_a_row=5)
             play.accept = accept
             async with play.executor() as executor:
                 with pytest.raises(kind, match=sentence):
@@ -546,14 +548,14 @@ def test_failures_that_are_not_in_a_row_do_not_stop_the_run() -> None:
 
 def test_a_late_group_is_rejected_with_its_deadline() -> None:
     async def body() -> None:
-        play = make(episode_timeout_s=0.05, engine=Engine(slow=frozenset({"0>"})), max_retries=0)
+        play = make(episode_timeout_s=0.2, engine=Engine(slow=frozenset({"0>"})), max_retries=0)
         async with play.executor() as executor:
             await executor.prepare_batch()
             await play.publish(executor, 1)
-            await asyncio.sleep(0.1)
+            await until(lambda: play.rejected)
         (settled,) = play.rejected
         assert (settled.prompt_id, settled.kind) == ("0:0", "timed out")
-        assert settled.rejected == "DeadlineError: waiting for group 0:0 passed its deadline of 0.05 s"
+        assert settled.rejected == "DeadlineError: waiting for group 0:0 passed its deadline of 0.2 s"
 
     run(body)
 
@@ -563,11 +565,11 @@ def test_the_wait_for_rewards_of_others_is_no_fault_of_a_group() -> None:
 
     async def score(completions: Sequence[str], row: Row) -> list[float]:
         async with one_at_a_time:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
             return [1.0] * len(completions)
 
     async def body() -> None:
-        play = make(episode_timeout_s=0.08, last=2)
+        play = make(episode_timeout_s=0.4, last=2)  # the last of six waits for half a second
         play.score = score
         async with play.executor() as executor:
             for version in range(2):
@@ -770,8 +772,7 @@ def test_leaving_cancels_what_runs() -> None:
     async def body() -> None:
         play = make(engine=Engine(slow=frozenset(str(row.prompt) for row in ROWS)))
         async with play.executor():
-            await asyncio.sleep(0.01)
-            assert play.engine.running == 6
+            await until(lambda: play.engine.running == 6)
         assert play.engine.running == 0
 
     run(body)

@@ -61,17 +61,17 @@ def test_a_completion_on_which_the_reward_hangs_fails_alone_and_is_killed_at_its
         mixed, other = await asyncio.gather(pool.score(["y", "x", "y"], ROW), pool.score(["y"], ROW))
         assert (mixed[0], mixed[2], other) == (1.0, 1.0, [1.0])
         assert isinstance(mixed[1], FailedReward)
-        assert "hangs_on_x did not answer within rollout.reward_timeout_s = 0.3 s" in mixed[1].reason
-        assert time.monotonic() - start < 20
+        assert "hangs_on_x did not answer within rollout.reward_timeout_s = 1.2 s" in mixed[1].reason
+        assert time.monotonic() - start < 40
 
-    check("hangs_on_x", body, timeout_s=0.3)
+    check("hangs_on_x", body, timeout_s=1.2)
 
 
 def test_the_deadline_is_that_of_one_call_and_not_of_the_group() -> None:
     async def body(pool: RewardPool) -> None:
         assert not any(map(math.isnan, await pool.score(["y"] * 8, ROW)))  # 1.6 s
 
-    check("slow", body, timeout_s=1.0)
+    check("slow", body, timeout_s=1.4)
 
 
 def test_a_completion_on_which_the_reward_ends_its_process_fails_alone() -> None:

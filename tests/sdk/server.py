@@ -63,9 +63,9 @@ class Server:
             return
         children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.send_signal(signal.SIGINT)
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=120)
         self.process = None
-        _, alive = psutil.wait_procs(children, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive, f"left behind: {alive}"
 
     def kill(self) -> None:

@@ -44,7 +44,7 @@ def test_a_killed_server_comes_back_with_all_that_it_acknowledged(own_server: Se
     tokens, kept = sample(sampler), logprobs(client, data)
     children = own_server.children()
     own_server.kill()
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, f"left behind: {alive}"
     own_server.start()
     assert sample(sampler) == tokens == sample(named)

@@ -323,15 +323,17 @@ def test_a_copy_beside_a_delete_is_whole_or_refused(tmp_path: Path, seed: int) -
 def test_a_copy_that_waits_for_anothers_saving_keeps_the_files_of_what_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(world: World) -> None:
         folder, checkpoints, gate = await world.make(), world.checkpoints, asyncio.Event()
+        storing = asyncio.Event()
         row, put = checkpoints.owned(ALICE, PATH), world.store.put
 
         async def slow(*rows: CheckpointRow) -> None:
+            storing.set()
             await gate.wait()
             await put(*rows)
 
         monkeypatch.setattr(world.store, "put", slow)
         other = asyncio.create_task(world.make(replace(PATH, name="other"), data=b"x"))
-        await asyncio.sleep(0.05)  # it is being stored
+        await storing.wait()
         copying = asyncio.create_task(checkpoints.copy(row, run_id=RUN.replace("train:0", "train:1"), owner="bob", ttl_s=None))
         await asyncio.sleep(0)
         deleting = asyncio.create_task(checkpoints.delete(row))

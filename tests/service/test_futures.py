@@ -61,7 +61,7 @@ class Server:
     async def finish(self, number: int, text: str = "answer") -> None:
         await self.futures.finish(self.open(number), ModelCreated(text))
 
-    async def answer(self, number: int, *, timeout_s: float = 30) -> str | Pending:
+    async def answer(self, number: int, *, timeout_s: float = 60) -> str | Pending:
         found = await self.futures.retrieve(request(number), "alice", timeout_s=timeout_s)
         return found.data.decode() if isinstance(found, Payload) else found
 
@@ -80,7 +80,7 @@ def server(tmp_path: Path):
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await scenario()
 
     asyncio.run(bounded())

@@ -56,7 +56,7 @@ def test_the_model_of_a_silent_session_is_parked_and_comes_back_as_it_was(cluste
             np.testing.assert_array_equal(await losses(model), before)
 
     async def until_parked(running: Open) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while running.service.status().models[0].resident:
                 await running.service.sweep()
                 await asyncio.sleep(0.01)
@@ -111,7 +111,7 @@ def test_a_parked_model_of_a_client_that_left_ends_and_its_checkpoints_stay(clus
             await model.both(model.learn(training_data(1)), model.step())
             await other.both(other.learn(training_data(1)), other.step())
             assert isinstance(saved, CheckpointSaved)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while running.service._models.get(other.model_id) is not None or len(running.service.sessions._rows):
                     await running.service.sweep()
                     await asyncio.sleep(0.05)

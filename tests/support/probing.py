@@ -19,7 +19,7 @@ def run_probe(server: Server, body: Body) -> None:
     """Run a body that is given a client of a server."""
 
     async def main() -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as http:
             await body(Client(server.url, http))
 
     asyncio.run(main())

@@ -157,7 +157,7 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
 
 
 def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_nobody_along(tmp_path: Path, model_dir: str) -> None:
-    config = small_config(tmp_path, model_dir, inference__num_engines="2", weights__stage_timeout_s="12")
+    config = small_config(tmp_path, model_dir, inference__num_engines="2", weights__stage_timeout_s="40")
     lost: dict[str, str] = {}
 
     async def main() -> None:
@@ -175,7 +175,7 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
             proofs = []
             for version in (0, 1):
                 assert (await publish(version)).serving == ("engine 0", "engine 1")
-                proofs.append(await clients["engine 1"].prove(CANARY, timeout_s=10))
+                proofs.append(await clients["engine 1"].prove(CANARY, timeout_s=60))
             assert proofs[0].fingerprint == proofs[1].fingerprint and [proof.version for proof in proofs] == [0, 1]
             assert names(config.weights_dir) == ["v00000000-a"]  # what is broadcast is not written
 

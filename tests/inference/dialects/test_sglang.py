@@ -51,28 +51,28 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def test_samples_have_tokens_logprobs_and_a_version_each(start_engine, model_dir: str) -> None:
     async def body(client: EngineClient, server: SGLangServer) -> None:
-        await client.check(timeout_s=10)
+        await client.check(timeout_s=60)
         sampling = Sampling(6, temperature=0.5, top_p=0.9, stop=("?",), seed=3)
-        samples = await client.generate(PROMPT, sampling, n=3, timeout_s=30)
+        samples = await client.generate(PROMPT, sampling, n=3, timeout_s=60)
         for sample in samples:
             assert 1 <= len(sample.token_ids) <= 6 and set(sample.versions) == {3}
-        plain = (await client.generate(PROMPT, Sampling(6), n=1, timeout_s=30))[0]
+        plain = (await client.generate(PROMPT, Sampling(6), n=1, timeout_s=60))[0]
         assert plain.logprobs == pytest.approx(reference_logprobs(model_dir, PROMPT + plain.token_ids)[len(PROMPT) - 1 :], abs=1e-4)
         asked = [body["sampling_params"] for body in server.bodies("/generate")][1:]
-        await client.generate(PROMPT, Sampling(1, seed=3, first_sample=32), n=2, timeout_s=30)
+        await client.generate(PROMPT, Sampling(1, seed=3, first_sample=32), n=2, timeout_s=60)
         assert [body["sampling_params"]["sampling_seed"] for body in server.bodies("/generate")[-2:]] == [35, 36]
         assert asked[0] == {"max_new_tokens": 6, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "stop": ["?"], "sampling_seed": 3}
         assert sorted(params.get("sampling_seed", 0) for params in asked) == [0, 3, 4, 5]
-        assert (await client.health(timeout_s=5))["version"] == 3
+        assert (await client.health(timeout_s=60))["version"] == 3
 
     using(start_engine(version=3)[1], body)
 
 
 def test_stop_tokens_and_the_likeliest_tokens_are_asked_for_only_where_they_are_wanted(start_engine) -> None:
     async def body(client: EngineClient, server: SGLangServer) -> None:
-        await client.generate(PROMPT, Sampling(2), n=1, timeout_s=30)
+        await client.generate(PROMPT, Sampling(2), n=1, timeout_s=60)
         sampling = Sampling(30, stop_token_ids=(5, 6), ignore_eos=True, top_logprobs=3)
-        (sample,) = await client.generate(PROMPT, sampling, n=1, timeout_s=30)
+        (sample,) = await client.generate(PROMPT, sampling, n=1, timeout_s=60)
         plain, asked = server.bodies("/generate")
         assert not {"stop_token_ids", "ignore_eos"} & plain["sampling_params"].keys() and "top_logprobs_num" not in plain
         assert asked["sampling_params"]["stop_token_ids"] == [5, 6] and asked["sampling_params"]["ignore_eos"]
@@ -84,14 +84,14 @@ def test_stop_tokens_and_the_likeliest_tokens_are_asked_for_only_where_they_are_
 
 def test_scores_are_read_and_targets_refused(start_engine, model_dir: str) -> None:
     async def body(client: EngineClient, server: SGLangServer) -> None:
-        score = await client.score(CANARY, top_k=2, timeout_s=30)
+        score = await client.score(CANARY, top_k=2, timeout_s=60)
         assert score.logprobs[1:] == pytest.approx(reference_logprobs(model_dir, CANARY), abs=1e-4) and math.isnan(score.logprobs[0])
         assert score.version == 3 and [len(row) for row in score.top] == [0, 2, 2, 2, 2, 2, 2]
-        assert (await client.score(CANARY, timeout_s=30)).top == ()
+        assert (await client.score(CANARY, timeout_s=60)).top == ()
         with pytest.raises(RefusedError, match="SGLang cannot score other targets at each position"):
-            await client.score((1, 2), targets=((), (3,)), timeout_s=30)
+            await client.score((1, 2), targets=((), (3,)), timeout_s=60)
         with pytest.raises(RefusedError, match="SGLang cannot draw alternatives to the tokens of a prompt"):
-            await client.score((1, 2), draws=Draws(1, 1.0, 0), timeout_s=30)
+            await client.score((1, 2), draws=Draws(1, 1.0, 0), timeout_s=60)
 
     using(start_engine(version=3)[1], body)
 
@@ -99,12 +99,12 @@ def test_scores_are_read_and_targets_refused(start_engine, model_dir: str) -> No
 @pytest.mark.parametrize("interrupt", ["recompute", "keep", "drain"])
 def test_a_switch_in_the_middle_of_samples_shows_in_the_versions_of_their_tokens(start_engine, newer: Manifest, interrupt) -> None:
     async def body(client: EngineClient, server: SGLangServer) -> None:
-        await client.generate(PROMPT, Sampling(1), n=1, timeout_s=30)
-        running = asyncio.gather(*(client.generate(PROMPT, LONG, n=1, timeout_s=30) for _ in range(8)))
+        await client.generate(PROMPT, Sampling(1), n=1, timeout_s=60)
+        running = asyncio.gather(*(client.generate(PROMPT, LONG, n=1, timeout_s=60) for _ in range(8)))
         await asyncio.sleep(0.02)
-        await client.stage(newer, timeout_s=30)
-        await client.switch(newer, interrupt=interrupt, timeout_s=30)
-        proof = await client.prove(CANARY, timeout_s=30)
+        await client.stage(newer, timeout_s=60)
+        await client.switch(newer, interrupt=interrupt, timeout_s=60)
+        proof = await client.prove(CANARY, timeout_s=60)
         assert (proof.version, proof.fingerprint) == (5, None)
         assert proof.canary_logprob == pytest.approx(newer.canary_logprob, abs=1e-4)
         for (sample,) in await running:
@@ -124,15 +124,15 @@ def test_a_switch_in_the_middle_of_samples_shows_in_the_versions_of_their_tokens
 def test_generation_goes_on_after_an_update_that_is_refused_or_late(start_engine, newer: Manifest, tmp_path: Path) -> None:
     async def body(client: EngineClient, server: SGLangServer) -> None:
         with pytest.raises(RefusedError, match="holds no model.safetensors"):
-            await client.switch(replace(newer, folder=str(tmp_path)), interrupt="recompute", timeout_s=30)
-        assert set((await client.generate(PROMPT, Sampling(3), n=1, timeout_s=30))[0].versions) == {0}
+            await client.switch(replace(newer, folder=str(tmp_path)), interrupt="recompute", timeout_s=60)
+        assert set((await client.generate(PROMPT, Sampling(3), n=1, timeout_s=60))[0].versions) == {0}
 
         late = asyncio.Event()
         server.before_update = late.wait
         with pytest.raises(DeadlineError, match="switch on engine 0"):
             await client.switch(newer, interrupt="recompute", timeout_s=0.5)
-        assert set((await client.generate(PROMPT, Sampling(3), n=1, timeout_s=30))[0].versions) == {0}
-        assert (await client.prove(CANARY, timeout_s=30)).version == 0
+        assert set((await client.generate(PROMPT, Sampling(3), n=1, timeout_s=60))[0].versions) == {0}
+        assert (await client.prove(CANARY, timeout_s=60)).version == 0
         late.set()
 
     using(start_engine(version=0)[1], body)
@@ -154,17 +154,17 @@ def test_adapters_are_loaded_once_used_by_name_and_forgotten(start_engine, model
 
     async def body(client: EngineClient, server: SGLangServer) -> None:
         for _ in range(2):
-            await client.load_adapter("alice@7", folder, timeout_s=30)
+            await client.load_adapter("alice@7", folder, timeout_s=60)
         with pytest.raises(RefusedError, match="already exists"):
-            await client.load_adapter("alice@7", str(tmp_path), timeout_s=30)
-        (sample,) = await client.generate(PROMPT, Sampling(3), n=1, timeout_s=30, adapter="alice@7")
+            await client.load_adapter("alice@7", str(tmp_path), timeout_s=60)
+        (sample,) = await client.generate(PROMPT, Sampling(3), n=1, timeout_s=60, adapter="alice@7")
         assert set(sample.versions) == {7} and server.bodies("/generate")[-1]["lora_path"] == "alice@7"
-        proof, base = [await client.prove(CANARY, timeout_s=30, adapter=adapter) for adapter in ("alice@7", "")]
+        proof, base = [await client.prove(CANARY, timeout_s=60, adapter=adapter) for adapter in ("alice@7", "")]
         assert (proof.version, base.version) == (7, 0) and not math.isclose(proof.canary_logprob, base.canary_logprob, abs_tol=1e-3)
         for _ in range(2):
-            await client.unload_adapter("alice@7", timeout_s=30)
+            await client.unload_adapter("alice@7", timeout_s=60)
         with pytest.raises(RefusedError, match="not loaded: alice@7"):
-            await client.generate(PROMPT, Sampling(3), n=1, timeout_s=30, adapter="alice@7")
+            await client.generate(PROMPT, Sampling(3), n=1, timeout_s=60, adapter="alice@7")
 
     using(start_engine(version=0)[1], body)
 
@@ -173,7 +173,7 @@ def test_a_server_that_does_not_tell_versions_apart_is_refused(start_engine) -> 
     async def body(client: EngineClient, server: SGLangServer) -> None:
         server.drops = ("weight_versions",)
         with pytest.raises(EngineError, match=r"without weight_versions, by which versions .* takes SGLang 0.5.23 or later"):
-            await client.check(timeout_s=10)
+            await client.check(timeout_s=60)
 
     using(start_engine()[1], body)
 
@@ -193,6 +193,6 @@ def test_versions_with_gaps_and_a_canary_scored_in_part_are_errors(start_engine,
         with pytest.raises(EngineError, match="scored 0 tokens of a canary of 7"):
             await SGLangDialect().prove(Broken(), CANARY, adapter="")
         with pytest.raises(EngineError, match="set weights.channel to disk"):
-            await client.stage(replace(newer, broadcast="127.0.0.1:1"), timeout_s=5)
+            await client.stage(replace(newer, broadcast="127.0.0.1:1"), timeout_s=60)
 
     using(start_engine()[1], body)

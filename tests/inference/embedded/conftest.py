@@ -1,6 +1,7 @@
 """Small models with strong weights, so that every token depends on its context, and their references from Hugging Face's own modules."""
 
 import copy
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,25 @@ def build(folder: Path, kind: str, *, seed: int) -> str:
             parameter.data.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.25)
     model.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def slow_down():
+    """Makes decode steps of an engine long enough for a test to act between them; gives the event by which it lets them go."""
+    let_go = threading.Event()
+
+    def slow(engine) -> threading.Event:
+        decode = engine._forward.decode
+
+        def slowly(tokens, step, *, lora):
+            let_go.wait(0.05)
+            return decode(tokens, step, lora=lora)
+
+        engine._forward.decode = slowly
+        return let_go
+
+    yield slow
+    let_go.set()
 
 
 @dataclass(frozen=True)

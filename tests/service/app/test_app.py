@@ -21,6 +21,7 @@ from offbeat.service.app.reply import Call, Endpoint, answer
 from offbeat.service.errors import BadRequestError, LostError, OverLimitError, UnknownError
 from offbeat.service.keys import Keys
 from offbeat.telemetry.log import set_up_logging
+from waiting import until
 
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-0123456789ab"
 KEYS = f'[owners.alice]\nkey = "{ALICE}"\n[owners.bob]\nkey = "{BOB}"\n'
@@ -40,21 +41,23 @@ async def echo(call: Call) -> Response:
     return answer({"owner": call.caller.owner, "body": call.body.decode()})
 
 
-async def poll(_: Call) -> Response:
-    await asyncio.sleep(0.3)
-    return answer({})
-
-
 async def fail(call: Call) -> Response:
     raise ERRORS[call.param("how")]
 
 
 @asynccontextmanager
 async def gate(
-    tmp_path: Path, registry: CollectorRegistry | None = None, keys: Keys | None = None,
+    tmp_path: Path, registry: CollectorRegistry | None = None, keys: Keys | None = None, let_go: asyncio.Event | None = None,
 ) -> AsyncIterator[tuple[Client, Journal]]:
+    """`let_go` answers polls."""
+    let_go = let_go or asyncio.Event()
     (tmp_path / "keys.toml").write_text(KEYS)
     journal = Journal(registry or CollectorRegistry())
+
+    async def poll(_: Call) -> Response:
+        await let_go.wait()
+        return answer({})
+
     endpoints = [
         Endpoint("POST", "/api/v1/echo", echo, max_body_bytes=1000), Endpoint("POST", "/api/v1/large", echo, max_body_bytes=None),
         Endpoint("GET", "/api/v1/fail/{how}", fail), Endpoint("GET", "/api/v1/poll", poll)]
@@ -92,8 +95,12 @@ def test_a_body_is_read_within_the_limit_of_its_endpoint_and_unpacked_where_that
 
 def test_an_owner_has_so_many_requests_at_a_time_whatever_others_have(tmp_path: Path):
     async def body() -> None:
-        async with gate(tmp_path) as (client, _):
-            answers = await asyncio.gather(*(client.get("poll") for _ in range(5)), client.of(BOB).get("poll"))
+        let_go = asyncio.Event()
+        async with gate(tmp_path, let_go=let_go) as (client, _):
+            asked = [asyncio.create_task(each.get("poll")) for each in [*[client] * 5, client.of(BOB)]]
+            await until(lambda: sum(one.done() for one in asked) >= 2)
+            let_go.set()
+            answers = await asyncio.gather(*asked)
             assert sorted(answer.status for answer in answers) == [200, 200, 200, 200, 429, 429] and answers[-1].status == 200
             assert (await client.get("poll")).status == 200
 

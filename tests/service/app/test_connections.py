@@ -17,7 +17,7 @@ from offbeat.service.app.connections import Bounds, Connections, address_of
 from offbeat.service.app.server import HttpServer, listen
 from waiting import until
 
-QUICK = Bounds(head_s=0.3, unread_s=0.2, unfetched_s=0.5)
+QUICK = Bounds(head_s=60.0, unread_s=0.2, unfetched_s=1.5)
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LARGE = 32 << 20
 
@@ -29,17 +29,23 @@ class Server:
         self.port = port
         self.connections = connections
         self.headers: list[tuple[str, str]] = []
+        self.let_go = asyncio.Event()
 
     async def open(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=4 << 20)
         writer.write(data)
         return reader, writer
 
+    @property
+    def num_busy(self) -> int:
+        """Connections with a request under way."""
+        return len(self.connections) - len(self.connections._idle)
+
     async def ask(self, data: bytes) -> bytes:
         """All that comes back until the server ends the connection."""
         reader, writer = await self.open(data)
         with closing(writer):
-            return await asyncio.wait_for(reader.read(), 10)
+            return await asyncio.wait_for(reader.read(), 60)
 
 
 def run(body: Callable[[Server], Awaitable[None]], bounds: Bounds = QUICK, *, exempt: bool = True) -> None:
@@ -52,6 +58,8 @@ def run(body: Callable[[Server], Awaitable[None]], bounds: Bounds = QUICK, *, ex
                 return PlainTextResponse("")
         if http.url.path == "/later":
             await asyncio.sleep(1.2)
+        if http.url.path == "/held":
+            await server.let_go.wait()
         return PlainTextResponse("x" * LARGE if http.url.path == "/large" else "hello")
 
     async def main() -> None:
@@ -98,7 +106,7 @@ def test_a_head_that_never_ends_holds_no_more_than_its_bound() -> None:
     async def body(server: Server) -> None:
         sent, (_, writer) = 0, await server.open(b"GET / HTTP/1.1\r\nx: ")
         with pytest.raises((ConnectionError, TimeoutError)):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 for _ in range(200):
                     writer.write(b"x" * 2**20)
                     await writer.drain()
@@ -132,7 +140,7 @@ def test_a_head_that_does_not_arrive_in_time_ends_its_connection(start: bytes) -
         answer = await server.ask(start)
         assert (b"HTTP/1.1 408 " in answer and b"did not arrive within 0.3 s" in answer) is bool(start)
 
-    run(body)
+    run(body, replace(QUICK, head_s=0.3))
 
 
 def test_a_slow_answer_is_no_slow_head() -> None:
@@ -152,7 +160,7 @@ def test_a_body_that_nobody_reads_is_not_waited_for() -> None:
         reader, writer = await server.open(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
         assert b"hello" in await reader.readuntil(b"hello")
         with pytest.raises((ConnectionError, TimeoutError)):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while True:
                     writer.write(b"x")
                     await writer.drain()
@@ -204,26 +212,28 @@ def test_an_answer_that_is_not_fetched_is_given_up() -> None:
 
 def test_the_oldest_idle_connection_makes_room_and_busy_ones_stay() -> None:
     async def body(server: Server) -> None:
-        polls = [await server.open(GET.replace(b"/ ", b"/later ")) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        polls = [await server.open(GET.replace(b"/ ", b"/held ")) for _ in range(3)]
+        await until(lambda: server.num_busy == 3)
         half_sent = [await server.open(b"GET / HT") for _ in range(40)]
         reader, writer = await server.open(GET)
         assert b"hello" in await reader.readuntil(b"hello")
         assert len(server.connections) == 8
+        server.let_go.set()
         for reader, _ in polls:
             assert b"hello" in await reader.readuntil(b"hello")
         for _, other in [*polls, *half_sent, (reader, writer)]:
             other.close()
 
-    run(body, replace(QUICK, connections=8, head_s=30))
+    run(body, replace(QUICK, connections=8))
 
 
 def test_where_all_connections_are_busy_a_new_one_is_refused_with_a_sentence() -> None:
     async def body(server: Server) -> None:
-        polls = [await server.open(GET.replace(b"/ ", b"/later ")) for _ in range(4)]
-        await asyncio.sleep(0.1)
+        polls = [await server.open(GET.replace(b"/ ", b"/held ")) for _ in range(4)]
+        await until(lambda: server.num_busy == 4)
         answer = await server.ask(GET)
         assert answer.startswith(b"HTTP/1.1 503 ") and b"as many connections as it can hold" in answer
+        server.let_go.set()
         for reader, writer in polls:
             assert b"hello" in await reader.readuntil(b"hello")
             writer.close()

@@ -169,10 +169,10 @@ def test_a_body_that_is_none_is_refused_with_the_reason(body: bytes, says: str) 
 def test_a_body_of_many_small_fields_costs_little(kind: str, message: dict[str, Any]) -> None:
     body = encode(kind, message)
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(TooLargeError, match="more than 10000 fields"):
         decode(kind, body, max_fields=MANY)
-    assert tracemalloc.get_traced_memory()[1] < 8 << 20 and time.monotonic() - started < 5
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20 and time.thread_time() - started < 5
     tracemalloc.stop()
 
 
