@@ -73,6 +73,16 @@ def test_failures_at_the_same_time_have_one_winner():
         assert len({str(error) for error in errors}) == 1
 
 
+def test_a_rank_that_ends_because_of_another_does_not_say_that_it_failed_itself():
+    with meeting(2) as (syncs, _):
+        (error,) = together(syncs[:1], lambda sync: sync.arrive("save", timeout_s=0.5))
+        syncs[0].fail(str(error), is_verdict=True)
+        with pytest.raises(PeerError) as caught:
+            wait_until(lambda: syncs[1].check(), timeout_s=SOON_S)
+        assert str(caught.value).startswith("the run cannot go on: sync point 'save' timed out after 0.5 s with 1 of 2 ranks there: rank 1 is ")
+        assert "rank 0 failed" not in str(caught.value)
+
+
 def test_an_exception_in_a_region_goes_on_and_is_told_to_the_peers():
     def step(sync):
         with sync.region("step", timeout_s=30):

@@ -46,6 +46,7 @@ class Point:
 POINTS = (
     Point("join", 1, everywhere=True, rank_0=True, timeout_s=JOIN_TIMEOUT_S, settings={"dist.init_timeout_s": str(JOIN_TIMEOUT_S)}),
     Point("build_model", 1),
+    Point("load_policy", 1),
     Point("engines", 1, busy_s=4.0),  # rank 0 starts them: processes that load torch
     Point("warm_up", 1, settings={"run.warm_up": "true"}),
     Point("recover", 1),
@@ -84,7 +85,7 @@ PLACES = (
     Point("optimizer", 1, everywhere=True, inside=True),  # a step without any advantage has none
     Point("copy_weights", 1, everywhere=True, inside=True),
     Point("write_weights", 1, everywhere=True, inside=True, rank=0, timeout_s=WRITE_TIMEOUT_S),
-    Point("offer_weights", 1, everywhere=True, inside=True, settings={"weights.channel": "collective"}),
+    Point("offer_weights", 1, everywhere=True, inside=True, rank=0, settings={"weights.channel": "collective"}),
     Point("write_checkpoint", everywhere=True, inside=True),
 )
 OTHER_PLACES = ("write_adapter",)

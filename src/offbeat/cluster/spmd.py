@@ -136,8 +136,12 @@ async def _build_engine(
             material.tokenizer.save(material.model)
             await asyncio.to_thread(build_model, material.build)
 
+    def load() -> RankEngine:
+        with groups.sync.region("load_policy"):  # DDP and FSDP let ranks wait for each other in collectives
+            return RankEngine.build(material.model, config, groups)
+
     await peers.lead("build_model", build, None)
-    return await thread.run("load the model", partial(RankEngine.build, material.model, config, groups))
+    return await thread.run("load the model", load)
 
 
 async def _start_engines(stack: AsyncExitStack, config: Config, place: Place, record: RunRecord) -> EngineGroup | None:

@@ -29,10 +29,17 @@ Message = Verdict | Renewed | None
 
 @dataclass(frozen=True, eq=False)
 class Announcement:
-    """Message to the judge: this rank has failed, or hangs as the text says in a full sentence, and the peers must be told."""
+    """Message to the judge: this rank cannot go on, and the peers must be told.
+
+    Attributes:
+        text: why this rank failed; a full sentence that names the culprit if it hangs, or if this is a verdict.
+        hangs: whether this rank hangs.
+        is_verdict: whether this rank only passes on what was found about another rank.
+    """
 
     text: str
     hangs: bool = False
+    is_verdict: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
 

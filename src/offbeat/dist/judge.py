@@ -150,7 +150,7 @@ class Judge:
     def _failed(self, case: Announcement) -> Verdict:
         if case.hangs:
             return Verdict("stuck", case.text)
-        return Verdict("failed", f"rank {self._board.rank} failed: {case.text}")
+        return Verdict("failed", case.text if case.is_verdict else f"rank {self._board.rank} failed: {case.text}")
 
     def _on_death(self, rank: int) -> None:
         state = observe(self._peers.cards[rank])

@@ -165,7 +165,10 @@ def check_peers() -> None:
 def give_up(error: BaseException) -> None:
     """Give up because of `error`: tell all peers, and kill those that are stopped and cannot hear it. Never raises."""
     for sync in _syncs:
-        sync.fail(str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}")
+        if isinstance(error, SyncError):
+            sync.fail(str(error), is_verdict=True)
+        else:
+            sync.fail(f"{type(error).__name__}: {error}")
         sync.end_stopped()
 
 

@@ -311,7 +311,8 @@ class Sync:
         if failure := self._board.failure:
             if failure.kind == "stuck":
                 raise failure.to_error(self._board.last)
-            raise PeerError(f"the run cannot go on: {failure.text}; this rank had come as far as sync point {self._board.last!r}")
+            head, newline, stacks = failure.text.partition("\n")
+            raise PeerError(f"the run cannot go on: {head}; this rank had come as far as sync point {self._board.last!r}{newline}{stacks}")
 
     def end_stopped(self) -> None:
         """Kill the stopped ranks of this machine, for a rank whose run has failed; not collective.
@@ -323,14 +324,18 @@ class Sync:
         for card in self._peers.neighbours():
             end_if_stopped(card)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, is_verdict: bool = False) -> None:
         """Tell all peers that this rank failed; not collective. They, and this rank, raise PeerError at every point from here on.
 
         The first call counts. Never raises.
+
+        Args:
+            reason: why, without the name of this rank.
+            is_verdict: `reason` is an error of this class, which names the rank that is to blame: this one is a victim of it.
         """
         if self.world == 1 or self._closed or self._board.failure or self._peers.host_is_stopped():
             return
-        case = Announcement(reason)
+        case = Announcement(reason, is_verdict=is_verdict)
         self._judge.post(case)
         case.done.wait(_ANNOUNCE_S)
 
