@@ -14,10 +14,10 @@ from offbeat.cluster.material import read_material
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptStream
 from offbeat.errors import CodeError
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sample
 from offbeat.rollout.workflows.single_turn import single_turn
 from offbeat.telemetry.console import Console

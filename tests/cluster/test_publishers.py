@@ -9,11 +9,11 @@ import torch
 
 from offbeat.cluster.publishers import LoraPublisher, WholePublisher, is_policy, policy_tenant
 from offbeat.errors import PublishError
+from offbeat.fleet.adapters import AdapterFleet
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
-from offbeat.inference.fleet import AdapterFleet
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.channels import DiskChannel

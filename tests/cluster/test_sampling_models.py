@@ -10,11 +10,11 @@ import pytest
 from offbeat.cluster.sampling_models import SamplingModel, _dialect, open_sampling_models
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, EngineError
+from offbeat.fleet.members import State
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
-from offbeat.inference.members import State
 from offbeat.inference.sampling import Sampling
 from offbeat.telemetry.record import SilentRecord
 from small_run import small_config

@@ -15,7 +15,7 @@ from offbeat.config.root import Config
 from offbeat.dist.mesh import connect_store, host_store
 from offbeat.dist.notice import Notice
 from offbeat.errors import EngineError
-from offbeat.inference.pool import EnginePool
+from offbeat.fleet.pool import EnginePool
 from offbeat.weights.publish import PublishReport
 from ranks import run_ranks
 

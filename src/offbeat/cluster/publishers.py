@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from offbeat.cluster.session import OnServed
-from offbeat.inference.fleet import AdapterFleet
+from offbeat.fleet.adapters import AdapterFleet
 from offbeat.phase import phase
 from offbeat.types import Version
 from offbeat.weights.adapters import AdapterManifest

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from offbeat.aio import beside, deadline, gather_all
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DeadlineError, EngineError
+from offbeat.fleet.health import Healer
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
-from offbeat.inference.health import Healer
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version

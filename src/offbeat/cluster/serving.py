@@ -15,14 +15,14 @@ from offbeat.cluster.messages import EngineAddresses
 from offbeat.cluster.publishers import is_policy
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, EngineError, OffbeatError
+from offbeat.fleet.adapters import AdapterFleet
+from offbeat.fleet.health import Healer
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.sglang import SGLangDialect
 from offbeat.inference.dialects.vllm import VllmDialect
-from offbeat.inference.fleet import AdapterFleet
-from offbeat.inference.health import Healer
-from offbeat.inference.pool import EnginePool
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 from offbeat.weights.proof import Judge

@@ -23,10 +23,10 @@ from offbeat.data import wire
 from offbeat.dist.notice import Notice
 from offbeat.dist.sync import Sync
 from offbeat.errors import DeadlineError, EngineError
+from offbeat.fleet.health import Healer
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient
-from offbeat.inference.health import Healer
-from offbeat.inference.members import State
-from offbeat.inference.pool import EnginePool
 from offbeat.types import Version
 from offbeat.weights.publish import PublishReport
 

@@ -14,7 +14,7 @@ from offbeat.cluster.tenants import Tenants
 from offbeat.config.root import Config
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import DataError, ModelError
-from offbeat.inference.pool import EnginePool
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.service.base_models import BaseModels
 from offbeat.service.types import EngineStatus, LoraSpec

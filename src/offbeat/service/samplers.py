@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from offbeat.errors import StorageError
-from offbeat.inference.shelf import counted
+from offbeat.fleet.slots import counted
 from offbeat.service.base_models import BaseModels
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath, sampler_id

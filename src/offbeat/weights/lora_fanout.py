@@ -1,6 +1,6 @@
 """LoRA fan-out: one adapter to many engines at once. Each loads and proves it at its own pace, under a deadline of its own.
 
-`Fanout` decides whose fault a failure is (events in, engines to blame out, no I/O); `fan_out` does. Called by `offbeat.inference.fleet`
+`Fanout` decides whose fault a failure is (events in, engines to blame out, no I/O); `fan_out` does. Called by `offbeat.fleet.adapters`
 after the ranks that wrote the adapter have passed their barrier: no rank waits for an engine, and no engine for another.
 """
 

@@ -1,7 +1,7 @@
 """The engines of a run as one: where requests go, and what happens to those of an engine that fails.
 
 An engine serves after a publication proved it (`admit`). One that fails its probe or its proof is quarantined: nothing more is sent to it
-or taken from it, and what it was generating is generated elsewhere. `offbeat.inference.health` brings it back (`restore`). While fewer
+or taken from it, and what it was generating is generated elsewhere. `offbeat.fleet.health` brings it back (`restore`). While fewer
 than `min_engines` are healthy, or none can serve a request, requests wait for one to heal, for `heal_timeout_s` at most.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 from offbeat.aio import deadline
 from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, RefusedError
+from offbeat.fleet.members import Guarded, Member, State
+from offbeat.fleet.routing import Router
 from offbeat.inference.client import EngineClient
-from offbeat.inference.members import Guarded, Member, State
-from offbeat.inference.routing import Router
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.types import Version
 from offbeat.weights.protocol import EngineControl
@@ -32,7 +32,7 @@ _TRIES_PER_ENGINE = 3
 
 
 class WantedAdapter(Protocol):
-    """The adapter that a request is for, as who knows where it is loaded sees it; see `offbeat.inference.fleet`."""
+    """The adapter that a request is for, as who knows where it is loaded sees it; see `offbeat.fleet.adapters`."""
 
     @property
     def name(self) -> str: ...

@@ -17,10 +17,10 @@ from typing import Self
 
 from offbeat.aio import deadline, gather_all
 from offbeat.errors import DeadlineError, EngineError, OffbeatError, ProofError, PublishError, RefusedError
-from offbeat.inference.catalog import Catalog, tenant_of
-from offbeat.inference.pool import EnginePool
+from offbeat.fleet.catalog import Catalog, tenant_of
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.slots import Book, Shelf, counted
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
-from offbeat.inference.shelf import Book, Shelf, counted
 from offbeat.types import Version
 from offbeat.weights.adapters import AdapterManifest
 from offbeat.weights.lora_fanout import FanoutReport, Installed, fan_out, install
@@ -34,7 +34,7 @@ _UNLOAD_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """One adapter, for the pool; see `offbeat.inference.pool.WantedAdapter`."""
+    """One adapter, for the pool; see `offbeat.fleet.pool.WantedAdapter`."""
 
     fleet: "AdapterFleet"
     manifest: AdapterManifest

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from offbeat.errors import OffbeatError
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient
-from offbeat.inference.members import State
-from offbeat.inference.pool import EnginePool
 from offbeat.types import Version
 
 _MAX_BACKOFF_S = 30.0

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import PublishError, RefusedError
-from offbeat.inference.catalog import Catalog
+from offbeat.fleet.catalog import Catalog
 from offbeat.weights.adapters import AdapterManifest
 
 

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import BusyError, EngineError, ProofError, PublishError, RefusedError
+from offbeat.fleet.adapters import AdapterFleet
+from offbeat.fleet.health import Healer
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.fleet import AdapterFleet
-from offbeat.inference.health import Healer
-from offbeat.inference.members import State
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import PromptScore, Sample, Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.adapters import AdapterManifest, split_adapter_name

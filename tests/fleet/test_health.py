@@ -15,10 +15,10 @@ import pytest
 
 from offbeat.config.weights import WeightsConfig
 from offbeat.errors import EngineError, WorkerError
+from offbeat.fleet.health import Healer
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.health import Healer
-from offbeat.inference.members import State
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sampling
 from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import BusyError
-from offbeat.inference.shelf import Shelf, counted
+from offbeat.fleet.slots import Shelf, counted
 
 
 @given(seed=st.integers(0, 2**32), capacity=st.integers(1, 6))

@@ -1,6 +1,6 @@
 """Which versions of adapters there are: those that tenants publish, of which each tenant has a current one, and those that are pinned.
 
-Decisions only, for `offbeat.inference.fleet`. A published version is known until newer ones take its place; a pinned one until it is
+Decisions only, for `offbeat.fleet.adapters`. A published version is known until newer ones take its place; a pinned one until it is
 unpinned, whatever else its tenant publishes, and it may also be published.
 """
 
