@@ -50,7 +50,7 @@ class NoRollouts:
         """Nothing: the batch comes to the trainers."""
         return []
 
-    def publish(self, version: Version) -> None:
+    def advance(self, version: Version) -> None:
         """Nothing is admitted."""
 
     def take_stats(self) -> StatsPart:

@@ -87,8 +87,8 @@ class Gate:
         deadline = self._first_missed_deadline(chosen)
         return [] if deadline is None else [key for key, due in self.running.items() if due <= deadline]
 
-    def publish(self, version: Version) -> None:
-        """The weights of the step in training are served."""
+    def advance(self, version: Version) -> None:
+        """Engines serve `version`: the weights of the step in training."""
         assert version > self.version, f"version must rise, got {version} after {self.version}"
         self.version = version
         self.training = 0
