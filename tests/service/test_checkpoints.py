@@ -19,7 +19,7 @@ from offbeat.service.limits import Limits, Usage
 from offbeat.service.serve import open_store
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 from small_service import ALICE, BOB, LORA
 from support.powercut import Disk, PowerCut
 from support.saving import weights
@@ -27,7 +27,7 @@ from support.saving import weights
 CHILD = Path(__file__).parents[1] / "support" / "saving.py"
 RUN = "00000000-0000-4000-8000-000000000000:train:0"
 PATH = CheckpointPath(RUN, "training", "one")
-ADAPTER = AdapterManifest("tenant", 3, "elsewhere", "fingerprint", (1, 2), (-1.25,), 10)
+ADAPTER = Manifest(3, "elsewhere", "fingerprint", (1, 2), (-1.25,), adapter="tenant", num_bytes=10)
 
 
 class World:
@@ -387,8 +387,9 @@ def test_a_manifest_with_the_mean_of_the_canary_alone_is_still_read(tmp_path: Pa
         folder = await world.make(CheckpointPath(RUN, "sampler", "one"))
         (file,) = world.checkpoints.path(folder).glob("*.json")
         manifest = msgspec.json.decode(file.read_bytes())
+        assert manifest["adapter"].keys() == {"tenant", "version", "folder", "fingerprint", "canary", "canary_logprobs", "num_bytes"}
         manifest["adapter"] |= {"canary_logprob": manifest["adapter"].pop("canary_logprobs")[0], "canary_before": None}
         file.write_bytes(msgspec.json.encode(manifest))
-        assert (await world.checkpoints.adapter(folder)).canary_logprobs == ADAPTER.canary_logprobs
+        assert replace(await world.checkpoints.adapter(folder), folder=ADAPTER.folder) == ADAPTER
 
     run(tmp_path, body)

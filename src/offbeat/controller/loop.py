@@ -23,10 +23,10 @@ from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data import wire
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
+from offbeat.fleet.publication import PublishReport
 from offbeat.telemetry.advice import PublishingAdvice
 from offbeat.telemetry.tracker import combine
 from offbeat.types import Version
-from offbeat.weights.publish import PublishReport
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Healer:
         """
         Args:
             reload: brings an engine to what is current at the moment in which it returns, and gives the version of its whole weights, None
-                before the first publication; see `Publisher.bring` and `AdapterFleet.refill`. Its waits have deadlines.
+                before the first publication; see `WeightsPublisher.bring` and `AdapterCache.refill`. Its waits have deadlines.
             restart: ends the process of the engine of that name, starts another and gives its URL; None where engines are not ours. Its
                 waits have deadlines.
             max_backoff_s: longest pause between two attempts.

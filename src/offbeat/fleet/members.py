@@ -19,7 +19,6 @@ class State(Enum):
 
     UNPROVEN = "has no proven version yet"
     SERVING = "serving"
-    DRAINING = "draining"
     QUARANTINED = "quarantined"
     HEALING = "healing"
 

@@ -14,12 +14,12 @@ from offbeat.cluster.tenants import Tenants
 from offbeat.config.root import Config
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import DataError, ModelError
-from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.dispatch import Dispatcher
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.service.base_models import BaseModels
 from offbeat.service.types import EngineStatus, LoraSpec
 from offbeat.trainer.adapter_types import DatumPass
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 _MAX_FAILURES = 3
 """Engines that a tenant's request may have failed on, whatever became of them: it may itself be what ends them, and others are on them."""
@@ -123,53 +123,53 @@ class Backend:
         norms = await self._tenants.update({tenant_of(model_id): its for model_id, its in params.items()})
         return {model_id: norms[tenant_of(model_id)] for model_id in params}
 
-    async def export(self, model_id: str, folder: Path, *, version: int) -> AdapterManifest:
+    async def export(self, model_id: str, folder: Path, *, version: int) -> Manifest:
         """Write a model's adapter into a new PEFT folder."""
         return await self._tenants.write(tenant_of(model_id), folder, version=version)
 
     # -- sampling ----------------------------------------------------------------------------------------------------------------------
 
-    async def publish(self, manifest: AdapterManifest) -> None:
+    async def publish(self, manifest: Manifest) -> None:
         """Bring an adapter to the engines, to stay known until `unpin`; raises PublishError if none takes it."""
-        await self._tenants.serving.fleet.publish(manifest, pinned=True)
+        await self._tenants.serving.publisher.publish(manifest, pinned=True)
 
-    def pin(self, manifest: AdapterManifest) -> None:
+    def pin(self, manifest: Manifest) -> None:
         """Make an adapter known, which an engine loads when it is first sampled."""
-        self._tenants.serving.fleet.pin(manifest)
+        self._tenants.serving.adapters.pin(manifest)
 
     def unpin(self, name: str) -> None:
         """Forget an adapter once its last request is done; one that is not known is no error."""
-        self._tenants.serving.fleet.unpin(name)
+        self._tenants.serving.adapters.unpin(name)
 
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
         """n continuations by an adapter, or by the base model for ""; requests of one session share cached prefixes."""
-        return await self._tenants.serving.fleet.generate(
-            adapter, prompt, sampling, n=n, session=session, max_failures=_MAX_FAILURES)
+        return await self._tenants.serving.dispatcher.generate(
+            prompt, sampling, n=n, session=session, adapter=adapter, max_failures=_MAX_FAILURES)
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
         draws: Draws | None = None,
     ) -> PromptScore:
         """What an adapter, or the base model for "", says of tokens."""
-        return await self._tenants.serving.fleet.score(
-            adapter, tokens, top_k=top_k, targets=targets, draws=draws, max_failures=_MAX_FAILURES)
+        return await self._tenants.serving.dispatcher.score(
+            tokens, top_k=top_k, targets=targets, draws=draws, adapter=adapter, max_failures=_MAX_FAILURES)
 
     @property
     def sampled_tokens(self) -> int:
         """That engines have generated."""
-        return sum(pool.generated_tokens for pool in self._pools)
+        return sum(dispatcher.generated_tokens for dispatcher in self._dispatchers)
 
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
         """Their standing."""
-        held = self._tenants.serving.fleet.held
+        held = self._tenants.serving.adapters.held
         return tuple(
             EngineStatus(name, state.value, tuple(held.get(name, ())), pool.outstanding[name])
-            for pool in self._pools for name, state in pool.states.items())
+            for pool in (dispatcher.pool for dispatcher in self._dispatchers) for name, state in pool.states.items())
 
     @property
-    def _pools(self) -> list[EnginePool]:
-        return [self._tenants.serving.pool, *(model.pool for model in self.others.values())]
+    def _dispatchers(self) -> list[Dispatcher]:
+        return [self._tenants.serving.dispatcher, *(model.dispatcher for model in self.others.values())]
 
 
 def tenant_of(model_id: str) -> str:

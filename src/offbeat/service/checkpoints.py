@@ -29,7 +29,7 @@ from offbeat.service.orphans import FOLDER, Orphans
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow
 from offbeat.service.types import Caller, CheckpointKind
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Checkpoints:
 
     def __init__(
         self, rows: Iterable[CheckpointRow], *, store: Store, usage: Usage, folder: Path,
-        on_removed: Callable[[AdapterManifest], None] = lambda _: None, orphan_retention_s: float = 7 * 86400.0,
+        on_removed: Callable[[Manifest], None] = lambda _: None, orphan_retention_s: float = 7 * 86400.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """
@@ -91,7 +91,7 @@ class Checkpoints:
         """Where it is."""
         return self._root / folder
 
-    async def seal(self, folder: str, *, adapter: AdapterManifest | None = None) -> int:
+    async def seal(self, folder: str, *, adapter: Manifest | None = None) -> int:
         """Write the manifest of a complete folder, and bring all of it to the disk; its size in bytes."""
         return await asyncio.to_thread(seal, self.path(folder), adapter)
 
@@ -99,7 +99,7 @@ class Checkpoints:
         """Raise CheckpointError unless every file is what was written."""
         await asyncio.to_thread(verify, self.path(folder))
 
-    async def adapter(self, folder: str) -> AdapterManifest:
+    async def adapter(self, folder: str) -> Manifest:
         """The adapter in a folder of verified files.
 
         Raises:

@@ -13,7 +13,7 @@ import msgspec
 from offbeat.disk import sync
 from offbeat.errors import StorageError
 from offbeat.service.orphans import FOLDER
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 MANIFEST = "manifest.json"
 
@@ -27,11 +27,11 @@ class File:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Contents:
     """What a folder holds; `adapter` is None if engines cannot load it."""
 
     files: dict[str, File]
-    adapter: AdapterManifest | None = None
+    adapter: Manifest | None = None
 
 
 class CheckpointError(StorageError):
@@ -43,7 +43,7 @@ def _digest(path: Path) -> File:
         return File(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
 
 
-def seal(folder: Path, adapter: AdapterManifest | None) -> int:
+def seal(folder: Path, adapter: Manifest | None) -> int:
     """Write the manifest of a folder and sync all of it, whoever wrote it; the size of its files in bytes.
 
     Raises:
@@ -51,7 +51,7 @@ def seal(folder: Path, adapter: AdapterManifest | None) -> int:
     """
     try:
         files = {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
-        (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(files, adapter)))
+        (folder / MANIFEST).write_bytes(msgspec.json.encode({"files": files, "adapter": adapter and _encode(adapter)}))
         for path in (*(folder / name for name in files), folder / MANIFEST, folder, folder.parent):
             sync(path)
     except OSError as exc:
@@ -59,35 +59,44 @@ def seal(folder: Path, adapter: AdapterManifest | None) -> int:
     return sum(file.size_bytes for file in files.values())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Contents:
     """What a folder holds; raises CheckpointError if there is no manifest that can be read."""
     try:
-        manifest = msgspec.convert(_with_canary(msgspec.json.decode((folder / MANIFEST).read_bytes())), Manifest)
+        contents = msgspec.convert(_decode(msgspec.json.decode((folder / MANIFEST).read_bytes())), Contents)
     except (OSError, msgspec.DecodeError) as exc:
         raise CheckpointError(
             f"the checkpoint folder {folder.name} is gone or damaged: its manifest cannot be read; use another one") from exc
-    return manifest
+    return contents
 
 
-def _with_canary(manifest: Any) -> Any:
-    """A manifest in which an earlier Offbeat has written the mean of the canary's log-probabilities alone."""
-    adapter = manifest.get("adapter") if isinstance(manifest, dict) else None
-    if isinstance(adapter, dict) and "canary_logprob" in adapter:
-        adapter.setdefault("canary_logprobs", [adapter["canary_logprob"]])
-    return manifest
+def _encode(adapter: Manifest) -> dict[str, Any]:
+    """Return an adapter's manifest as it stands in the file, where its name is called the tenant's."""
+    fields = msgspec.to_builtins(adapter)
+    del fields["broadcast"]
+    return {"tenant": fields.pop("adapter"), **fields}
 
 
-def verify(folder: Path) -> Manifest:
+def _decode(contents: Any) -> Any:
+    """The inverse; an earlier Offbeat has written the mean of the canary's log-probabilities alone."""
+    adapter = contents.get("adapter") if isinstance(contents, dict) else None
+    if isinstance(adapter, dict):
+        adapter["adapter"] = adapter.pop("tenant", None)
+        if "canary_logprob" in adapter:
+            adapter.setdefault("canary_logprobs", [adapter["canary_logprob"]])
+    return contents
+
+
+def verify(folder: Path) -> Contents:
     """What a folder holds, after a look at every byte; raises CheckpointError unless all is as it was sealed."""
-    manifest = read_manifest(folder)
-    for name, expected in manifest.files.items():
+    contents = read_manifest(folder)
+    for name, expected in contents.files.items():
         try:
             found = _digest(folder / name)
         except OSError as exc:
             raise CheckpointError(f"the checkpoint folder {folder.name} is damaged: {name} cannot be read; use another one") from exc
         if found != expected:
             raise CheckpointError(f"the checkpoint folder {folder.name} is damaged: {name} is not what was written; use another one")
-    return manifest
+    return contents
 
 
 def sealed_folders(root: Path) -> frozenset[str]:
