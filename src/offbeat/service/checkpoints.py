@@ -216,7 +216,7 @@ class Checkpoints:
         """Runs of which there are checkpoints."""
         return {path.run_id for path in self._rows}
 
-    async def publish(self, row: CheckpointRow, *, public: bool) -> None:
+    async def set_public(self, row: CheckpointRow, *, public: bool) -> None:
         """Let everybody read a checkpoint, or nobody else; raises UnknownError if it is gone by now."""
         await self._change(row, public=public)
 

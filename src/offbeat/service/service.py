@@ -355,7 +355,7 @@ class Service:
 
     async def set_public(self, caller: Caller, path: str, *, public: bool) -> None:
         """Let everybody load and sample a checkpoint, or nobody else."""
-        await self.checkpoints.publish(self._owned(caller, path), public=public)
+        await self.checkpoints.set_public(self._owned(caller, path), public=public)
 
     async def set_ttl(self, caller: Caller, path: str, ttl_s: float | None) -> None:
         """Let a checkpoint expire so many seconds from now, or never."""
