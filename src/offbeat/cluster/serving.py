@@ -19,7 +19,7 @@ from offbeat.errors import ConfigError, EngineError, OffbeatError
 from offbeat.fleet.adapters import AdapterCache
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.health import Healer
-from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.pool import EnginePool, OnBusy
 from offbeat.fleet.publishers import AdapterPublisher
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
@@ -124,14 +124,19 @@ async def open_pool(
         heal_timeout_s=inference.heal_timeout_s, on_busy=record.on_span)
 
 
-def make_pool(clients: Iterable[EngineClient], record: RunRecord, **options: Any) -> EnginePool:
-    """Make a pool that records who is quarantined, and says so; `options` are those of `EnginePool`."""
+def make_pool(
+    clients: Iterable[EngineClient], record: RunRecord, *, probe_timeout_s: float, heal_timeout_s: float, min_engines: int = 1,
+    on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None,
+) -> EnginePool:
+    """Make a pool that records who is quarantined, and says so; see `EnginePool`."""
 
     def on_quarantine(name: str, reason: str) -> None:
         record.events.record("quarantine", engine=name, reason=reason)
         record.console.note(f"{name} is quarantined: {reason}")
 
-    return EnginePool(clients, on_quarantine=on_quarantine, note=record.console.note, **options)
+    return EnginePool(
+        clients, probe_timeout_s=probe_timeout_s, min_engines=min_engines, heal_timeout_s=heal_timeout_s, on_quarantine=on_quarantine,
+        on_busy=on_busy, note=record.console.note)
 
 
 def make_dispatcher(

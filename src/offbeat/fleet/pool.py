@@ -19,6 +19,8 @@ from offbeat.types import Version
 from offbeat.weights.protocol import EngineControl
 
 T = TypeVar("T")
+OnBusy = Callable[[str, str, float, float], None]
+"""Hears ("generate", engine, start_s, end_s) of a stretch of wall-clock time in which an engine had requests."""
 
 
 class EnginePool:
@@ -37,15 +39,14 @@ class EnginePool:
         min_engines: int = 1,
         heal_timeout_s: float = 0.0,
         on_quarantine: Callable[[str, str], None] = lambda _name, _reason: None,
-        on_busy: Callable[[str, str, float, float], None] = lambda _what, _name, _start_s, _end_s: None,
+        on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None,
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
         """
         Args:
             heal_timeout_s: see above; 0 where nobody heals engines.
             on_quarantine: hears (engine, reason) of every engine that leaves service.
-            on_busy: hears ("generate", engine, start_s, end_s) of every stretch of wall-clock time in which an engine had requests, cut at
-                each switch of versions.
+            on_busy: hears of every busy stretch, cut at each switch of versions.
             note: tells people what is waited for.
         """
         self.members: Mapping[str, Member] = {client.name: Member(client) for client in clients}
