@@ -1,7 +1,7 @@
 """Fan-out: adapters of 16 tenants to 4 embedded engines, all at once, and what serving so many costs.
 
 Publishing: two rank processes meet in a gloo barrier after rank 0 has written 16 adapters. Ours fans out after that, all adapters to all
-engines at once, through `AdapterFleet`; the naive order is rank 0 bringing them to one engine after the other while rank 1 waits in the
+engines at once, through `AdapterPublisher`; the naive order is rank 0 bringing them to one engine after the other while rank 1 waits in the
 barrier. Both load and prove the same adapters on the same engines, in turns. A publish lasts from the moment at which all 16 are written
 until every engine serves it; ranks are held until the barrier is passed.
 
@@ -41,7 +41,7 @@ from offbeat.inference.sampling import Sampling
 from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.telemetry.record import SilentRecord
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 ORDERS = ("ours", "naive")
 RANK = 16
@@ -125,7 +125,7 @@ class Publishes:
         job = {"do": order, "round": number, "tenants": self._num_tenants, "urls": urls, "key": self._served.engines.key}
         first, last = (answer.values for answer in self._threads.map(lambda rank: rank.ask(job), self._ranks))
         tuples = [{name: tuple(m[name]) for name in ("canary", "canary_logprobs")} for m in first["manifests"]]
-        manifests = [AdapterManifest(**m | each) for m, each in zip(first["manifests"], tuples, strict=True)]
+        manifests = [Manifest(**m | each) for m, each in zip(first["manifests"], tuples, strict=True)]
         if order == "ours":
             self.seconds[order] += self._runner.run(self._fan_out(manifests))
         else:
@@ -133,12 +133,12 @@ class Publishes:
             self._runner.run(self._forget(manifests))
         return {"held_s": last["held_s"]}
 
-    async def _fan_out(self, manifests: Sequence[AdapterManifest]) -> list[float]:
-        reports = await asyncio.gather(*(self._served.fleet.publish(manifest) for manifest in manifests))
+    async def _fan_out(self, manifests: Sequence[Manifest]) -> list[float]:
+        reports = await asyncio.gather(*(self._served.publisher.publish(manifest) for manifest in manifests))
         assert all(len(report.serving) == len(self._served.pool.states) for report in reports), "an engine is missing"
         return [report.total_s for report in reports]
 
-    async def _forget(self, manifests: Sequence[AdapterManifest]) -> None:
+    async def _forget(self, manifests: Sequence[Manifest]) -> None:
         for engine in self._served.pool.healthy.values():
             for manifest in manifests:
                 await engine.unload_adapter(manifest.name, timeout_s=TIMEOUT_S)
@@ -198,15 +198,16 @@ def random_adapter(model: str, *, seed: int) -> Adapter:
         for name, m in linears.items()})
 
 
-def write(adapter: Adapter, index: int, job: dict[str, Any]) -> AdapterManifest:
+def write(adapter: Adapter, index: int, job: dict[str, Any]) -> Manifest:
     """As a trainer does it."""
     tenant = f"{job['do']}-{index}"
     folder = FOLDER / tenant / f"v{job['round']:08d}"
     write_adapter(adapter, folder, base_model="tiny")
-    return AdapterManifest(tenant, job["round"], str(folder), adapter.fingerprint(), CANARY, (0.0,) * (len(CANARY) - 1), adapter.num_bytes)
+    return Manifest(
+        job["round"], str(folder), adapter.fingerprint(), CANARY, (0.0,) * (len(CANARY) - 1), adapter=tenant, num_bytes=adapter.num_bytes)
 
 
-async def fan_out_in_turn(manifests: Sequence[AdapterManifest], urls: dict[str, str], key: str) -> list[float]:
+async def fan_out_in_turn(manifests: Sequence[Manifest], urls: dict[str, str], key: str) -> list[float]:
     """Seconds from the start until each adapter is on every engine."""
     seconds, start = [], time.perf_counter()
     async with EngineSession() as http:
@@ -277,7 +278,8 @@ async def load(served: Serving, *, tenants: int, num_requests: int, seed: int) -
     async def client() -> None:
         while waiting:
             tenant, prompt = waiting.pop()
-            samples = await served.fleet.generate(tenant, prompt, Sampling(NUM_TOKENS, seed=len(waiting), ignore_eos=True), n=1)
+            samples = await served.dispatcher.generate(
+                prompt, Sampling(NUM_TOKENS, seed=len(waiting), ignore_eos=True), n=1, adapter=tenant)
             lengths.extend(len(sample.token_ids) for sample in samples)
 
     await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))

@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from faults.workshop import workshop
+from offbeat.inference.embedded.options import EngineOptions
+from offbeat.inference.embedded.server import EngineServer
 from small_run import SmallRun, build_small_model, offbeat, start_offbeat
 from waiting import wait_until
 
@@ -48,6 +50,21 @@ def _restore_logging():
 def model_dir(tmp_path_factory):
     """Folder of a random model of one layer with its character tokenizer."""
     return build_small_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture
+def start_engine(model_dir):
+    """Starts an engine in threads of this process, with the given options; gives its server and URL. All end with the test."""
+    servers = []
+
+    def start(**options):
+        server = EngineServer(EngineOptions(**{"model": model_dir} | options))
+        servers.append(server)
+        return server, server.start()
+
+    yield start
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from offbeat.service.ids import CheckpointPath
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.tables import CheckpointRow
 from offbeat.service.types import Caller, LoraSpec
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 ALICE, BOB = Caller("alice"), Caller("bob")
 SESSION = "00000000-0000-0000-0000-000000000001"
@@ -45,15 +45,15 @@ class World:
             raise UnknownError("there is no such checkpoint")
         return row
 
-    async def adapter(self, folder: str) -> AdapterManifest:
+    async def adapter(self, folder: str) -> Manifest:
         self.reads += 1
         await asyncio.sleep(0.01)
-        return AdapterManifest(f"t.{folder}", 3, folder, "fingerprint", (1, 2), (-1.0,))
+        return Manifest(3, folder, "fingerprint", (1, 2), (-1.0,), adapter=f"t.{folder}")
 
     async def release(self, folder: str) -> None:
         self.released.append(folder)
 
-    def pin(self, manifest: AdapterManifest) -> None:
+    def pin(self, manifest: Manifest) -> None:
         self.pinned.append(manifest.name)
 
     def unpin(self, name: str) -> None:

@@ -14,10 +14,11 @@ from offbeat.cluster.material import read_material
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptStream
 from offbeat.errors import CodeError
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sample
 from offbeat.rollout.workflows.single_turn import single_turn
 from offbeat.telemetry.console import Console
@@ -103,9 +104,9 @@ def test_samples_end_at_every_end_token_of_the_model_and_hold_it(tmp_path: Path)
 
     async def main() -> list[Sample]:
         async with EngineSession() as http:
-            pool = EnginePool([EngineClient("engine 0", server.start(), http.session)], request_timeout_s=60)
+            pool = EnginePool([EngineClient("engine 0", server.start(), http.session)])
             pool.admit("engine 0", 0)
-            return await pool.generate((13, 14, 15), sampling, n=16)
+            return await Dispatcher(pool, request_timeout_s=60).generate((13, 14, 15), sampling, n=16)
 
     server = EngineServer(EngineOptions(model=str(model)))
     try:

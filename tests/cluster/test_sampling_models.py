@@ -10,11 +10,11 @@ import pytest
 from offbeat.cluster.sampling_models import SamplingModel, _dialect, open_sampling_models
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, EngineError
+from offbeat.fleet.members import State
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
 from offbeat.inference.embedded.options import EngineOptions
 from offbeat.inference.embedded.server import EngineServer
-from offbeat.inference.members import State
 from offbeat.inference.sampling import Sampling
 from offbeat.telemetry.record import SilentRecord
 from small_run import small_config
@@ -46,7 +46,7 @@ def test_a_teacher_is_sampled_and_scored_by_what_its_own_engine_serves(model_dir
         tokens = (*PROMPT, *first.token_ids)
         score = await teacher.score("", tokens, 2, None)
         assert math.isnan(score.logprobs[0]) and score.logprobs[len(PROMPT):] == pytest.approx(first.logprobs, abs=1e-5)
-        assert [len(row) for row in score.top] == [0] + [2] * (len(tokens) - 1) and teacher.pool.generated_tokens == 10
+        assert [len(row) for row in score.top] == [0] + [2] * (len(tokens) - 1) and teacher.dispatcher.generated_tokens == 10
 
     url = server.start()
     try:
@@ -61,7 +61,7 @@ def test_a_teacher_that_failed_returns_by_itself_and_one_that_is_gone_fails_its_
     server = EngineServer(EngineOptions(model=model_dir))
 
     async def body(models: Mapping[str, SamplingModel]) -> None:
-        pool = models["teacher"].pool
+        pool = models["teacher"].dispatcher.pool
         pool.quarantine("teacher 0", "its probe was late")
         await until(lambda: pool.states["teacher 0"] is State.SERVING)
         assert len(await models["teacher"].sample("", PROMPT, Sampling(2), 1, "")) == 1

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from offbeat.aio import SideThread, beside
-from offbeat.cluster.publishers import WholePublisher
 from offbeat.cluster.spmd_peers import EngineNews, Followed, FollowingPublisher, Published, RankPeers, make_release
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.root import Config
 from offbeat.dist.mesh import connect_store, host_store
 from offbeat.dist.notice import Notice
 from offbeat.errors import EngineError
-from offbeat.inference.pool import EnginePool
-from offbeat.weights.publish import PublishReport
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.publication import PublishReport
 from ranks import run_ranks
 from waiting import until
 
@@ -24,7 +23,7 @@ PUBLISHED = Published(REPORT, {f"engine {i}": f"http://127.0.0.1:{9000 + i}" for
 
 
 def make_pool() -> EnginePool:
-    return EnginePool([SimpleNamespace(name=name, url=url) for name, url in PUBLISHED.urls.items()], request_timeout_s=1)
+    return EnginePool([SimpleNamespace(name=name, url=url) for name, url in PUBLISHED.urls.items()])
 
 
 async def not_found(engine: SimpleNamespace) -> str:
@@ -48,11 +47,10 @@ def talk_and_publish(groups, _):
         return [led, gathered]
 
     async def lead(peers: RankPeers) -> bool:
-        served: list[PublishReport] = []
         release = make_release(make_pool(), Config(), peers)
-        await WholePublisher(Engines(), release).publish(3, on_served=served.append)
+        await release(REPORT)
         await release(None)
-        return served == [REPORT]
+        return True
 
     async def follow(peers: RankPeers) -> bool:
         served: list[PublishReport] = []
@@ -63,20 +61,11 @@ def talk_and_publish(groups, _):
             given.append(version)
 
         publisher = FollowingPublisher(give, peers, 10.0, told.append)
-        await publisher.publish(3, on_served=served.append)
-        await publisher.publish(4, on_served=served.append)
+        reports = [await publisher.publish(version, on_served=served.append) for version in (3, 4)]
         await publisher.settle()
-        return served == [REPORT] and told == [PUBLISHED] and given == [3, 4]
+        return served == [REPORT] and reports == [REPORT, None] and told == [PUBLISHED] and given == [3, 4]
 
     return asyncio.run(body())
-
-
-class Engines:
-    """Stands for the engines: a version is served at once."""
-
-    async def publish(self, version: int) -> PublishReport:
-        assert version == REPORT.version
-        return REPORT
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +126,7 @@ def test_a_rank_goes_to_where_an_engine_was_started_anew_before_the_next_publish
         leads, follows = (Notice(connect_store("127.0.0.1", store.port, timeout_s=60), "engines") for _ in range(2))
         lives = {old: 3}
         clients = Client(old, lives), Client(old, lives)
-        leader, follower = (EnginePool([client], request_timeout_s=1) for client in clients)
+        leader, follower = (EnginePool([client]) for client in clients)
         config = InferenceConfig(probe_interval_s=0.05, probe_timeout_s=0.5)
         followed = Followed(follower, config, find=EngineNews(follows).find)
         followed.take(Published(replace(REPORT, serving=("engine 0",), quarantined={}), {"engine 0": old}))

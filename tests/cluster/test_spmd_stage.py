@@ -62,7 +62,7 @@ def test_a_bystander_draws_nothing(tmp_path: Path, model_dir: str) -> None:
     async def play() -> None:
         async with stage.rollouts(stream, version=0, last_version=2) as rollouts:
             assert await rollouts.prepare_batch() == []
-            rollouts.publish(1)
+            rollouts.advance(1)
             assert (rollouts.sampling, rollouts.take_stats().names) == (material.sampling, [])
             assert rollouts.in_flight == ()
 

@@ -171,12 +171,12 @@ def test_an_adapter_is_written_without_being_published_and_restored_with_a_fresh
         assert set(read_adapter(tmp_path / "first").pairs) == {f"model.layers.0.mlp.{side}_proj" for side in ("gate", "up", "down")}
         with pytest.raises(RefusedError, match="no adapter 'alice'"):
             await tenants.sample("alice", PROMPT, GREEDY)
-        assert (first.tenant, first.folder) == ("alice", str(tmp_path / "first"))
+        assert (first.adapter, first.folder) == ("alice", str(tmp_path / "first"))
         assert first.fingerprint == read_adapter(first.folder).fingerprint()
         with pytest.raises(StorageError, match="a version is written once"):
             await tenants.write("alice", tmp_path / "first")
         later = await tenants.write("alice", tmp_path / "later", version=first.version + 10)
-        await tenants.serving.fleet.publish(later)
+        await tenants.serving.publisher.publish(later)
         assert set((await tenants.sample("alice", PROMPT, GREEDY))[0].versions) == {later.version}
         await tenants.publish("alice")
         assert set((await tenants.sample("alice", PROMPT, GREEDY))[0].versions) == {later.version + 1}
@@ -317,14 +317,14 @@ def test_the_base_model_is_sampled_and_scored_beside_tenants_before_anything_is_
         return logits[:-1].gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
 
     async def body(tenants: Tenants) -> None:
-        fleet = tenants.serving.fleet
-        (sample,) = await fleet.generate("", PROMPT, Sampling(6), n=1)
+        dispatcher = tenants.serving.dispatcher
+        (sample,) = await dispatcher.generate(PROMPT, Sampling(6), n=1)
         assert list(sample.logprobs) == pytest.approx(reference(PROMPT + sample.token_ids)[len(PROMPT) - 1 :], abs=1e-4)
-        assert list((await fleet.score("", PROMPT)).logprobs[1:]) == pytest.approx(reference(PROMPT), abs=1e-4)
+        assert list((await dispatcher.score(PROMPT)).logprobs[1:]) == pytest.approx(reference(PROMPT), abs=1e-4)
         await tenants.add("alice")
         await tenants.train_step({"alice": batch(0)}, STEP)
         await tenants.publish("alice")
-        changed, base = await asyncio.gather(fleet.score("alice", PROMPT), fleet.score("", PROMPT))
+        changed, base = await asyncio.gather(dispatcher.score(PROMPT, adapter="alice"), dispatcher.score(PROMPT))
         assert list(base.logprobs[1:]) == pytest.approx(reference(PROMPT), abs=1e-4)
         assert list(changed.logprobs[1:]) != pytest.approx(reference(PROMPT), abs=1e-4)
 

@@ -24,6 +24,9 @@ from offbeat.cluster.messages import EngineAddress, ServerStart
 from offbeat.cluster.servers import server_command
 from offbeat.config.weights import WeightsConfig
 from offbeat.errors import ProofError, PublishError
+from offbeat.fleet.adapters import AdapterCache, Installed
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
@@ -34,11 +37,8 @@ from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 from offbeat.trainer.state import Dtype
-from offbeat.weights.adapters import AdapterManifest
-from offbeat.weights.lora_fanout import install
 from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
-from offbeat.weights.publish import Publisher
 from small_run import small_config
 from support.weight_faults import LOADING, spoil
 
@@ -97,14 +97,12 @@ class Drilled:
     judge: Judge
     spoil: Callable[..., None]
 
-    async def publish(self, publisher: Publisher) -> None:
+    async def publish(self, publisher: WeightsPublisher) -> None:
         self.engine.version += 1
         await publisher.publish(self.engine.version)
 
-    def publisher(self, client: EngineClient) -> Publisher:
-        return Publisher(
-            lambda: {client.name: client}, self.versions, WeightsConfig(), judge=self.judge, min_engines=1,
-            on_serving=lambda _name, _version: None, on_quarantine=lambda _name, _reason: None)
+    def publisher(self, client: EngineClient) -> WeightsPublisher:
+        return WeightsPublisher(EnginePool([client]), self.versions, WeightsConfig(), judge=self.judge)
 
 
 @contextmanager
@@ -194,6 +192,7 @@ def test_an_engine_with_wrong_weights_is_refused_and_serves_once_it_is_healed(dr
             await drilled.publish(publisher)
         drilled.spoil()
         if drilled.engine.kind == "embedded":  # it holds what it was given; the supervisor starts such an engine anew
+            publisher = drilled.publisher(client)
             await drilled.publish(publisher)
         assert await publisher.bring(client) == drilled.engine.version
         assert (await client.prove(CANARY, timeout_s=60)).live
@@ -212,7 +211,7 @@ def moved(adapter: Adapter) -> Adapter:
 
 
 @pytest.fixture
-def adapters(drilled: Drilled, models: Models, tmp_path: Path) -> list[AdapterManifest]:
+def adapters(drilled: Drilled, models: Models, tmp_path: Path) -> list[Manifest]:
     """Two versions of an adapter, a step apart."""
     first = read_adapter(models.adapter(1))
     manifests = []
@@ -220,32 +219,38 @@ def adapters(drilled: Drilled, models: Models, tmp_path: Path) -> list[AdapterMa
         folder = tmp_path / f"alice-{version}"
         write_adapter(adapter, folder, base_model=models.folder())
         logprobs = Reference(drilled.versions.folder, str(folder)).logprobs(CANARY[:1], CANARY[1:])
-        manifests.append(AdapterManifest("alice", version, str(folder), adapter.fingerprint(), CANARY, tuple(logprobs)))
+        manifests.append(Manifest(version, str(folder), adapter.fingerprint(), CANARY, tuple(logprobs), adapter="alice"))
     return manifests
 
 
-async def prove_and_unload(client: EngineClient, drilled: Drilled, manifest: AdapterManifest) -> None:
+async def install(client: EngineClient, manifest: Manifest, drilled: Drilled) -> Installed:
+    """Load and prove an adapter as a publish does it."""
+    cache = AdapterCache(EnginePool([client]), capacity=MAX_ADAPTERS, judge=drilled.judge, timeout_s=60)
+    return await cache.install(client, manifest)
+
+
+async def prove_and_unload(client: EngineClient, drilled: Drilled, manifest: Manifest) -> None:
     """The right adapter is proven once nothing is wrong, and leaves its name to the next drill."""
-    assert not (await install(client, manifest, judge=drilled.judge, timeout_s=60, patience_s=0)).inconclusive
+    assert not (await install(client, manifest, drilled)).inconclusive
     await client.unload_adapter("alice@2", timeout_s=60)
 
 
-def test_an_adapter_whose_folder_holds_another_ones_files_is_refused(drilled: Drilled, adapters: list[AdapterManifest]) -> None:
+def test_an_adapter_whose_folder_holds_another_ones_files_is_refused(drilled: Drilled, adapters: list[Manifest]) -> None:
     async def body(client: EngineClient) -> None:
         with pytest.raises(ProofError, match=r"engine 0 failed its proof of alice@2: .* fingerprint \w+ instead of"):
-            await install(client, replace(adapters[1], folder=adapters[0].folder), judge=drilled.judge, timeout_s=60, patience_s=0)
+            await install(client, replace(adapters[1], folder=adapters[0].folder), drilled)
         await prove_and_unload(client, drilled, adapters[1])
 
     drilled.engine.run(body)
 
 
 def test_an_engine_that_serves_another_adapters_files_under_the_name_is_refused(
-    drilled: Drilled, adapters: list[AdapterManifest],
+    drilled: Drilled, adapters: list[Manifest],
 ) -> None:
     async def body(client: EngineClient) -> None:
         drilled.spoil(adapter=adapters[0].folder)
         with pytest.raises(ProofError, match=OTHER_ADAPTER[drilled.engine.kind]):
-            await install(client, adapters[1], judge=drilled.judge, timeout_s=60, patience_s=0)
+            await install(client, adapters[1], drilled)
         drilled.spoil()
         await prove_and_unload(client, drilled, adapters[1])
 
@@ -253,7 +258,7 @@ def test_an_engine_that_serves_another_adapters_files_under_the_name_is_refused(
 
 
 def test_a_name_that_an_engine_has_from_before_is_not_believed_to_be_what_lies_in_its_folder_now(
-    drilled: Drilled, adapters: list[AdapterManifest],
+    drilled: Drilled, adapters: list[Manifest],
 ) -> None:
     async def body(client: EngineClient) -> None:
         folder = shutil.copytree(adapters[0].folder, Path(adapters[0].folder).with_name("again"))
@@ -262,7 +267,7 @@ def test_a_name_that_an_engine_has_from_before_is_not_believed_to_be_what_lies_i
         shutil.copytree(adapters[1].folder, folder)
         again = replace(adapters[1], folder=str(folder))
         with pytest.raises(ProofError, match=OTHER_ADAPTER[drilled.engine.kind]):
-            await install(client, again, judge=drilled.judge, timeout_s=60, patience_s=0)
+            await install(client, again, drilled)
         await prove_and_unload(client, drilled, again)
 
     drilled.engine.run(body)

@@ -288,7 +288,7 @@ class Ring:
                 stats = await session.trainers.train_step(batch)
                 stats |= batch_metrics([batch_stats(groups, version=self._version)])
                 self._version += 1
-                await session.publisher.publish(self._version, on_served=lambda _report: rollouts.publish(self._version))
+                await session.publisher.publish(self._version, on_served=lambda _report: rollouts.advance(self._version))
                 outcome.steps += 1
                 self._count(groups, outcome)
                 wrong = [f"{name} is {value} in step {outcome.steps}" for name, value in stats.items() if not math.isfinite(value)]

@@ -99,9 +99,9 @@ class Play:
             accept=self.accept, door=self.door, on_rejected=self.rejected.append,
             on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append)
 
-    async def publish(self, executor: RolloutExecutor, version: int) -> None:
+    async def advance(self, executor: RolloutExecutor, version: int) -> None:
         self.engine.version = version
-        executor.publish(version)
+        executor.advance(version)
 
 
 def make(*, batch: int = 3, running: int = 6, eta: int = 1, last: int | None = None, on_stale: str = "wait", engine: Engine | None = None,
@@ -130,7 +130,7 @@ def test_a_batch_holds_exactly_its_groups_with_all_samples() -> None:
                 groups = await executor.prepare_batch()
                 assert len(groups) == 3
                 assert all(len(group.trajectories) == 2 and group.rejected is None for group in groups)
-                await play.publish(executor, version)
+                await play.advance(executor, version)
         assert play.engine.most_running <= 6
 
     run(body)
@@ -151,7 +151,7 @@ def test_no_trained_token_is_older_than_the_bound_even_behind_a_straggler(eta: i
                     play.engine.release.set()
                 for group in await preparing:
                     assert all(version - t.head_version <= eta for t in group.trajectories)
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
         assert waited, "the straggler never mattered, so this test shows nothing"
         assert play.rejected == []
 
@@ -163,7 +163,7 @@ def test_a_version_that_is_served_after_the_executor_was_left_admits_nothing() -
         play = make(eta=0)
         async with play.executor() as executor:
             await executor.prepare_batch()
-        await play.publish(executor, 1)
+        await play.advance(executor, 1)
         assert play.gate.capacity and not play.gate.running
 
     run(body)
@@ -178,7 +178,7 @@ def test_requeue_draws_a_straggler_again_and_never_waits_for_it() -> None:
                 groups = await executor.prepare_batch()
                 assert all(version - t.head_version <= 1 for group in groups for t in group.trajectories)
                 trained += [group.prompt_id for group in groups]
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
             assert {settled.prompt_id for settled in play.rejected} == {"0:1"}
             assert play.rejected[0] == Settled("0:1", "it would have become too stale", "too stale", drawn_again=True)
             assert "0:1" in executor.in_flight
@@ -186,7 +186,7 @@ def test_requeue_draws_a_straggler_again_and_never_waits_for_it() -> None:
             play.engine.release.set()
             for version in range(4, 7):
                 trained += [group.prompt_id for group in await executor.prepare_batch()]
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
             assert "0:1" in trained
 
     run(body)
@@ -205,7 +205,7 @@ def test_a_workflow_that_swallows_its_cancellation_harms_nobody() -> None:
         async with play.executor() as executor:
             for version in range(4):
                 assert all(group.trajectories for group in await executor.prepare_batch())
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
             assert "0:1" in executor.in_flight
 
     run(body)
@@ -218,7 +218,7 @@ def test_keep_trains_on_what_is_too_old() -> None:
         async with play.executor() as executor:
             for version in range(4):
                 await executor.prepare_batch()
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
             play.engine.release.set()
             for _ in range(200):  # its turns of the loop, and more
                 await asyncio.sleep(0)
@@ -253,7 +253,7 @@ def test_a_filter_that_raises_rejects_its_group_with_the_error() -> None:
         async with play.executor() as executor:
             for version in range(3):
                 await executor.prepare_batch()
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
         again = Settled("0:2", "should_accept raised KeyError: 'score'", "code failed", drawn_again=True)
         assert play.rejected == [again, again, replace(again, rejected=f"{again.rejected} (the last of 3 tries)", drawn_again=False)]
 
@@ -348,7 +348,7 @@ def test_whatever_a_workflow_raises_fails_its_group_alone_and_its_prompt_is_draw
         play.workflow = workflow
         async with play.executor() as executor:
             groups = await executor.prepare_batch()
-            await play.publish(executor, 1)
+            await play.advance(executor, 1)
             groups += await executor.prepare_batch()
         assert "0:1" in [group.prompt_id for group in groups]
         (settled,) = play.rejected
@@ -446,7 +446,7 @@ def test_one_wrong_reward_in_twenty_costs_its_sample_and_no_prompt(wrong: object
                 groups = await executor.prepare_batch()
                 trained += [group.prompt_id for group in groups]
                 left_out += sum(8 - len(group.usable) for group in groups)
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
         assert sorted(trained) == sorted(f"0:{i}" for i in range(200))  # a whole epoch
         assert play.rejected == []
         assert 50 < left_out < 110
@@ -467,7 +467,7 @@ def test_a_prompt_whose_samples_always_fail_is_drawn_again_so_often_and_then_rec
         async with play.executor() as executor:
             for version in range(3):
                 trained += [group.prompt_id for group in await executor.prepare_batch()]
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
         assert sorted(trained) == [f"0:{i}" for i in (0, 2, 3, 4, 5, 6, 7, 8, 9)]
         why = "2 of 2 samples cannot be trained on; the first: reward failed: it raised"
         again = Settled("0:1", why, "reward failed", drawn_again=True)
@@ -541,7 +541,7 @@ def test_failures_that_are_not_in_a_row_do_not_stop_the_run() -> None:
         async with play.executor() as executor:
             for version in range(3):
                 assert len(await executor.prepare_batch()) == 3
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
 
     run(body)
 
@@ -551,7 +551,7 @@ def test_a_late_group_is_rejected_with_its_deadline() -> None:
         play = make(episode_timeout_s=0.2, engine=Engine(slow=frozenset({"0>"})), max_retries=0)
         async with play.executor() as executor:
             await executor.prepare_batch()
-            await play.publish(executor, 1)
+            await play.advance(executor, 1)
             await until(lambda: play.rejected)
         (settled,) = play.rejected
         assert (settled.prompt_id, settled.kind) == ("0:0", "timed out")
@@ -574,7 +574,7 @@ def test_the_wait_for_rewards_of_others_is_no_fault_of_a_group() -> None:
         async with play.executor() as executor:
             for version in range(2):
                 await executor.prepare_batch()
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
         assert play.rejected == []
 
     run(body)
@@ -656,7 +656,7 @@ def test_a_group_that_failed_is_drawn_again_a_bounded_number_of_times(error: Exc
         async with play.executor() as executor:
             for version in range(2):
                 trained += [group.prompt_id for group in await executor.prepare_batch()]
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
         return play, trained
 
     async def body() -> None:
@@ -709,7 +709,7 @@ def test_no_wake_up_is_lost_after_a_publish() -> None:
             for version in range(200):
                 assert len(await executor.prepare_batch()) == 2
                 assert executor.in_flight == ()
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
 
     run(body)
 
@@ -720,7 +720,7 @@ def test_nothing_is_drawn_that_no_step_would_train_on() -> None:
         async with play.executor() as executor:
             for version in range(2):
                 await executor.prepare_batch()
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
             assert executor.in_flight == ()
         assert play.stream.state().position == 6
 
@@ -762,7 +762,7 @@ def test_every_drawn_prompt_is_trained_rejected_or_in_flight(seed: int) -> None:
                 check(executor, [group.prompt_id for group in groups])
                 await asyncio.sleep(0)
                 trained += [group.prompt_id for group in groups]
-                await play.publish(executor, version + 1)
+                await play.advance(executor, version + 1)
                 check(executor, [])
 
     run(body)

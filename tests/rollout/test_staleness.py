@@ -24,7 +24,7 @@ def test_capacity_is_the_smaller_of_concurrency_and_staleness() -> None:
         gate.finish(key)
     assert gate.take() is not None
     assert gate.capacity == 0  # the batch in training still counts: at eta = 0 nothing may start on the old version
-    gate.publish(1)
+    gate.advance(1)
     assert gate.capacity == 4
 
 
@@ -39,7 +39,7 @@ def test_a_step_waits_for_an_urgent_straggler() -> None:
     for key in (0, 1):
         gate.finish(key)
     assert gate.take() == [0, 1]
-    gate.publish(1)
+    gate.advance(1)
     fill(gate, 4)  # two more, due at version 2
     for key in (4, 5):
         gate.finish(key)
@@ -78,7 +78,7 @@ def test_the_bound_holds_and_nothing_deadlocks_in_random_histories(on_stale, see
         assert len(gate.running) <= running
         if gate.training:
             if chance.random() < 0.5:
-                gate.publish(gate.version + 1)
+                gate.advance(gate.version + 1)
                 continue
         elif (step := gate.take()) is not None:
             assert len(step) == batch

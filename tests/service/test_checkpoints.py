@@ -19,7 +19,7 @@ from offbeat.service.limits import Limits, Usage
 from offbeat.service.serve import open_store
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 from small_service import ALICE, BOB, LORA
 from support.powercut import Disk, PowerCut
 from support.saving import weights
@@ -27,7 +27,7 @@ from support.saving import weights
 CHILD = Path(__file__).parents[1] / "support" / "saving.py"
 RUN = "00000000-0000-4000-8000-000000000000:train:0"
 PATH = CheckpointPath(RUN, "training", "one")
-ADAPTER = AdapterManifest("tenant", 3, "elsewhere", "fingerprint", (1, 2), (-1.25,), 10)
+ADAPTER = Manifest(3, "elsewhere", "fingerprint", (1, 2), (-1.25,), adapter="tenant", num_bytes=10)
 
 
 class World:
@@ -79,7 +79,7 @@ def test_a_checkpoint_is_its_owners_until_it_is_public_and_there_until_it_is_del
         assert set(checkpoints.files(row)) == {"weights"}
         with pytest.raises(UnknownError, match="or it is not yours"):
             checkpoints.readable(BOB, PATH)
-        await checkpoints.publish(row, public=True)
+        await checkpoints.set_public(row, public=True)
         assert checkpoints.readable(BOB, PATH).public
         with pytest.raises(UnknownError, match="or it is not yours"):
             checkpoints.owned(BOB, PATH)
@@ -254,13 +254,13 @@ def test_what_an_older_database_does_not_name_comes_back_with_the_newer_one(tmp_
     run(tmp_path, body)
 
 
-@pytest.mark.parametrize("act", ["publish", "set_ttl", "delete"])
+@pytest.mark.parametrize("act", ["set_public", "set_ttl", "delete"])
 def test_a_change_that_the_database_did_not_take_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     async def body(world: World) -> None:
         folder, checkpoints = await world.make(), world.checkpoints
         row = checkpoints.owned(ALICE, PATH)
         change = {
-            "publish": lambda: checkpoints.publish(row, public=True), "set_ttl": lambda: checkpoints.set_ttl(row, 50),
+            "set_public": lambda: checkpoints.set_public(row, public=True), "set_ttl": lambda: checkpoints.set_ttl(row, 50),
             "delete": lambda: checkpoints.delete(row)}[act]
 
         async def full(*_rows: object) -> None:
@@ -284,11 +284,11 @@ def test_changes_of_one_checkpoint_at_once_are_all_there_and_none_is_of_what_rep
     async def body(world: World) -> None:
         await world.make()
         row = world.checkpoints.owned(ALICE, PATH)
-        await asyncio.gather(world.checkpoints.publish(row, public=True), world.checkpoints.set_ttl(row, 50))
+        await asyncio.gather(world.checkpoints.set_public(row, public=True), world.checkpoints.set_ttl(row, 50))
         both = world.checkpoints.owned(ALICE, PATH)
         assert (both.public, both.expires) == (True, world.now + 50) and world.open().owned(ALICE, PATH) == both
         again, *late = await asyncio.gather(
-            world.make(overwrite=True), world.checkpoints.delete(both), world.checkpoints.publish(both, public=False),
+            world.make(overwrite=True), world.checkpoints.delete(both), world.checkpoints.set_public(both, public=False),
             return_exceptions=True)
         assert [type(error) for error in late] in ([type(None), UnknownError], [type(None), type(None)])
         stored = world.store.load().checkpoints
@@ -389,8 +389,9 @@ def test_a_manifest_with_the_mean_of_the_canary_alone_is_still_read(tmp_path: Pa
         folder = await world.make(CheckpointPath(RUN, "sampler", "one"))
         (file,) = world.checkpoints.path(folder).glob("*.json")
         manifest = msgspec.json.decode(file.read_bytes())
+        assert manifest["adapter"].keys() == {"tenant", "version", "folder", "fingerprint", "canary", "canary_logprobs", "num_bytes"}
         manifest["adapter"] |= {"canary_logprob": manifest["adapter"].pop("canary_logprobs")[0], "canary_before": None}
         file.write_bytes(msgspec.json.encode(manifest))
-        assert (await world.checkpoints.adapter(folder)).canary_logprobs == ADAPTER.canary_logprobs
+        assert replace(await world.checkpoints.adapter(folder), folder=ADAPTER.folder) == ADAPTER
 
     run(tmp_path, body)

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -22,9 +23,10 @@ from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.tenants import Tenants
 from offbeat.data.batch import TokenBatch
 from offbeat.errors import OffbeatError, PublishError
+from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sampling
-from offbeat.weights.adapters import AdapterManifest, split_adapter_name
-from offbeat.weights.lora_fanout import FanoutReport
+from offbeat.weights.adapters import adapter_name
+from offbeat.weights.protocol import Manifest
 from soak.ledger import Ledger
 from soak.reference import Reference
 
@@ -57,8 +59,8 @@ class Work:
         self._steps: Counter[str] = Counter()
         self._fingerprints: dict[str, tuple[int, str]] = {}
         self._steps_before: dict[str, int] = {}
-        self._publish_to_engines = tenants.serving.fleet.publish
-        tenants.serving.fleet.publish = self._on_written
+        self._publish_to_engines = tenants.serving.publisher.publish
+        tenants.serving.publisher.publish = self._on_written
 
     async def begin(self, count: int) -> None:
         """Add the tenants, and publish each once."""
@@ -85,7 +87,7 @@ class Work:
             try:
                 async with self._timed("damaged publish" if damage else "publish", tenant):
                     report = await self._tenants.publish(tenant)
-                    self._published[tenant].append(split_adapter_name(report.name)[1])
+                    self._published[tenant].append(report.version)
                     self._ledger.took("fan-out", report.total_s)
             except PublishError as exc:
                 reason = str(exc)
@@ -95,13 +97,13 @@ class Work:
 
     async def check_all(self) -> None:
         """Ask every engine for every tenant's current version."""
-        pool, fleet = self._tenants.serving.pool, self._tenants.serving.fleet
+        pool, adapters = self._tenants.serving.pool, self._tenants.serving.adapters
         for tenant in self._tenants.names:
-            name = fleet.current(tenant) or ""
-            version = split_adapter_name(name)[1]
-            if missing := pool.states.keys() - set(fleet.holders(name)):
+            version = self._current(tenant)
+            name = adapter_name(tenant, version)
+            if missing := pool.states.keys() - set(adapters.holders(name)):
                 self._ledger.not_back.append(f"{name} is not on {sorted(missing)}")
-            for engine in fleet.holders(name):
+            for engine in adapters.holders(name):
                 (sample,) = await pool.client(engine).generate(PROMPT, GREEDY, n=1, timeout_s=LIMIT_S, adapter=name)
                 self._ledger.check_sample(tenant, sample, oldest=version, newest=version, where=f" on {engine}")
 
@@ -134,20 +136,20 @@ class Work:
             await self._pause(self._rng.choice((0.0, 0.5, 1.0, 1.5)) * PUBLISH_PAUSE_S)  # at times again before it was trained
             await self.publish(tenant)
 
-    async def _on_written(self, manifest: AdapterManifest) -> FanoutReport:
+    async def _on_written(self, manifest: Manifest) -> PublishReport:
         """Between the trainers and the engines."""
-        tenant, folder = manifest.tenant, Path(manifest.folder)
+        tenant, folder = manifest.adapter, Path(manifest.folder)
         if damage := self._damage.pop(tenant, None):
             damage(folder)
         else:
             self._check_idle(manifest)
             self._ledger.expected[manifest.name] = await asyncio.to_thread(self._reference.expect, folder, manifest.canary)
-            self._ledger.check_canary(manifest.name, manifest.canary_logprob)
+            self._ledger.check_canary(manifest.name, fmean(manifest.canary_logprobs))
         return await self._publish_to_engines(manifest)
 
-    def _check_idle(self, manifest: AdapterManifest) -> None:
+    def _check_idle(self, manifest: Manifest) -> None:
         """A tenant that was not trained since its last publish must not have changed."""
-        tenant, steps = manifest.tenant, self._steps[manifest.tenant]
+        tenant, steps = manifest.adapter, self._steps[manifest.adapter]
         before, fingerprint = self._fingerprints.pop(tenant, (-1, ""))
         if steps % 2 or steps != self._steps_before[tenant]:  # it is being trained, and may have been written before or after
             return
@@ -170,7 +172,7 @@ class Work:
             await self._pause(SAMPLE_PAUSE_S)
 
     def _current(self, tenant: str) -> int:
-        return split_adapter_name(self._tenants.serving.fleet.current(tenant) or "")[1]
+        return self._tenants.serving.adapters.catalog.find(tenant).version
 
     # -- waiting -----------------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The disk channel: one folder per version, and which of them stay. The collective one: real trainers and engines, of which one dies."""
+"""One folder per version, and which of them stay; and versions by broadcast: real trainers and engines, of which one dies."""
 
 import asyncio
 import os
@@ -16,13 +16,15 @@ from offbeat.cluster.messages import Objective
 from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
 from offbeat.errors import EngineError
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.publication import PublishReport
+from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.process import Child
 from offbeat.types import Version
-from offbeat.weights.channels import CollectiveChannel, DiskChannel, draw_incarnation
+from offbeat.weights.channels import Channel, draw_incarnation
 from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
-from offbeat.weights.publish import Publisher, PublishReport
 from small_run import small_config
 
 CANARY = (13, 14, 15, 5)
@@ -30,7 +32,8 @@ CANARY = (13, 14, 15, 5)
 
 def channel(
     directory: Path, *, keep: int = 2, incarnation: str = "a", held: Version | None = None, notes: list[str] | None = None,
-) -> DiskChannel:
+    num_receivers: Callable[[], int] = lambda: 0,
+) -> Channel:
     async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
         if num_receivers:
             return Manifest(version, str(folder), "f", canary, (-1.0,), f"host:{num_receivers}")
@@ -39,16 +42,16 @@ def channel(
         return Manifest(version, str(folder), "f", canary, (-1.0,))
 
     said = [] if notes is None else notes
-    return DiskChannel(
-        directory, keep=keep, canary=(1, 2), write=write, incarnation=incarnation, holds=lambda version: version == held,
-        on_rewrite=said.append)
+    return Channel(
+        directory, keep=keep, canary=(1, 2), write=write, incarnation=incarnation, num_receivers=num_receivers,
+        holds=lambda version: version == held, on_rewrite=said.append)
 
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def publish(to: DiskChannel, version: int) -> Manifest:
+def publish(to: Channel, version: int) -> Manifest:
     manifest = asyncio.run(to.write(version))
     to.prune()
     return manifest
@@ -105,7 +108,7 @@ def test_other_files_beside_the_versions_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_broadcast_is_for_as_many_engines_as_are_healthy_and_a_folder_where_none_is(tmp_path: Path) -> None:
     healthy = [3]
-    collective = CollectiveChannel(channel(tmp_path, keep=1), num_receivers=lambda: healthy[0])
+    collective = channel(tmp_path, keep=1, num_receivers=lambda: healthy[0])
     assert asyncio.run(collective.write(0)).broadcast == "host:3"
     healthy[0] = 0
     assert asyncio.run(collective.write(1)).broadcast == ""
@@ -131,12 +134,10 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
 
     async def main() -> None:
         async with cast(tmp_path, config, model_dir) as (trainers, clients, _):
-            disk = DiskChannel(
+            disk = Channel(
                 config.weights_dir, keep=2, canary=CANARY, write=trainers.publish, incarnation="a", holds=trainers.holds,
                 on_rewrite=notes.append)
-            publisher = Publisher(
-                dict, disk, config.weights, judge=Judge(tolerance=1e-3), min_engines=0, on_serving=lambda *_: None,
-                on_quarantine=lambda *_: None)
+            publisher = WeightsPublisher(EnginePool([], min_engines=0), disk, config.weights, judge=Judge(tolerance=1e-3))
             (engine,) = clients.values()  # out of service, until it is brought back
 
             async def publish_and(damage: Callable[[Path], object], version: int) -> None:
@@ -162,15 +163,14 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
 
     async def main() -> None:
         async with cast(tmp_path, config, model_dir) as (trainers, clients, engines):
-            disk = DiskChannel(config.weights_dir, keep=2, canary=CANARY, write=trainers.publish, incarnation="a")
-            channels = [disk, CollectiveChannel(disk, num_receivers=lambda: len(clients))]
+            pool = EnginePool(clients.values(), on_quarantine=lost.__setitem__)
 
             async def publish(version: int) -> PublishReport:
-                publisher = Publisher(
-                    lambda: clients, channels[version % 2], config.weights,
-                    judge=Judge(tolerance=1e-3), min_engines=1, on_serving=lambda *_: None,
-                    on_quarantine=lost.__setitem__)
-                return await publisher.publish(version)
+                """Even versions in folders, odd ones by broadcast."""
+                to = Channel(
+                    config.weights_dir, keep=2, canary=CANARY, write=trainers.publish, incarnation="a",
+                    num_receivers=lambda: len(clients) * (version % 2))
+                return await WeightsPublisher(pool, to, config.weights, judge=Judge(tolerance=1e-3)).publish(version)
 
             proofs = []
             for version in (0, 1):

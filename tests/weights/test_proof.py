@@ -1,5 +1,7 @@
 """Which proofs are believed: for random bias, noise and moves, and for engines in another number format, right ones and wrong ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -114,16 +116,16 @@ def test_gaps_that_cancel_in_the_mean_are_found_token_by_token() -> None:
 
 def test_another_adapter_under_a_known_name_is_refused_and_an_engine_that_was_started_anew_begins_again() -> None:
     judge, world = Judge(tolerance=0.5), World(3, step=0.1, noise=1e-3, bias=1e-3)
-    wanted = manifest(3, world.trainer)
-    assert not judge.judge("a", wanted, told(3, world.see(world.trainer)), tenant="alice").refused
+    wanted = replace(manifest(3, world.trainer), adapter="alice")
+    assert not judge.judge("a", wanted, told(3, world.see(world.trainer))).refused
     world.move()
     other = told(3, world.see(world.trainer))
-    assert "a part is not this version's" in judge.judge("a", wanted, other, tenant="alice").reason
-    assert not judge.judge("a", wanted, other, tenant="bob").refused  # nothing is known of it there
-    for forget in (lambda: judge.forget("a"), lambda: judge.forget_tenant("alice")):
-        assert judge.judge("a", wanted, other, tenant="alice").refused or True
+    assert "a part is not this version's" in judge.judge("a", wanted, other).reason
+    assert not judge.judge("a", replace(wanted, adapter="bob"), other).refused  # nothing is known of it there
+    for forget in (lambda: judge.forget("a"), lambda: judge.forget_adapter("alice")):
+        assert judge.judge("a", wanted, other).refused
         forget()
-        assert judge.judge("a", wanted, told(3, world.see(np.array(wanted.canary_logprobs))), tenant="alice").outcome is Outcome.UNSURE
+        assert judge.judge("a", wanted, told(3, world.see(np.array(wanted.canary_logprobs)))).outcome is Outcome.UNSURE
 
 
 def test_an_adapter_of_which_only_the_mean_is_known_is_judged_by_that() -> None:

@@ -17,19 +17,19 @@ from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.group import Launcher, library_environment
 from offbeat.cluster.material import Material, choose_canary, read_material
 from offbeat.cluster.place import Place
-from offbeat.cluster.publishers import LoraPublisher, Release, WholePublisher, policy_tenant, release_nobody
 from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
 from offbeat.cluster.session import Publishing, Session, Solo
 from offbeat.cluster.threads import choose_threads, usable_cores
 from offbeat.cluster.train_group import TrainGroup
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
+from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody
 from offbeat.inference.client import EngineClient
 from offbeat.rollout.episode import Generate
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
-from offbeat.weights.channels import CollectiveChannel, DiskChannel, WriteVersion, draw_incarnation
-from offbeat.weights.publish import Publisher
+from offbeat.weights.adapters import policy_adapter
+from offbeat.weights.channels import Channel, WriteVersion, draw_incarnation
 
 # By name: importing Ray costs a second, and Ray is an optional extra; SPMD mode imports torch.
 _LAUNCHERS = {"local": ("offbeat.cluster.local", "LocalLauncher"), "ray": ("offbeat.cluster.ray", "RayLauncher")}
@@ -87,7 +87,7 @@ async def open_arena(config: Config, record: RunRecord) -> AsyncIterator[tuple[A
 
         for name in serving.pool.states:
             serving.pool.admit(name, await version_of(serving.pool.client(name)))
-        yield Arena(config, record, material, serving.pool.generate, rewards), partial(serving.watch, version_of)
+        yield Arena(config, record, material, serving.dispatcher.generate, rewards), partial(serving.watch, version_of)
 
 
 @dataclass(frozen=True)
@@ -109,23 +109,20 @@ async def open_policy(
         holds: whether `write` may be called again for this version, and by this process alone.
         release: releases other ranks that wait for this process to publish.
     """
-    pool, fleet = serving.pool, serving.fleet
+    pool, lora = serving.pool, config.model.lora.rank > 0
     directory, incarnation = config.weights_dir.resolve(), draw_incarnation()
     serving.record.events.record("incarnation", name=incarnation)
-    channel = DiskChannel(
+    broadcasts = config.weights.channel == "collective" and not lora
+    channel = Channel(
         directory, keep=config.weights.keep, canary=choose_canary(material, config), write=write, incarnation=incarnation,
-        holds=holds, on_rewrite=partial(serving.record.note, "rewritten"))
-    if config.model.lora.rank:
-        tenant = policy_tenant(incarnation)
+        num_receivers=lambda: len(pool.healthy) if broadcasts else 0, holds=holds, on_rewrite=partial(serving.record.note, "rewritten"))
+    if lora:
+        adapter = policy_adapter(incarnation)
         await serving.unload_leftovers(directory)
-        adapters = await stack.enter_async_context(LoraPublisher(fleet, channel, tenant=tenant, release=release))
-        return Policy(adapters, partial(fleet.generate, tenant), serving.watch)
-    publisher = Publisher(
-        lambda: pool.healthy,
-        CollectiveChannel(channel, num_receivers=lambda: len(pool.healthy)) if config.weights.channel == "collective" else channel,
-        config.weights, judge=serving.judge, min_engines=config.inference.min_engines, on_serving=pool.admit, on_quarantine=pool.quarantine,
-        recover=lambda version: pool.wait_healthy(version=version))
-    return Policy(WholePublisher(publisher, release), pool.generate, partial(serving.watch, publisher.bring))
+        policy = await stack.enter_async_context(PolicyPublisher(serving.publisher, channel, adapter=adapter, release=release))
+        return Policy(policy, partial(serving.dispatcher.generate, adapter=adapter), serving.watch)
+    publisher = WeightsPublisher(pool, channel, config.weights, judge=serving.judge, release=release)
+    return Policy(publisher, serving.dispatcher.generate, partial(serving.watch, publisher.bring))
 
 
 def make_launcher(config: Config, *, devices_taken: int = 0) -> Launcher:

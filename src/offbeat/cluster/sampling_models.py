@@ -9,14 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from offbeat.aio import beside, deadline, gather_all
+from offbeat.cluster.serving import make_dispatcher, make_pool
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DeadlineError, EngineError
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.health import Healer
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
-from offbeat.inference.health import Healer
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
@@ -36,22 +37,22 @@ class SamplingModel:
     """
 
     name: str
-    pool: EnginePool
+    dispatcher: Dispatcher
     context: int
     end_token_ids: tuple[int, ...] = ()
 
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
-        """n continuations; raises as `EnginePool.generate`."""
+        """Generate n continuations; raises as `Dispatcher.generate`."""
         assert not adapter, f"{self.name} takes no adapters"
-        return await self.pool.generate(prompt, sampling, n=n, session=session)
+        return await self.dispatcher.generate(prompt, sampling, n=n, session=session)
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
         draws: Draws | None = None,
     ) -> PromptScore:
-        """What the model says of tokens; raises as `EnginePool.score`."""
+        """What the model says of tokens; raises as `Dispatcher.score`."""
         assert not adapter, f"{self.name} takes no adapters"
-        return await self.pool.score(tokens, top_k=top_k, targets=targets, draws=draws)
+        return await self.dispatcher.score(tokens, top_k=top_k, targets=targets, draws=draws)
 
 
 @asynccontextmanager
@@ -78,15 +79,8 @@ async def _open(
     async def prove(client: EngineClient) -> Version:
         return (await client.prove(_ANY_TOKENS, timeout_s=settings.request_timeout_s)).version
 
-    def on_quarantine(engine: str, reason: str) -> None:
-        record.events.record("quarantine", engine=engine, reason=reason)
-        record.console.note(f"{engine} is quarantined: {reason}")
-
-    pool = EnginePool(
-        clients, request_timeout_s=settings.request_timeout_s, token_timeout_s=settings.token_timeout_s,
-        probe_timeout_s=settings.probe_timeout_s, heal_timeout_s=min(_PATIENCE_S, settings.heal_timeout_s),
-        on_failure=lambda engine, reason: record.events.record("engine_failed", engine=engine, reason=reason), on_quarantine=on_quarantine,
-        note=record.console.note)
+    pool = make_pool(
+        clients, record, probe_timeout_s=settings.probe_timeout_s, heal_timeout_s=min(_PATIENCE_S, settings.heal_timeout_s))
     contexts = []
     for client in clients:
         try:
@@ -98,7 +92,7 @@ async def _open(
     healer = Healer(
         pool, reload=prove, probe_interval_s=settings.probe_interval_s, probe_timeout_s=settings.probe_timeout_s,
         on_event=record.events.record)
-    return SamplingModel(name, pool, min(contexts)), healer
+    return SamplingModel(name, make_dispatcher(pool, settings, record), min(contexts)), healer
 
 
 def _dialect(config: Config) -> Dialect:

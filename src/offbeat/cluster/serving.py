@@ -1,9 +1,10 @@
-"""The engines of a run in service: a pool that routes to them, a fleet for adapters, and what keeps both well. Torch-free.
+"""The engines of a run in service: their pool, the adapters on them, what sends requests and versions there, and what keeps all well.
 
 Opened by the controller, by rank 0 in SPMD mode, and by processes that serve tenants; other ranks of SPMD mode open a pool alone.
+Torch-free.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +13,22 @@ from typing import Any
 from offbeat.aio import gather_all, run_beside
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.messages import EngineAddresses
-from offbeat.cluster.publishers import is_policy
+from offbeat.config.inference import InferenceConfig
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, EngineError, OffbeatError
+from offbeat.fleet.adapters import AdapterCache
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.health import Healer
+from offbeat.fleet.pool import EnginePool, OnBusy
+from offbeat.fleet.publishers import AdapterPublisher
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.sglang import SGLangDialect
 from offbeat.inference.dialects.vllm import VllmDialect
-from offbeat.inference.fleet import AdapterFleet
-from offbeat.inference.health import Healer
-from offbeat.inference.pool import EnginePool
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
+from offbeat.weights.adapters import is_policy
 from offbeat.weights.proof import Judge
 
 UNPUBLISHED: Version = -1
@@ -40,12 +44,16 @@ class Serving:
 
     Attributes:
         engines: the processes that this run has started; none where only others' engines are used.
+        dispatcher: sends requests to them.
+        publisher: brings versions of adapters to them.
         judge: of what they prove.
     """
 
     engines: EngineGroup
     pool: EnginePool
-    fleet: AdapterFleet
+    adapters: AdapterCache
+    dispatcher: Dispatcher
+    publisher: AdapterPublisher
     judge: Judge
     config: Config
     record: RunRecord
@@ -53,7 +61,7 @@ class Serving:
     async def watch(self, reload: Reload | None = None) -> None:
         """Until cancelled, notice engines that die or hang, and heal them; `reload` brings one to what is current, adapters by default."""
         healer = Healer(
-            self.pool, reload=reload or self.fleet.refill, restart=self._restart if self.engines.workers else None,
+            self.pool, reload=reload or self.adapters.refill, restart=self._restart if self.engines.workers else None,
             probe_interval_s=self.config.inference.probe_interval_s, probe_timeout_s=self.config.inference.probe_timeout_s,
             on_event=self._on_event)
         await run_beside(healer.run(), self.engines.watch(self.pool.quarantine))
@@ -93,32 +101,51 @@ async def open_serving(
     """
     pool = await open_pool(stack, addresses, config, record, model=model)
     judge = Judge.of(config.weights.proof_tolerance, config.model.dtype)
-    fleet = await stack.enter_async_context(AdapterFleet(
+    adapters = await stack.enter_async_context(AdapterCache(
         pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
         keep=config.weights.keep, on_event=record.events.record))
-    return Serving(engines, pool, fleet, judge, config, record)
+    dispatcher = make_dispatcher(pool, config.inference, record, adapters=adapters)
+    publisher = AdapterPublisher(pool, adapters, on_event=record.events.record)
+    return Serving(engines, pool, adapters, dispatcher, publisher, judge, config, record)
 
 
 async def open_pool(
     stack: AsyncExitStack, addresses: EngineAddresses, config: Config, record: RunRecord, *, model: str,
 ) -> EnginePool:
     """Connect to the engines at these addresses; see `open_serving`."""
-
-    def on_quarantine(name: str, reason: str) -> None:
-        record.events.record("quarantine", engine=name, reason=reason)
-        record.console.note(f"{name} is quarantined: {reason}")
-
     http = await stack.enter_async_context(EngineSession())
     dialect, inference = make_dialect(config, model), config.inference
     clients = [
         EngineClient(name, url, http.session, dialect=dialect, api_key=addresses.key) for name, url in addresses.urls.items()]
     if inference.urls:
         await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
+    return make_pool(
+        clients, record, probe_timeout_s=inference.probe_timeout_s, min_engines=inference.min_engines,
+        heal_timeout_s=inference.heal_timeout_s, on_busy=record.on_span)
+
+
+def make_pool(
+    clients: Iterable[EngineClient], record: RunRecord, *, probe_timeout_s: float, heal_timeout_s: float, min_engines: int = 1,
+    on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None,
+) -> EnginePool:
+    """Make a pool that records who is quarantined, and says so; see `EnginePool`."""
+
+    def on_quarantine(name: str, reason: str) -> None:
+        record.events.record("quarantine", engine=name, reason=reason)
+        record.console.note(f"{name} is quarantined: {reason}")
+
     return EnginePool(
-        clients, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s,
-        probe_timeout_s=inference.probe_timeout_s, min_engines=inference.min_engines, heal_timeout_s=inference.heal_timeout_s,
-        on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason), on_quarantine=on_quarantine,
-        on_busy=record.on_span, note=record.console.note)
+        clients, probe_timeout_s=probe_timeout_s, min_engines=min_engines, heal_timeout_s=heal_timeout_s, on_quarantine=on_quarantine,
+        on_busy=on_busy, note=record.console.note)
+
+
+def make_dispatcher(
+    pool: EnginePool, inference: InferenceConfig, record: RunRecord, *, adapters: AdapterCache | None = None,
+) -> Dispatcher:
+    """Make what sends requests to the engines of a pool, and records which fail them."""
+    return Dispatcher(
+        pool, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s, adapters=adapters,
+        on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason))
 
 
 async def _check(client: EngineClient, *, timeout_s: float) -> None:

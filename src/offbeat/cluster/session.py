@@ -16,12 +16,13 @@ from offbeat.data.batch import TokenBatch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
+from offbeat.fleet.publication import PublishReport
+from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sampling
 from offbeat.telemetry.record import RunRecord
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
 from offbeat.weights.protocol import Manifest
-from offbeat.weights.publish import PublishReport
 
 T = TypeVar("T")
 
@@ -54,18 +55,18 @@ class Trainers(Protocol):
         ...
 
 
-OnServed = Callable[[PublishReport], None]
-"""Hears how a publish went, at the moment in which engines serve the version."""
-
-
 class Publishing(Protocol):
     """Carries the trainers' weights to the engines. In SPMD mode every rank calls the same methods."""
 
-    async def publish(self, version: Version, *, on_served: OnServed) -> None:
+    async def publish(self, version: Version, *, on_served: OnServed) -> PublishReport | None:
         """Write the weights as `version` and bring every healthy engine to it. Engines may still be loading it when this returns.
 
         Args:
-            on_served: on ranks that wait for rank 0 to write an adapter, it is never called: they roll nothing out.
+            on_served: hears the report when engines serve the version; on ranks that wait for rank 0 to write an adapter, it is never
+                called: they roll nothing out.
+
+        Returns:
+            The report, if engines serve the version by now.
         """
         ...
 
@@ -89,7 +90,7 @@ class Rollouts(Protocol):
 
     async def prepare_batch(self) -> list[Group]: ...
 
-    def publish(self, version: Version) -> None: ...
+    def advance(self, version: Version) -> None: ...
 
     def take_stats(self) -> StatsPart: ...
 

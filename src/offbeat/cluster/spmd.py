@@ -25,7 +25,7 @@ from offbeat.cluster.material import Material
 from offbeat.cluster.messages import EngineAddresses
 from offbeat.cluster.place import Place
 from offbeat.cluster.rank_engine import RankEngine, build_model
-from offbeat.cluster.serving import UNPUBLISHED, open_pool, open_serving
+from offbeat.cluster.serving import UNPUBLISHED, make_dispatcher, open_pool, open_serving
 from offbeat.cluster.session import Session
 from offbeat.cluster.shards import Sharder
 from offbeat.cluster.spmd_peers import EngineNews, Followed, RankPeers, follow, make_release
@@ -104,7 +104,7 @@ async def _open(
         return session(follow(trainers, material, config, peers), Bystander(material), watch=_watch_nothing)
     if engines is None:
         pool = await open_pool(stack, addresses, config, record, model=material.model)
-        arena = Arena(own, record, rows, pool.generate, rewards)
+        arena = Arena(own, record, rows, make_dispatcher(pool, config.inference, record).generate, rewards)
         followed = Followed(pool, config.inference, find=(await _open_news(stack, config, place)).find)
         return session(follow(trainers, material, config, peers, followed=followed), arena, watch=followed.watch)
     serving = await open_serving(stack, engines, addresses, config, record, model=material.model)

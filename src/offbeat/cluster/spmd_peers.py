@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from offbeat.aio import SideThread
 from offbeat.cluster.material import Material, choose_canary
-from offbeat.cluster.publishers import Release
-from offbeat.cluster.session import OnServed
 from offbeat.cluster.spmd_trainers import RankTrainers
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.root import Config
@@ -23,12 +21,13 @@ from offbeat.data import wire
 from offbeat.dist.notice import Notice
 from offbeat.dist.sync import Sync
 from offbeat.errors import DeadlineError, EngineError
+from offbeat.fleet.health import Healer
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.publication import PublishReport
+from offbeat.fleet.publishers import OnServed, Release
 from offbeat.inference.client import EngineClient
-from offbeat.inference.health import Healer
-from offbeat.inference.members import State
-from offbeat.inference.pool import EnginePool
 from offbeat.types import Version
-from offbeat.weights.publish import PublishReport
 
 T = TypeVar("T")
 
@@ -88,17 +87,22 @@ class FollowingPublisher:
     timeout_s: float
     on_published: Callable[[Published], None] = lambda _published: None
 
-    async def publish(self, version: Version, *, on_served: OnServed) -> None:
+    async def publish(self, version: Version, *, on_served: OnServed) -> PublishReport | None:
         """Contribute to a version and wait for rank 0; see `Publishing.publish`.
+
+        Returns:
+            The result, where rank 0 sends it.
 
         Raises:
             PeerError: rank 0 failed.
         """
         await self.give(version)
         published = await _pass_published(self.peers, None, timeout_s=self.timeout_s)
-        if published is not None:
-            self.on_published(published)
-            on_served(published.report)
+        if published is None:
+            return None
+        self.on_published(published)
+        on_served(published.report)
+        return published.report
 
     async def settle(self) -> None:
         """Do nothing; see `Publishing.settle`. Rank 0 waits for engines, and this rank for rank 0 where it needs it."""

@@ -50,7 +50,7 @@ class NoRollouts:
         """Return nothing: rank 0 sends the batch to the trainers."""
         return []
 
-    def publish(self, version: Version) -> None:
+    def advance(self, version: Version) -> None:
         """Do nothing, since nothing is admitted."""
 
     def take_stats(self) -> StatsPart:

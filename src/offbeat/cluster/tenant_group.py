@@ -43,7 +43,7 @@ from offbeat.errors import DeadlineError, RunError, WorkerError
 from offbeat.telemetry.tracker import combine
 from offbeat.trainer.adapter_types import DatumPass
 from offbeat.types import Version
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 T = TypeVar("T")
 
@@ -193,10 +193,11 @@ class TenantGroup:
         scored, *_ = await self._all("score_base", BaseCanary(canary), BaseCanaryScored)
         return scored.logprobs
 
-    async def publish(self, tenant: str, version: Version, folder: Path, *, canary: tuple[int, ...]) -> AdapterManifest:
+    async def publish(self, tenant: str, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
         """Write a tenant's adapter into a new PEFT folder."""
         written, *_ = await self._all("publish", TenantPublish(tenant, str(folder), canary), TenantPublished)
-        return AdapterManifest(tenant, version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.num_bytes)
+        return Manifest(
+            version, str(folder), written.fingerprint, canary, written.canary_logprobs, adapter=tenant, num_bytes=written.num_bytes)
 
     async def save(self, tenant: str, folder: Path) -> None:
         """Write all that a tenant's training needs to go on exactly."""

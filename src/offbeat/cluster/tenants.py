@@ -29,12 +29,13 @@ from offbeat.data.datums import DatumBatch
 from offbeat.data.model_folder import read_model_config
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError, DataError
+from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.telemetry.record import RunRecord
 from offbeat.trainer.adapter_types import DatumPass
 from offbeat.types import Version
-from offbeat.weights.adapters import AdapterManifest, adapter_name, check_tenant
-from offbeat.weights.lora_fanout import FanoutReport
+from offbeat.weights.adapters import adapter_name, check_adapter
+from offbeat.weights.protocol import Manifest
 
 _DEFAULT_ALGORITHM = AlgorithmConfig()
 
@@ -131,7 +132,7 @@ class Tenants:
         """
         lora = self._config.model.lora
         rank = lora.rank if rank is None else rank
-        if check_tenant(tenant) in self._trainers.steps:
+        if check_adapter(tenant) in self._trainers.steps:
             raise ConfigError(f"there is a tenant {tenant!r} already; choose another name, or remove it first")
         if not 1 <= rank <= lora.rank:
             raise ConfigError(f"the rank of tenant {tenant!r} must be 1 to model.lora.rank = {lora.rank}, got {rank}")
@@ -144,7 +145,7 @@ class Tenants:
         """Forget a tenant; its requests in flight finish."""
         async with self._find(tenant).publishing:
             del self._tenants[tenant]
-            self.serving.fleet.remove(tenant)
+            self.serving.adapters.remove(tenant)
             if tenant in self._trainers.steps:
                 await self._trainers.remove(tenant)
 
@@ -218,7 +219,7 @@ class Tenants:
         norms = await self.update(dict.fromkeys(batches, params))
         return {tenant: {**metrics, "train/grad_norm": norms[tenant]} for tenant, metrics in passed.metrics.items()}
 
-    async def publish(self, tenant: str) -> FanoutReport:
+    async def publish(self, tenant: str) -> PublishReport:
         """Make the tenant's adapter as it is now its next version, and bring that to the engines.
 
         Raises:
@@ -228,9 +229,9 @@ class Tenants:
         async with state.publishing:
             version = state.newest + 1
             manifest = await self.write(tenant, self._folder(tenant) / f"v{version:08d}", version=version)
-            return await self.serving.fleet.publish(manifest)
+            return await self.serving.publisher.publish(manifest)
 
-    async def write(self, tenant: str, folder: Path, *, version: Version | None = None) -> AdapterManifest:
+    async def write(self, tenant: str, folder: Path, *, version: Version | None = None) -> Manifest:
         """Write the tenant's adapter as it is now into a new PEFT folder, with its proof, for engines to load or for anyone to keep.
 
         Args:
@@ -254,7 +255,7 @@ class Tenants:
         """
         self._find(tenant)
         name = tenant if version is None else adapter_name(tenant, version)
-        return await self.serving.fleet.generate(name, tuple(prompt), sampling, n=n, session=session)
+        return await self.serving.dispatcher.generate(tuple(prompt), sampling, n=n, session=session, adapter=name)
 
     async def save(self, tenant: str, folder: Path) -> None:
         """Write all that the tenant's training needs to go on exactly."""
@@ -267,7 +268,7 @@ class Tenants:
         Args:
             optimizer: with its moments and step count; otherwise with fresh ones.
         """
-        await self._trainers.restore(check_tenant(tenant), folder, optimizer=optimizer)
+        await self._trainers.restore(check_adapter(tenant), folder, optimizer=optimizer)
         self._enter(tenant)
 
     def _join(self, batches: Mapping[str, TokenBatch]) -> tuple[TokenBatch, list[str]]:
@@ -345,7 +346,7 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
         serving = await open_serving(stack, engines, addresses, config, record, model=base.model)
         canary = tuple(range(min(base.tokenizer.vocab_size, 16)))
         async with beside(serving.watch()):
-            await serving.fleet.serve_base(canary, await trainers.score_base(canary))
+            await serving.adapters.serve_base(canary, await trainers.score_base(canary))
             model_config = read_model_config(base.model)
             limits = Limits((model_config.get("text_config") or model_config)["vocab_size"], base.context, ends.token_ids)
             yield Tenants(config, trainers, serving, tokenizer=base.tokenizer, canary=canary, limits=limits)

@@ -23,10 +23,10 @@ from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data import wire
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
+from offbeat.fleet.publication import PublishReport
 from offbeat.telemetry.advice import PublishingAdvice
 from offbeat.telemetry.tracker import combine
 from offbeat.types import Version
-from offbeat.weights.publish import PublishReport
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Training:
             stats = await self._session.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
         trained_s = clock.lap()
         with span("publish", "controller", version=step.next_version):
-            await self._publish(step.next_version, rollouts.publish)
+            await self._publish(step.next_version, rollouts.advance)
         times = {"step/rollout_wait_s": waited_s, "step/train_s": trained_s, "step/publish_s": gate_s + clock.lap()}
         part = combine([batch_stats(groups, version=step.version), rollouts.take_stats()])
         parts = await self._session.peers.gather("export_stats", part)

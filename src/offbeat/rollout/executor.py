@@ -173,9 +173,9 @@ class RolloutExecutor:
                 f"no group of rollouts was finished and accepted for rollout.batch_timeout_s = {self._config.batch_timeout_s:g} s;"
                 f" {self._num_rejected} were rejected in this run, events.jsonl says why") from exc
 
-    def publish(self, version: Version) -> None:
+    def advance(self, version: Version) -> None:
         """Note that engines serve `version`, and admit groups for it unless the executor was left meanwhile."""
-        self._gate.publish(version)
+        self._gate.advance(version)
         self._admit()
 
     def take_stats(self) -> StatsPart:

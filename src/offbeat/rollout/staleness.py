@@ -94,7 +94,7 @@ class Gate:
         deadline = self._first_missed_deadline(chosen)
         return [] if deadline is None else [key for key, due in self.running.items() if due <= deadline]
 
-    def publish(self, version: Version) -> None:
+    def advance(self, version: Version) -> None:
         """Note that the weights of the step in training are served."""
         assert version > self.version, f"version must rise, got {version} after {self.version}"
         self.version = version

@@ -14,12 +14,12 @@ from offbeat.cluster.tenants import Tenants
 from offbeat.config.root import Config
 from offbeat.data.datums import DatumBatch
 from offbeat.errors import DataError, ModelError
-from offbeat.inference.pool import EnginePool
+from offbeat.fleet.dispatch import Dispatcher
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.service.base_models import BaseModels
 from offbeat.service.types import EngineStatus, LoraSpec
 from offbeat.trainer.adapter_types import DatumPass
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 _MAX_FAILURES = 3
 """Number of engines on which one tenant's request may fail, whether or not they survived.
@@ -126,53 +126,53 @@ class Backend:
         norms = await self._tenants.update({tenant_of(model_id): its for model_id, its in params.items()})
         return {model_id: norms[tenant_of(model_id)] for model_id in params}
 
-    async def export(self, model_id: str, folder: Path, *, version: int) -> AdapterManifest:
+    async def export(self, model_id: str, folder: Path, *, version: int) -> Manifest:
         """Write a model's adapter to a new PEFT folder."""
         return await self._tenants.write(tenant_of(model_id), folder, version=version)
 
     # -- sampling ----------------------------------------------------------------------------------------------------------------------
 
-    async def publish(self, manifest: AdapterManifest) -> None:
+    async def publish(self, manifest: Manifest) -> None:
         """Load an adapter into the engines and keep it known until `unpin`; raises PublishError if no engine accepts it."""
-        await self._tenants.serving.fleet.publish(manifest, pinned=True)
+        await self._tenants.serving.publisher.publish(manifest, pinned=True)
 
-    def pin(self, manifest: AdapterManifest) -> None:
+    def pin(self, manifest: Manifest) -> None:
         """Make an adapter known; an engine loads it when it is first sampled."""
-        self._tenants.serving.fleet.pin(manifest)
+        self._tenants.serving.adapters.pin(manifest)
 
     def unpin(self, name: str) -> None:
         """Forget an adapter once its last request is done; does nothing for an unknown one."""
-        self._tenants.serving.fleet.unpin(name)
+        self._tenants.serving.adapters.unpin(name)
 
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
         """Generate n continuations with an adapter, or with the base model for ""; requests of one session share cached prefixes."""
-        return await self._tenants.serving.fleet.generate(
-            adapter, prompt, sampling, n=n, session=session, max_failures=_MAX_FAILURES)
+        return await self._tenants.serving.dispatcher.generate(
+            prompt, sampling, n=n, session=session, adapter=adapter, max_failures=_MAX_FAILURES)
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
         draws: Draws | None = None,
     ) -> PromptScore:
         """Score tokens with an adapter, or with the base model for ""."""
-        return await self._tenants.serving.fleet.score(
-            adapter, tokens, top_k=top_k, targets=targets, draws=draws, max_failures=_MAX_FAILURES)
+        return await self._tenants.serving.dispatcher.score(
+            tokens, top_k=top_k, targets=targets, draws=draws, adapter=adapter, max_failures=_MAX_FAILURES)
 
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that engines have generated."""
-        return sum(pool.generated_tokens for pool in self._pools)
+        return sum(dispatcher.generated_tokens for dispatcher in self._dispatchers)
 
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
         """Status of every engine."""
-        held = self._tenants.serving.fleet.held
+        held = self._tenants.serving.adapters.held
         return tuple(
             EngineStatus(name, state.value, tuple(held.get(name, ())), pool.outstanding[name])
-            for pool in self._pools for name, state in pool.states.items())
+            for pool in (dispatcher.pool for dispatcher in self._dispatchers) for name, state in pool.states.items())
 
     @property
-    def _pools(self) -> list[EnginePool]:
-        return [self._tenants.serving.pool, *(model.pool for model in self.others.values())]
+    def _dispatchers(self) -> list[Dispatcher]:
+        return [self._tenants.serving.dispatcher, *(model.dispatcher for model in self.others.values())]
 
 
 def tenant_of(model_id: str) -> str:

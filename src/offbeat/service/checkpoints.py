@@ -29,7 +29,7 @@ from offbeat.service.orphans import FOLDER, Orphans
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow
 from offbeat.service.types import Caller, CheckpointKind
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Checkpoints:
 
     def __init__(
         self, rows: Iterable[CheckpointRow], *, store: Store, usage: Usage, folder: Path,
-        on_removed: Callable[[AdapterManifest], None] = lambda _: None, orphan_retention_s: float = 7 * 86400.0,
+        on_removed: Callable[[Manifest], None] = lambda _: None, orphan_retention_s: float = 7 * 86400.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Start from the stored rows, and charge their owners for the disk space.
@@ -92,7 +92,7 @@ class Checkpoints:
         """Return the path of a folder."""
         return self._root / folder
 
-    async def seal(self, folder: str, *, adapter: AdapterManifest | None = None) -> int:
+    async def seal(self, folder: str, *, adapter: Manifest | None = None) -> int:
         """Write the manifest of a complete folder and sync everything to disk. Returns its size in bytes."""
         return await asyncio.to_thread(seal, self.path(folder), adapter)
 
@@ -100,7 +100,7 @@ class Checkpoints:
         """Raise CheckpointError unless every file has the contents that were written."""
         await asyncio.to_thread(verify, self.path(folder))
 
-    async def adapter(self, folder: str) -> AdapterManifest:
+    async def adapter(self, folder: str) -> Manifest:
         """Verify a folder's files and return its adapter.
 
         Raises:
@@ -217,7 +217,7 @@ class Checkpoints:
         """IDs of the runs that have checkpoints."""
         return {path.run_id for path in self._rows}
 
-    async def publish(self, row: CheckpointRow, *, public: bool) -> None:
+    async def set_public(self, row: CheckpointRow, *, public: bool) -> None:
         """Make a checkpoint public, or private again; raises UnknownError if it no longer exists."""
         await self._change(row, public=public)
 

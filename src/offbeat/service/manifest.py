@@ -12,7 +12,7 @@ import msgspec
 from offbeat.disk import sha256, sync
 from offbeat.errors import StorageError
 from offbeat.service.orphans import FOLDER
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 MANIFEST = "manifest.json"
 
@@ -26,11 +26,11 @@ class File:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Contents:
     """Contents of a folder; `adapter` is None if engines cannot load it."""
 
     files: dict[str, File]
-    adapter: AdapterManifest | None = None
+    adapter: Manifest | None = None
 
 
 class CheckpointError(StorageError):
@@ -41,7 +41,7 @@ def _described(path: Path) -> File:
     return File(sha256(path), path.stat().st_size)
 
 
-def seal(folder: Path, adapter: AdapterManifest | None) -> int:
+def seal(folder: Path, adapter: Manifest | None) -> int:
     """Write the manifest of a folder and sync everything in it, whichever process wrote it. Returns the size of its files in bytes.
 
     Raises:
@@ -49,7 +49,7 @@ def seal(folder: Path, adapter: AdapterManifest | None) -> int:
     """
     try:
         files = {path.name: _described(path) for path in sorted(folder.iterdir()) if path.is_file()}
-        (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(files, adapter)))
+        (folder / MANIFEST).write_bytes(msgspec.json.encode({"files": files, "adapter": adapter and _encode(adapter)}))
         for path in (*(folder / name for name in files), folder / MANIFEST, folder, folder.parent):
             sync(path)
     except OSError as exc:
@@ -57,35 +57,44 @@ def seal(folder: Path, adapter: AdapterManifest | None) -> int:
     return sum(file.size_bytes for file in files.values())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Contents:
     """Read a folder's manifest; raises CheckpointError if it is missing or unreadable."""
     try:
-        manifest = msgspec.convert(_with_canary(msgspec.json.decode((folder / MANIFEST).read_bytes())), Manifest)
+        contents = msgspec.convert(_decode(msgspec.json.decode((folder / MANIFEST).read_bytes())), Contents)
     except (OSError, msgspec.DecodeError) as exc:
         raise CheckpointError(
             f"the checkpoint folder {folder.name} is gone or damaged: its manifest cannot be read; use another one") from exc
-    return manifest
+    return contents
 
 
-def _with_canary(manifest: Any) -> Any:
-    """Upgrade a manifest by an earlier Offbeat, which stored only the mean of the canary's log-probabilities."""
-    adapter = manifest.get("adapter") if isinstance(manifest, dict) else None
-    if isinstance(adapter, dict) and "canary_logprob" in adapter:
-        adapter.setdefault("canary_logprobs", [adapter["canary_logprob"]])
-    return manifest
+def _encode(adapter: Manifest) -> dict[str, Any]:
+    """Return an adapter's manifest as the file stores it, where the adapter's name is called the tenant's."""
+    fields = msgspec.to_builtins(adapter)
+    del fields["broadcast"]
+    return {"tenant": fields.pop("adapter"), **fields}
 
 
-def verify(folder: Path) -> Manifest:
+def _decode(contents: Any) -> Any:
+    """Invert `_encode`, and upgrade a manifest by an earlier Offbeat, which stored only the mean of the canary's log-probabilities."""
+    adapter = contents.get("adapter") if isinstance(contents, dict) else None
+    if isinstance(adapter, dict):
+        adapter["adapter"] = adapter.pop("tenant", None)
+        if "canary_logprob" in adapter:
+            adapter.setdefault("canary_logprobs", [adapter["canary_logprob"]])
+    return contents
+
+
+def verify(folder: Path) -> Contents:
     """Compare every file with the manifest and return it; raises CheckpointError unless all contents are as they were sealed."""
-    manifest = read_manifest(folder)
-    for name, expected in manifest.files.items():
+    contents = read_manifest(folder)
+    for name, expected in contents.files.items():
         try:
             found = _described(folder / name)
         except OSError as exc:
             raise CheckpointError(f"the checkpoint folder {folder.name} is damaged: {name} cannot be read; use another one") from exc
         if found != expected:
             raise CheckpointError(f"the checkpoint folder {folder.name} is damaged: {name} is not what was written; use another one")
-    return manifest
+    return contents
 
 
 def sealed_folders(root: Path) -> frozenset[str]:

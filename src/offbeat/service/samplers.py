@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from offbeat.errors import StorageError
-from offbeat.inference.shelf import counted
+from offbeat.fleet.slots import counted
 from offbeat.service.base_models import BaseModels
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
 from offbeat.service.ids import CheckpointPath, sampler_id
@@ -21,7 +21,7 @@ from offbeat.service.limits import Usage
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow, SamplerRow
 from offbeat.service.types import Caller, SamplerInfo
-from offbeat.weights.adapters import AdapterManifest
+from offbeat.weights.protocol import Manifest
 
 
 class Engines(Protocol):
@@ -30,7 +30,7 @@ class Engines(Protocol):
     @property
     def base_models(self) -> BaseModels: ...
 
-    def pin(self, manifest: AdapterManifest) -> None: ...
+    def pin(self, manifest: Manifest) -> None: ...
 
     def unpin(self, name: str) -> None: ...
 
@@ -48,7 +48,7 @@ class Checkpoints(Protocol):
 
     def readable(self, caller: Caller, path: CheckpointPath) -> CheckpointRow: ...
 
-    async def adapter(self, folder: str) -> AdapterManifest: ...
+    async def adapter(self, folder: str) -> Manifest: ...
 
     async def release(self, folder: str) -> None: ...
 

@@ -358,7 +358,7 @@ class Service:
 
     async def set_public(self, caller: Caller, path: str, *, public: bool) -> None:
         """Make a checkpoint public, or private again."""
-        await self.checkpoints.publish(self._owned(caller, path), public=public)
+        await self.checkpoints.set_public(self._owned(caller, path), public=public)
 
     async def set_ttl(self, caller: Caller, path: str, ttl_s: float | None) -> None:
         """Let a checkpoint expire `ttl_s` seconds from now, or never for None."""

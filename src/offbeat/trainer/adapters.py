@@ -39,7 +39,7 @@ from offbeat.trainer.datum_pass import DatumResults, layout
 from offbeat.trainer.heap import Heap
 from offbeat.trainer.optim import RowAdam
 from offbeat.trainer.policy import ScoredRow, autocast, canary_logprobs, load_policy, row_of, score_row
-from offbeat.weights.adapters import check_tenant
+from offbeat.weights.adapters import check_adapter
 
 T = TypeVar("T")
 
@@ -296,7 +296,7 @@ class AdapterEngine:
         return self._slots[name]
 
     def _check_new(self, name: str) -> None:
-        if check_tenant(name) in self._slots:
+        if check_adapter(name) in self._slots:
             raise ConfigError(f"there is an adapter {name!r} already; choose another name, or remove it first")
 
     def _enter(self, name: str, slot: int) -> None:

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from offbeat.types import Version
-from offbeat.weights.protocol import Proof
+from offbeat.weights.protocol import Manifest, Proof
 
 TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.5}
 """By number format: the largest root mean square, over the canary's tokens, of what trainer and engine differ by. docs/weights.md says
@@ -58,19 +58,6 @@ class Verdict:
     @property
     def refused(self) -> bool:
         return self.outcome is Outcome.REFUSED
-
-
-class Claim(Protocol):
-    """What the trainer says of a version: a `Manifest`, or an `AdapterManifest`."""
-
-    @property
-    def version(self) -> Version: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def canary_logprobs(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,13 +110,9 @@ class Judge:
         """By a configured tolerance, or by the number format's own where that is 0."""
         return cls(tolerance=tolerance or TOLERANCES[dtype])
 
-    def judge(self, engine: str, wanted: Claim, proof: Proof, *, tenant: str = "") -> Verdict:
-        """Judge an engine's proof of a version.
-
-        Args:
-            tenant: whose adapter it is; empty for whole weights.
-        """
-        gap = canary_gap(wanted, proof)
+    def judge(self, engine: str, wanted: Manifest, proof: Proof) -> Verdict:
+        """Judge an engine's proof of a version of the whole weights or of an adapter."""
+        gap = float(abs(np.mean(proof.canary_logprobs) - np.mean(wanted.canary_logprobs)))
 
         def refuse(reason: str) -> Verdict:
             return Verdict(Outcome.REFUSED, gap, reason)
@@ -146,7 +129,7 @@ class Judge:
         point = _Point(wanted.version, np.asarray(wanted.canary_logprobs), np.asarray(proof.canary_logprobs))
         if point.trainer.shape != point.engine.shape:
             return Verdict(Outcome.UNSURE, gap, "inconclusive: only the mean of its canary is known")
-        outcome, reason = self._compare((engine, tenant), point)
+        outcome, reason = self._compare((engine, wanted.adapter), point)
         return Verdict(outcome, gap, reason)
 
     def objection(self, expected: Sequence[float], told: Sequence[float]) -> str:
@@ -158,12 +141,12 @@ class Judge:
         return f"its canary log-probabilities are off by {size:.3g}, more than {self.tolerance:g}"
 
     def forget(self, engine: str) -> None:
-        """It was started anew, perhaps elsewhere: its noise is to be measured again, and it has served nothing yet."""
+        """Forget an engine that was started anew, perhaps elsewhere: its noise has to be measured again, and it has served nothing yet."""
         self._standings = {key: standing for key, standing in self._standings.items() if key[0] != engine}
 
-    def forget_tenant(self, tenant: str) -> None:
-        """Another one may come under this name."""
-        self._standings = {key: standing for key, standing in self._standings.items() if key[1] != tenant}
+    def forget_adapter(self, adapter: str) -> None:
+        """Forget what engines have shown of an adapter: another one may come under its name."""
+        self._standings = {key: standing for key, standing in self._standings.items() if key[1] != adapter}
 
     def _compare(self, key: tuple[str, str], point: _Point) -> tuple[Outcome, str]:
         standing = self._standings.get(key)
@@ -179,11 +162,6 @@ class Judge:
         if outcome is Outcome.PROVEN:
             standing.proven(point)
         return outcome, reason
-
-
-def canary_gap(wanted: Claim, proof: Proof) -> float:
-    """Difference of the canary's mean log-probability between the trainer and an engine."""
-    return float(abs(np.mean(proof.canary_logprobs) - np.mean(wanted.canary_logprobs)))
 
 
 def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str]:

@@ -1,25 +1,29 @@
-"""What a published version is, and what an engine must be able to do with it."""
+"""What a version of weights is, what an engine shows of the one that it serves, and what an engine must be able to do with it."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from offbeat.types import Version
+from offbeat.weights.adapters import adapter_name
 
 Interrupt = Literal["recompute", "keep", "drain"]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One immutable version, as the trainer wrote it.
+    """One immutable version of the whole weights or of an adapter, as the trainer wrote it.
 
     Attributes:
-        version: optimizer steps published.
-        folder: Hugging Face folder that holds the weights; never written again.
-        fingerprint: `model.fingerprint` of the tensors as written.
+        version: optimizer steps published; of an adapter, its number in the order of its versions.
+        folder: holds the weights, in Hugging Face's format, or PEFT's for an adapter; never written again.
+        fingerprint: `model.fingerprint` of the tensors as written; of an adapter's as float32, under the names in the folder.
         canary: token ids whose log-probability proves the policy.
-        canary_logprobs: log-probability of each of canary[1:] under the trainer's weights.
+        canary_logprobs: log-probability of each of canary[1:] under the trainer's weights; or their mean alone, of an adapter that an
+            earlier Offbeat has written.
         broadcast: `host:port` where rank 0 offers the weights (`offbeat.dist.offer`), and the folder is written only for engines that it
             cannot reach otherwise; empty where the folder holds them.
+        adapter: name of the adapter; empty for whole weights.
+        num_bytes: size of an adapter's tensors.
     """
 
     version: Version
@@ -28,11 +32,13 @@ class Manifest:
     canary: tuple[int, ...]
     canary_logprobs: tuple[float, ...]
     broadcast: str = ""
+    adapter: str = ""
+    num_bytes: int = 0
 
     @property
-    def canary_logprob(self) -> float:
-        """The mean of them."""
-        return sum(self.canary_logprobs) / len(self.canary_logprobs)
+    def name(self) -> str:
+        """The name by which engines know this version of an adapter: `adapter@version`."""
+        return adapter_name(self.adapter, self.version)
 
 
 @dataclass(frozen=True)
@@ -50,14 +56,9 @@ class Proof:
     canary_logprobs: tuple[float, ...]
     live: bool = True
 
-    @property
-    def canary_logprob(self) -> float:
-        """The mean of them."""
-        return sum(self.canary_logprobs) / len(self.canary_logprobs)
-
 
 class EngineControl(Protocol):
-    """One engine, seen from publishers. All methods raise `EngineError` or `DeadlineError`."""
+    """One engine, as publishers see it. All methods raise `EngineError` or `DeadlineError`."""
 
     @property
     def name(self) -> str: ...
@@ -71,7 +72,7 @@ class EngineControl(Protocol):
         ...
 
     async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
-        """What the engine samples from now, through the serving forward: the whole weights, or the adapter of that name."""
+        """Tell what the engine samples from now, through the serving forward: the whole weights, or the adapter of that name."""
         ...
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
@@ -80,20 +81,4 @@ class EngineControl(Protocol):
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
         """Forget an adapter; requests in flight finish with it."""
-        ...
-
-
-class Channel(Protocol):
-    """How weights leave the trainer."""
-
-    async def write(self, version: Version) -> Manifest:
-        """Make the trainer's weights available as an immutable version."""
-        ...
-
-    async def rewrite(self, manifest: Manifest) -> Manifest | None:
-        """Write a version again that is not on disk as it was written; None where it is, or the trainer has other weights by now."""
-        ...
-
-    def prune(self) -> None:
-        """Remove versions that no engine needs any more."""
         ...

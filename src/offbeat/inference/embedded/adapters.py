@@ -78,7 +78,7 @@ class Adapters:
         if held.folder != folder:
             raise RefusedError(f"adapter {name} is {held.folder} and cannot become {folder}; an adapter is immutable, use a new name")
         held.leaving = False
-        self._publish_names()
+        self._show_names()
         return True
 
     def read(self, folder: str) -> Adapter:
@@ -124,14 +124,14 @@ class Adapters:
             del self._held[idle]
             self.num_evicted += 1
         self._held[name] = Held(folder, adapter)
-        self._publish_names()
+        self._show_names()
 
     def unload(self, name: str) -> None:
         """Refuse new requests for an adapter, and drop it when its last request ends; an unknown name is no error."""
         if name in self._held:
             self._held[name].leaving = True
             self.drop_leaving()
-            self._publish_names()
+            self._show_names()
 
     def drop_leaving(self) -> None:
         """Drop adapters that were unloaded and are no longer used. Called when requests end."""
@@ -141,7 +141,7 @@ class Adapters:
             if name not in used:
                 del self._held[name]
 
-    def _publish_names(self) -> None:
+    def _show_names(self) -> None:
         self.folders = {name: held.folder for name, held in self._held.items() if not held.leaving}
 
     # -- use ---------------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ class State(Enum):
 
     UNPROVEN = "has no proven version yet"
     SERVING = "serving"
-    DRAINING = "draining"
     QUARANTINED = "quarantined"
     HEALING = "healing"
 
@@ -46,20 +45,21 @@ class Member:
 
     @property
     def out(self) -> bool:
-        """Whether it must not be trusted."""
+        """Whether the engine is out of service, and must not be trusted."""
         return self.state in (State.QUARANTINED, State.HEALING)
 
     @property
     def healthy(self) -> bool:
+        """Whether the engine is in service, with a proven version or none yet."""
         return self.state in (State.UNPROVEN, State.SERVING)
 
     def tell_version(self) -> None:
-        """Wake who waits for a proof."""
+        """Wake all who wait for a proof of this engine."""
         self.news.set()
         self.news = asyncio.Event()
 
     async def while_in_service(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives; a quarantine ends it.
+        """Return what `work` gives, unless a quarantine of the engine ends it first.
 
         Raises:
             EngineError: the engine is or was quarantined.

@@ -6,8 +6,8 @@ import warnings
 import pytest
 
 from offbeat.errors import EngineError
+from offbeat.fleet.members import Guarded, Member, State
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.members import Guarded, Member, State
 from offbeat.weights.protocol import Manifest
 
 

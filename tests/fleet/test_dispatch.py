@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from offbeat.errors import BusyError, DeadlineError, EngineError, RefusedError
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.embedded.server import EngineServer
-from offbeat.inference.members import State
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sampling
 from waiting import until
 
@@ -24,20 +25,22 @@ class Spans(list):
 
 
 def using(
-    urls: list[str], body: Callable[[EnginePool, list[tuple[str, str]]], Awaitable[None]], *, spans: Spans | None = None,
-    admit: bool = True, **options: Any,
+    urls: list[str], body: Callable[[EnginePool, Dispatcher, list[tuple[str, str]]], Awaitable[None]], *, spans: Spans | None = None,
+    admit: bool = True, request_timeout_s: float = 60, token_timeout_s: float = 0, **options: Any,
 ) -> None:
     async def main() -> None:
         async with EngineSession() as http:
             failures: list[tuple[str, str]] = []
             pool = EnginePool(
                 [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate(urls)],
-                on_failure=lambda name, reason: failures.append((name, reason)), on_busy=spans if spans is not None else Spans(),
-                **{"request_timeout_s": 60} | options)
+                on_busy=spans if spans is not None else Spans(), **options)
+            dispatcher = Dispatcher(
+                pool, request_timeout_s=request_timeout_s, token_timeout_s=token_timeout_s,
+                on_failure=lambda name, reason: failures.append((name, reason)))
             if admit:
                 for name in pool.healthy:
                     pool.admit(name, 0)
-            await body(pool, failures)
+            await body(pool, dispatcher, failures)
 
     asyncio.run(main())
 
@@ -58,16 +61,16 @@ def held(server: EngineServer) -> int:
 def test_requests_go_where_the_least_tokens_are_outstanding(start_engine) -> None:
     (first, url_0), (second, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         pause(first, second)
-        large = asyncio.create_task(pool.generate(PROMPT, Sampling(20), n=1))
+        large = asyncio.create_task(dispatcher.generate(PROMPT, Sampling(20), n=1))
         await until(lambda: held(first) == 1)
-        small = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1)) for _ in range(4)]
+        small = [asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1)) for _ in range(4)]
         await until(lambda: held(second) == 4)
         assert held(first) == 1
-        fifth = asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1))  # 23 tokens on the first, 4 x 5 on the second
+        fifth = asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1))  # 23 tokens on the first, 4 x 5 on the second
         await until(lambda: held(second) == 5)
-        last = asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1))  # 23 against 25
+        last = asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1))  # 23 against 25
         await until(lambda: held(first) == 2)
         resume(first)
         resume(second)
@@ -79,9 +82,9 @@ def test_requests_go_where_the_least_tokens_are_outstanding(start_engine) -> Non
 def test_a_request_of_an_engine_that_dies_is_done_by_another(start_engine) -> None:
     (first, url_0), (_, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, failures: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
         pause(first)
-        call = asyncio.create_task(pool.generate(PROMPT, Sampling(4), n=2))
+        call = asyncio.create_task(dispatcher.generate(PROMPT, Sampling(4), n=2))
         await until(lambda: held(first) > 0)
         await asyncio.to_thread(first.stop)
         assert [sample.num_retries for sample in await call] == [1, 1]
@@ -94,11 +97,11 @@ def test_a_request_of_an_engine_that_dies_is_done_by_another(start_engine) -> No
 def test_when_every_engine_fails_the_reasons_are_raised(start_engine) -> None:
     (first, url_0), (second, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, failures: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
         await asyncio.to_thread(first.stop)
         await asyncio.to_thread(second.stop)
         with pytest.raises(EngineError, match="engine 1 .* cannot be reached"):
-            await pool.generate(PROMPT, Sampling(4), n=1)
+            await dispatcher.generate(PROMPT, Sampling(4), n=1)
         assert [name for name, _ in failures] == ["engine 0", "engine 1"]
 
     using([url_0, url_1], body)
@@ -107,11 +110,11 @@ def test_when_every_engine_fails_the_reasons_are_raised(start_engine) -> None:
 def test_a_request_may_be_given_up_before_it_has_failed_on_every_engine(start_engine) -> None:
     engines = [start_engine() for _ in range(3)]
 
-    async def body(pool: EnginePool, failures: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
         for server, _ in engines:
             await asyncio.to_thread(server.stop)
         with pytest.raises(EngineError, match="engine 1 .* cannot be reached"):
-            await pool.generate(PROMPT, Sampling(4), n=1, max_failures=2)
+            await dispatcher.generate(PROMPT, Sampling(4), n=1, max_failures=2)
         assert [name for name, _ in failures] == ["engine 0", "engine 1"]
 
     using([url for _, url in engines], body)
@@ -120,9 +123,9 @@ def test_a_request_may_be_given_up_before_it_has_failed_on_every_engine(start_en
 def test_a_wrong_request_is_not_tried_again(start_engine) -> None:
     (_, url_0), (_, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, failures: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
         with pytest.raises(RefusedError, match="engine 0 answered"):
-            await pool.generate((999,), Sampling(4), n=1)
+            await dispatcher.generate((999,), Sampling(4), n=1)
         assert failures == []
 
     using([url_0, url_1], body)
@@ -131,8 +134,8 @@ def test_a_wrong_request_is_not_tried_again(start_engine) -> None:
 def test_a_full_engine_is_asked_again_later(start_engine) -> None:
     _, url = start_engine(max_running=1, max_queued=1)
 
-    async def body(pool: EnginePool, failures: list) -> None:
-        samples = await asyncio.gather(*(pool.generate(PROMPT, Sampling(2), n=1) for _ in range(8)))
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
+        samples = await asyncio.gather(*(dispatcher.generate(PROMPT, Sampling(2), n=1) for _ in range(8)))
         assert len(samples) == 8
         assert failures == []
 
@@ -142,12 +145,12 @@ def test_a_full_engine_is_asked_again_later(start_engine) -> None:
 def test_scores_are_routed_as_samples_are_and_tokens_are_counted(start_engine) -> None:
     (first, url_0), (_, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, failures: list) -> None:
-        assert pool.outstanding == {"engine 0": 0, "engine 1": 0} and pool.generated_tokens == 0
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
+        assert pool.outstanding == {"engine 0": 0, "engine 1": 0} and dispatcher.generated_tokens == 0
         reached, blocked = threading.Event(), threading.Event()
         first._loop.call(lambda: (reached.set(), blocked.wait(60)))
         await until(reached.is_set)
-        score = asyncio.create_task(pool.score(PROMPT, top_k=1, targets=((), (5,), (6, 7))))
+        score = asyncio.create_task(dispatcher.score(PROMPT, top_k=1, targets=((), (5,), (6, 7))))
         await until(lambda: pool.outstanding == {"engine 0": 3, "engine 1": 0})
         stopped = asyncio.create_task(asyncio.to_thread(first.stop))
         await until(lambda: first._loop._stopping)
@@ -156,10 +159,10 @@ def test_scores_are_routed_as_samples_are_and_tokens_are_counted(start_engine) -
         await stopped
         assert len(score.logprobs) == 3 and len(score.top[2]) == 1 and len(score.target_logprobs[2]) == 2
         assert [name for name, _ in failures] == ["engine 0"]
-        samples = await pool.generate(PROMPT, Sampling(5, ignore_eos=True), n=3)
-        assert pool.generated_tokens == 15 == sum(len(sample.token_ids) for sample in samples)
+        samples = await dispatcher.generate(PROMPT, Sampling(5, ignore_eos=True), n=3)
+        assert dispatcher.generated_tokens == 15 == sum(len(sample.token_ids) for sample in samples)
         with pytest.raises(RefusedError, match="vocabulary"):
-            await pool.score((999, 1))
+            await dispatcher.score((999, 1))
 
     using([url_0, url_1], body)
 
@@ -168,9 +171,9 @@ def test_scores_are_routed_as_samples_are_and_tokens_are_counted(start_engine) -
 def test_a_score_by_new_weights_waits_for_their_proof(start_engine, proven: bool) -> None:
     _, url = start_engine()
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         pool.admit("engine 0", -1)
-        score = asyncio.create_task(pool.score(PROMPT))
+        score = asyncio.create_task(dispatcher.score(PROMPT))
         assert not (await asyncio.wait([score], timeout=0.2))[0]
         if proven:
             pool.admit("engine 0", 0)
@@ -186,19 +189,19 @@ def test_a_score_by_new_weights_waits_for_their_proof(start_engine, proven: bool
 def test_nothing_is_sent_to_an_engine_that_is_quarantined_or_unproven(start_engine) -> None:
     (first, url_0), (_, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         with pytest.raises(EngineError, match="no engine can serve: engine 0: has no proven version yet; engine 1: has no proven version"):
-            await pool.generate(PROMPT, Sampling(2), n=1)
+            await dispatcher.generate(PROMPT, Sampling(2), n=1)
         pool.admit("engine 0", 0)
         pool.admit("engine 1", 0)
         pool.quarantine("engine 0", "its canary is off")
         assert list(pool.healthy) == ["engine 1"]
         pause(first)  # anything sent there would hang
-        await asyncio.gather(*(pool.generate(PROMPT, Sampling(2), n=1) for _ in range(5)))
+        await asyncio.gather(*(dispatcher.generate(PROMPT, Sampling(2), n=1) for _ in range(5)))
         assert held(first) == 0
         pool.quarantine("engine 1", "its process died")
         with pytest.raises(EngineError, match="engine 0: its canary is off; engine 1: its process died"):
-            await pool.generate(PROMPT, Sampling(2), n=1)
+            await dispatcher.generate(PROMPT, Sampling(2), n=1)
 
     using([url_0, url_1], body, admit=False)
 
@@ -207,9 +210,9 @@ def test_busy_stretches_are_told_and_cut_at_each_switch(start_engine) -> None:
     server, url = start_engine()
     spans = Spans()
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         pause(server)
-        calls = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
+        calls = [asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
         await until(lambda: held(server) == 3)
         pool.admit("engine 0", 1)
         resume(server)
@@ -225,9 +228,9 @@ def test_busy_stretches_are_told_and_cut_at_each_switch(start_engine) -> None:
 def test_what_a_quarantined_engine_still_generates_is_generated_again_elsewhere(start_engine) -> None:
     (first, url_0), (_, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, failures: list[tuple[str, str]]) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list[tuple[str, str]]) -> None:
         pause(first)
-        request = asyncio.create_task(pool.generate(PROMPT, Sampling(3), n=1))
+        request = asyncio.create_task(dispatcher.generate(PROMPT, Sampling(3), n=1))
         await until(lambda: held(first) == 1)
         pool.quarantine("engine 0", "its proof failed")
         assert len(await request) == 1
@@ -241,9 +244,9 @@ def test_what_a_quarantined_engine_still_generates_is_generated_again_elsewhere(
 def test_samples_of_new_weights_wait_for_their_proof(start_engine, proven: bool) -> None:
     _, url = start_engine()
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         pool.admit("engine 0", -1)  # it serves version 0, which it has not proved
-        request = asyncio.create_task(pool.generate(PROMPT, Sampling(3), n=1))
+        request = asyncio.create_task(dispatcher.generate(PROMPT, Sampling(3), n=1))
         assert not (await asyncio.wait([request], timeout=0.3))[0]
         if proven:
             pool.admit("engine 0", 0)
@@ -260,12 +263,12 @@ def test_a_session_stays_with_its_engine_and_yields_to_balance(start_engine) -> 
     (first, url_0), (second, url_1) = start_engine(), start_engine()
     spans = Spans()
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         for _ in range(3):  # idle engines would take turns
-            await pool.generate(PROMPT, Sampling(2), n=1, session="a")
+            await dispatcher.generate(PROMPT, Sampling(2), n=1, session="a")
         assert [engine for _, engine, _, _ in spans] == ["engine 0"] * 3
         pause(first, second)
-        calls = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1, session="a")) for _ in range(6)]
+        calls = [asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1, session="a")) for _ in range(6)]
         await until(lambda: held(first) + held(second) == 6)
         assert (held(first), held(second)) == (5, 1)
         resume(first)
@@ -278,14 +281,14 @@ def test_a_session_stays_with_its_engine_and_yields_to_balance(start_engine) -> 
 def test_a_request_that_only_fails_itself_is_raised_and_quarantines_nobody(start_engine, monkeypatch) -> None:
     (_, url_0), (_, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, failures: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
         async def fail(*_: Any, **__: Any) -> None:
             raise EngineError("500: this prompt breaks me")
 
         for name in pool.states:
             monkeypatch.setattr(pool.client(name), "generate", fail)
         with pytest.raises(EngineError, match="500: this prompt breaks me"):
-            await pool.generate(PROMPT, Sampling(2), n=1)
+            await dispatcher.generate(PROMPT, Sampling(2), n=1)
         assert len(failures) == 2 and len(pool.healthy) == 2
 
     using([url_0, url_1], body, heal_timeout_s=60.0)
@@ -295,9 +298,9 @@ def test_below_min_engines_requests_wait_for_one_to_heal_and_go_on(start_engine)
     (_, url_0), (_, url_1) = start_engine(), start_engine()
     notes: list[str] = []
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         pool.quarantine("engine 1", "its canary is off")
-        calls = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
+        calls = [asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
         assert not (await asyncio.wait(calls, timeout=0.1))[0]
         assert notes == ["waiting up to 60 s for engines to heal: engine 0: serving; engine 1: its canary is off"]
         pool.mark_healing("engine 1")
@@ -313,9 +316,9 @@ def test_below_min_engines_requests_wait_for_one_to_heal_and_go_on(start_engine)
 def test_a_request_that_every_engine_failed_goes_on_when_one_returns_at_another_url(start_engine) -> None:
     (first, url_0), (_, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, failures: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
         await asyncio.to_thread(first.stop)
-        call = asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1))
+        call = asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1))
         await until(lambda: pool.states["engine 0"] is State.QUARANTINED)
         pool.mark_healing("engine 0", url=url_1)
         pool.restore("engine 0", 0)
@@ -327,11 +330,11 @@ def test_a_request_that_every_engine_failed_goes_on_when_one_returns_at_another_
 def test_a_wait_for_engines_ends_with_each_reason(start_engine) -> None:
     (first, url_0), (_, url_1) = start_engine(), start_engine()
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         await asyncio.to_thread(first.stop)
         pool.quarantine("engine 1", "its canary is off")
         with pytest.raises(EngineError, match=r"can serve: engine 0: .* cannot be reached.*; engine 1: its canary is off; last: engine 0"):
-            await pool.generate(PROMPT, Sampling(2), n=1)
+            await dispatcher.generate(PROMPT, Sampling(2), n=1)
 
     using([url_0, url_1], body, heal_timeout_s=0.2)
 
@@ -339,7 +342,7 @@ def test_a_wait_for_engines_ends_with_each_reason(start_engine) -> None:
 def test_a_request_that_breaks_every_engine_that_heals_is_given_up(start_engine, monkeypatch) -> None:
     _, url = start_engine()
 
-    async def body(pool: EnginePool, failures: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, failures: list) -> None:
         async def die(*_: Any, **__: Any) -> None:
             pool.quarantine("engine 0", "it died")
             asyncio.get_running_loop().call_later(0.01, pool.restore, "engine 0", 0)
@@ -347,7 +350,7 @@ def test_a_request_that_breaks_every_engine_that_heals_is_given_up(start_engine,
 
         monkeypatch.setattr(pool.client("engine 0"), "generate", die)
         with pytest.raises(EngineError, match="engine 0 was quarantined while it answered: it died"):
-            await pool.generate(PROMPT, Sampling(2), n=1)
+            await dispatcher.generate(PROMPT, Sampling(2), n=1)
         assert len(failures) == 3
 
     using([url], body, heal_timeout_s=60.0)
@@ -356,9 +359,9 @@ def test_a_request_that_breaks_every_engine_that_heals_is_given_up(start_engine,
 def test_an_engine_that_stays_full_ends_in_its_own_words(start_engine) -> None:
     server, url = start_engine(max_running=1, max_queued=1)
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         pause(server)
-        calls = [asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
+        calls = [asyncio.create_task(dispatcher.generate(PROMPT, Sampling(2), n=1)) for _ in range(3)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {BusyError, DeadlineError}
         resume(server)
@@ -369,9 +372,9 @@ def test_an_engine_that_stays_full_ends_in_its_own_words(start_engine) -> None:
 def test_a_request_for_a_long_answer_has_a_longer_deadline(start_engine) -> None:
     server, url = start_engine()
 
-    async def body(pool: EnginePool, _: list) -> None:
+    async def body(pool: EnginePool, dispatcher: Dispatcher, _: list) -> None:
         pause(server)
-        short, long = (asyncio.create_task(pool.generate(PROMPT, Sampling(most), n=1)) for most in (2, 40))
+        short, long = (asyncio.create_task(dispatcher.generate(PROMPT, Sampling(most), n=1)) for most in (2, 40))
         with pytest.raises(DeadlineError, match="passed its deadline of 0.3 s"):
             await short
         resume(server)
@@ -379,42 +382,3 @@ def test_a_request_for_a_long_answer_has_a_longer_deadline(start_engine) -> None
         assert sample.finish_reason in ("stop", "length")
 
     using([url], body, request_timeout_s=0.2, token_timeout_s=0.15)
-
-
-def test_a_drained_engine_finishes_what_it_has_and_gets_no_more(start_engine) -> None:
-    (first, url_0), (_, url_1) = start_engine(), start_engine()
-
-    async def body(pool: EnginePool, _: list) -> None:
-        pause(first)
-        call = asyncio.create_task(pool.generate(PROMPT, Sampling(2), n=1))
-        await until(lambda: held(first) == 1)
-        with pytest.raises(DeadlineError, match="the last request on engine 0"):
-            await pool.drain("engine 0", timeout_s=0.05)
-        await asyncio.gather(*(pool.generate(PROMPT, Sampling(2), n=1) for _ in range(4)))
-        assert held(first) == 1 and list(pool.healthy) == ["engine 1"]
-        resume(first)
-        assert [sample.num_retries for sample in await call] == [0]
-        pool.restore("engine 0", 0)
-        await pool.drain("engine 0", timeout_s=60)  # it is idle
-        assert pool.states["engine 0"] is State.DRAINING
-
-    using([url_0, url_1], body)
-
-
-def test_a_probe_tells_a_dead_engine_from_a_well_one(start_engine) -> None:
-    (first, url_0), (_, url_1) = start_engine(), start_engine()
-    quarantined: dict[str, str] = {}
-
-    async def body(pool: EnginePool, _: list) -> None:
-        await asyncio.to_thread(first.stop)
-        for name in pool.states:
-            await pool.examine(name)
-            await pool.examine(name)
-        assert list(quarantined) == ["engine 0"] and "cannot be reached" in quarantined["engine 0"]
-        async with asyncio.timeout(60):
-            await pool.wait_quarantined("engine 0")
-        assert list(await pool.wait_healthy()) == ["engine 1"]
-        with pytest.raises(EngineError, match="engine 1: serving"):
-            await pool.wait_healthy(version=7)
-
-    using([url_0, url_1], body, on_quarantine=quarantined.__setitem__)

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from offbeat.errors import OffbeatError
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient
-from offbeat.inference.members import State
-from offbeat.inference.pool import EnginePool
 from offbeat.types import Version
 
 _MAX_BACKOFF_S = 30.0
@@ -40,7 +40,7 @@ class Healer:
         """
         Args:
             reload: brings an engine to what is current at the moment in which it returns, and gives the version of its whole weights, None
-                before the first publication; see `Publisher.bring` and `AdapterFleet.refill`. Its waits have deadlines.
+                before the first publication; see `WeightsPublisher.bring` and `AdapterCache.refill`. Its waits have deadlines.
             restart: ends the process of the engine of that name, starts another and gives its URL; None where engines are not ours. Its
                 waits have deadlines.
             max_backoff_s: longest pause between two attempts.

@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.inference.routing import YIELD_FACTOR, YIELD_REQUESTS, Router
+from offbeat.fleet.routing import YIELD_FACTOR, YIELD_REQUESTS, Router
 
 LOADS = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 10_000), min_size=1)
 

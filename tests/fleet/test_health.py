@@ -15,14 +15,15 @@ import pytest
 
 from offbeat.config.weights import WeightsConfig
 from offbeat.errors import EngineError, WorkerError
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.health import Healer
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.health import Healer
-from offbeat.inference.members import State
-from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Sampling
 from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
-from offbeat.weights.publish import Publisher
 from small_run import build_small_model
 from waiting import until
 
@@ -69,7 +70,7 @@ def caring(
         async with EngineSession() as http:
             events = Events()
             pool = EnginePool(
-                [EngineClient(name, url, http.session) for name, url in urls.items()], request_timeout_s=60, probe_timeout_s=TIMEOUT_S,
+                [EngineClient(name, url, http.session) for name, url in urls.items()], probe_timeout_s=TIMEOUT_S,
                 heal_timeout_s=60, min_engines=min_engines,
                 on_quarantine=lambda name, reason: events("quarantine", engine=name, reason=reason))
             for name in urls:
@@ -95,7 +96,7 @@ def test_an_engine_that_dies_is_restarted_and_its_request_is_done(start_engine) 
 
     async def body(pool: EnginePool, events: Events) -> None:
         server._loop.pause("keep").result()
-        call = asyncio.create_task(pool.generate(PROMPT, Sampling(3), n=1))
+        call = asyncio.create_task(Dispatcher(pool, request_timeout_s=60).generate(PROMPT, Sampling(3), n=1))
         await until(lambda: server._engine.num_waiting + server._engine.num_running)
         await asyncio.to_thread(server.stop)
         assert [sample.num_retries for sample in await call] == [1]
@@ -103,7 +104,7 @@ def test_an_engine_that_dies_is_restarted_and_its_request_is_done(start_engine) 
         assert events.steps() == [("reload", False), ("restart", True), ("reload", True)]
         assert events[0]["kind"] == "quarantine"
         assert events[-1]["kind"] == "healed" and events[-1]["attempts"] == 1 and events[-1]["seconds"] > 0
-        assert len(await pool.generate(PROMPT, Sampling(3), n=1)) == 1
+        assert len(await Dispatcher(pool, request_timeout_s=60).generate(PROMPT, Sampling(3), n=1)) == 1
 
     caring({"a": url}, body, restart=restart)
 
@@ -116,7 +117,7 @@ def test_an_engine_that_somebody_pauses_is_noticed_and_resumed_and_its_request_i
         async with aiohttp.ClientSession() as http:
             async with http.post(f"{url}/pause", json={"mode": mode, "by": "an old controller"}) as response:
                 assert response.status == 200
-        sample, = await pool.generate(PROMPT, Sampling(3), n=1)
+        sample, = await Dispatcher(pool, request_timeout_s=60).generate(PROMPT, Sampling(3), n=1)
         assert sample.finish_reason in ("stop", "length")
         await until(lambda: pool.states["a"] is State.SERVING and events[-1]["kind"] == "healed")
         assert events[0]["kind"] == "quarantine"
@@ -132,7 +133,7 @@ def test_samples_that_a_pause_has_cut_short_are_drawn_again(start_engine) -> Non
 
     async def body(pool: EnginePool, _: Events) -> None:
         server._loop.pause("keep").result()
-        call = asyncio.create_task(pool.generate(PROMPT, Sampling(3, ignore_eos=True), n=1))
+        call = asyncio.create_task(Dispatcher(pool, request_timeout_s=60).generate(PROMPT, Sampling(3, ignore_eos=True), n=1))
         await until(lambda: server._engine.num_waiting + server._engine.num_running)
         async with aiohttp.ClientSession() as http, http.post(f"{url}/pause", json={"mode": "abort"}) as response:
             assert response.status == 200
@@ -241,10 +242,7 @@ def test_a_publish_waits_no_longer_for_an_engine_that_hangs_than_its_probe(start
     async def body(pool: EnginePool, _: Events) -> None:
         async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as silent:
             pool.client("b").url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-            publisher = Publisher(
-                lambda: pool.healthy, Channel(newer, reference), WeightsConfig(),
-                judge=Judge(tolerance=1e-3), min_engines=1, on_serving=pool.admit,
-                on_quarantine=pool.quarantine)
+            publisher = WeightsPublisher(pool, Channel(newer, reference), WeightsConfig(), judge=Judge(tolerance=1e-3))
             report = await asyncio.wait_for(publisher.publish(5), 20)  # the deadline of staging is 60 s
             assert report.serving == ("a",)
             assert "b was quarantined while it answered: waiting for health on b" in report.quarantined["b"]
@@ -255,13 +253,10 @@ def test_a_publish_waits_no_longer_for_an_engine_that_hangs_than_its_probe(start
 def test_engines_that_a_publish_loses_heal_to_its_version_and_it_goes_on(start_engine, newer) -> None:
     (_, url_a), (lying, url_b), (_, reference) = start_engine(), start_engine(), start_engine(model=newer)
     lying._engine._forward.install = lambda prepared: None  # it takes a switch, says so, and goes on with the old weights
-    publishers: list[Publisher] = []
+    publishers: list[WeightsPublisher] = []
 
     def make_reload(pool: EnginePool) -> Callable[[EngineClient], Awaitable[int | None]]:
-        publishers.append(Publisher(
-            lambda: pool.healthy, Channel(newer, reference), WeightsConfig(),
-                judge=Judge(tolerance=1e-3), min_engines=2, on_serving=pool.admit,
-            on_quarantine=pool.quarantine, recover=lambda version: pool.wait_healthy(version=version)))
+        publishers.append(WeightsPublisher(pool, Channel(newer, reference), WeightsConfig(), judge=Judge(tolerance=1e-3)))
         return publishers[0].bring
 
     async def restart(name: str) -> str:
@@ -269,15 +264,16 @@ def test_engines_that_a_publish_loses_heal_to_its_version_and_it_goes_on(start_e
         return start_engine(version=-1)[1]
 
     async def body(pool: EnginePool, events: Events) -> None:
+        dispatcher = Dispatcher(pool, request_timeout_s=60)
         report = await publishers[0].publish(5)
         assert list(report.quarantined) == ["b"] and sorted(report.serving) == ["a", "b"]
         assert "fingerprint" in report.quarantined["b"]
         assert events.steps() == [("reload", False), ("restart", True), ("reload", True)]
-        samples = await asyncio.gather(*(pool.generate(PROMPT, Sampling(3), n=1) for _ in range(4)))
+        samples = await asyncio.gather(*(dispatcher.generate(PROMPT, Sampling(3), n=1) for _ in range(4)))
         assert {version for (sample,) in samples for version in sample.versions} == {5}
         pool.quarantine("b", "by hand")  # heals beside the next publish
         assert sorted((await publishers[0].publish(6)).serving) == ["a", "b"]
-        samples = await asyncio.gather(*(pool.generate(PROMPT, Sampling(3), n=1) for _ in range(4)))
+        samples = await asyncio.gather(*(dispatcher.generate(PROMPT, Sampling(3), n=1) for _ in range(4)))
         assert {version for (sample,) in samples for version in sample.versions} == {6}
 
     caring({"a": url_a, "b": url_b}, body, make_reload=make_reload, restart=restart, min_engines=2)

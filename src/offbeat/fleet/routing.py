@@ -1,6 +1,6 @@
 """Which engine gets a request: the one with the least outstanding tokens, or the one that knows the session if it is not much busier.
 
-Decisions only, for `offbeat.inference.pool`: what engines there are, hold and do is told to it with every question.
+Decisions only, for `offbeat.fleet.pool`: what engines there are, hold and do is told to it with every question.
 """
 
 from collections import OrderedDict

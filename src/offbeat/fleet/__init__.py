@@ -1,0 +1,1 @@
+"""Engines in service: who serves, what adapters each holds, where requests go, and how versions reach them."""

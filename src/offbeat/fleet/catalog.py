@@ -1,0 +1,134 @@
+"""Which versions of adapters there are: those that are published, of which each adapter has a current one, and those that are pinned.
+
+Decisions only, for `adapters` and `publishers`. A published version is known until newer ones take its place; a pinned one until it is
+unpinned, whatever else is published of its adapter, and it may also be published.
+"""
+
+from collections.abc import Collection
+
+from offbeat.errors import PublishError, RefusedError
+from offbeat.types import Version
+from offbeat.weights.adapters import split_adapter_name
+from offbeat.weights.protocol import Manifest
+
+
+class Catalog:
+    """Manifests by name, and each adapter's newest and current version."""
+
+    def __init__(self, *, keep: int) -> None:
+        """`keep` is how many of each adapter's newest versions stay when they are not in use."""
+        self._keep = keep
+        self._published: dict[str, Manifest] = {}
+        self._pinned: dict[str, Manifest] = {}
+        self._newest: dict[str, str] = {}
+        self._current: dict[str, str] = {}
+
+    @property
+    def num_adapters(self) -> int:
+        """Adapters of which a version is or was published."""
+        return len(self._newest)
+
+    def get(self, name: str) -> Manifest | None:
+        """Return a version by its name."""
+        return self._published.get(name) or self._pinned.get(name)
+
+    def find(self, adapter: str) -> Manifest:
+        """Return an adapter's current version, or the version that `adapter@version` names.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        manifest = self.get(self._current.get(adapter, adapter))
+        if manifest is None:
+            current = self._current.get(adapter.rpartition("@")[0])  # others' names are no business of whoever asks for this one
+            raise RefusedError(f"there is no adapter {adapter[:200]!r}; {f'{current} is current' if current else 'publish it first'}")
+        return manifest
+
+    def newest(self) -> list[Manifest]:
+        """Return each adapter's newest version."""
+        return [manifest for name in self._newest.values() if (manifest := self.get(name))]
+
+    def add(self, manifest: Manifest, *, pinned: bool = False) -> None:
+        """Know a version that is about to be published, and make it its adapter's newest.
+
+        A pinned version may be an older one; it becomes its adapter's newest, if it is that, when an engine serves it.
+
+        Raises:
+            PublishError: it is not newer than the adapter's newest; as `pin`.
+        """
+        newest = self._newest.get(manifest.adapter)
+        if pinned or manifest.name in self._pinned:
+            self.pin(manifest)
+            return
+        if newest is not None and manifest.version <= version_of(newest):
+            raise PublishError(
+                f"{manifest.name} is not newer than {newest}; a version is published once, and a tenant's versions count up")
+        self._published[manifest.name], self._newest[manifest.adapter] = manifest, manifest.name
+
+    def serves(self, name: str) -> None:
+        """An engine serves a version: it is current if it is the newest that one does; not if it has been forgotten meanwhile."""
+        if self.get(name) is not None:
+            adapter = adapter_of(name)
+            for known in (self._current, self._newest):
+                known[adapter] = max(known.get(adapter, name), name, key=version_of)
+
+    def withdraw(self, name: str) -> None:
+        """Forget a version that was not published after all, unless an engine serves it as current."""
+        adapter = adapter_of(name)
+        if self._current.get(adapter) == name:
+            return
+        self._published.pop(name, None)
+        self._pinned.pop(name, None)
+        if self._newest.get(adapter) == name:
+            del self._newest[adapter]
+            if adapter in self._current:
+                self._newest[adapter] = self._current[adapter]
+
+    def remove(self, adapter: str) -> None:
+        """Forget what was published of an adapter; what is pinned stays."""
+        self._current.pop(adapter, None)
+        self._newest.pop(adapter, None)
+        self._published = {name: manifest for name, manifest in self._published.items() if manifest.adapter != adapter}
+
+    def pin(self, manifest: Manifest) -> None:
+        """Know a version until it is unpinned; the same again is no change.
+
+        Raises:
+            PublishError: the name stands for another folder.
+        """
+        known = self.get(manifest.name)
+        if known is not None and (known.folder, known.fingerprint) != (manifest.folder, manifest.fingerprint):
+            raise PublishError(f"{manifest.name} is {known.folder} and cannot become {manifest.folder}; a version is immutable")
+        self._pinned[manifest.name] = manifest
+
+    def unpin(self, name: str) -> None:
+        """Forget a version, also as its adapter's current one; an unknown name is no error."""
+        if self._pinned.pop(name, None) is None:
+            return
+        self._published.pop(name, None)
+        for known in (self._current, self._newest):
+            if known.get(adapter_of(name)) == name:
+                del known[adapter_of(name)]
+
+    def may_go(self, name: str) -> bool:
+        """Tell whether engines need not hold a version any more."""
+        return name not in self._pinned and name != self._current.get(adapter_of(name))
+
+    def prune(self, in_use: Collection[str]) -> list[str]:
+        """Forget versions that are not among an adapter's newest, nor pinned, nor in use; gives their folders."""
+        kept = {*in_use, *self._newest.values(), *self._current.values()}
+        by_adapter: dict[str, list[str]] = {}
+        for name in sorted(self._published, key=version_of):
+            by_adapter.setdefault(self._published[name].adapter, []).append(name)
+        old = [name for names in by_adapter.values() for name in names[: -self._keep] if name not in kept and name not in self._pinned]
+        return [self._published.pop(name).folder for name in old]
+
+
+def adapter_of(name: str) -> str:
+    """Return the adapter of `adapter@version`."""
+    return split_adapter_name(name)[0]
+
+
+def version_of(name: str) -> Version:
+    """Return the version of `adapter@version`."""
+    return split_adapter_name(name)[1]

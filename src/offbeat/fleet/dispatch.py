@@ -1,0 +1,194 @@
+"""Where requests go, and what happens to those of an engine that fails: they are generated or scored again by another.
+
+A request for an adapter goes to an engine that holds it, and one that holds it nowhere has it loaded where it is sent. Which of several
+engines gets a request is decided in `routing`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from offbeat.aio import deadline
+from offbeat.errors import BusyError, EngineError, RefusedError
+from offbeat.fleet.adapters import AdapterCache
+from offbeat.fleet.members import Guarded, Member, State
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.routing import Router
+from offbeat.inference.client import EngineClient
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
+from offbeat.types import Version
+from offbeat.weights.protocol import Manifest
+
+T = TypeVar("T")
+Ask = Callable[[EngineClient, str], Coroutine[Any, Any, T]]
+"""A request, to be made of an engine, with an adapter's name or ""."""
+
+_BUSY_RETRY_S = 0.2
+_TRIES_PER_ENGINE = 3
+"""A request that has failed on engines this often, each healed in between, is itself what breaks them."""
+
+
+class Dispatcher:
+    """Sends generation and scoring to the engines of a pool.
+
+    Attributes:
+        generated_tokens: in answers, since the start.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        request_timeout_s: float,
+        token_timeout_s: float = 0.0,
+        adapters: AdapterCache | None = None,
+        on_failure: Callable[[str, str], None] = lambda _name, _reason: None,
+    ) -> None:
+        """
+        Args:
+            request_timeout_s: for one engine to answer a request,
+            token_timeout_s: or this for each token that it may generate, if that is more.
+            adapters: on the engines of the pool; None where only whole models are asked for.
+            on_failure: hears (engine, reason) of every request that an engine failed.
+        """
+        self.pool = pool
+        self.generated_tokens = 0
+        self._request_timeout_s = request_timeout_s
+        self._token_timeout_s = token_timeout_s
+        self._adapters = adapters
+        self._on_failure = on_failure
+        self._router = Router()
+
+    async def generate(
+        self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "", adapter: str = "", max_failures: int | None = None,
+    ) -> list[Sample]:
+        """n continuations from one engine; when it fails, from another. Generation has no side effect, so running it twice is safe.
+
+        Args:
+            session: requests of one session go to one engine as long as the load allows, for its cached prefix.
+            adapter: whose current version is meant, or the version that `adapter@version` names; "" for the model itself.
+            max_failures: engines that may fail the request before it is given up; None for three times all.
+
+        Raises:
+            RefusedError: the engine says that the request is wrong; or there is no such adapter, or its folder cannot be loaded.
+            EngineError: engines failed the request, and no other could serve it in time; each engine's reason.
+            DeadlineError: the request passed its deadline.
+        """
+        timeout_s = max(self._request_timeout_s, self._token_timeout_s * sampling.max_new_tokens)
+
+        def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, list[Sample]]:
+            return client.generate(prompt, sampling, n=n, timeout_s=timeout_s, adapter=name)
+
+        samples, num_retries = await self._route(
+            ask, _newest_of_samples, cost=n * (len(prompt) + sampling.max_new_tokens), session=session, adapter=adapter,
+            max_failures=max_failures)
+        self.generated_tokens += sum(len(sample.token_ids) for sample in samples)
+        return [replace(sample, num_retries=num_retries) for sample in samples] if num_retries else samples
+
+    async def score(
+        self, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
+        draws: Draws | None = None, session: str = "", adapter: str = "", max_failures: int | None = None,
+    ) -> PromptScore:
+        """What an adapter or the model itself says of tokens; see `ScoreRequest`, and `generate` for the rest."""
+        def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, PromptScore]:
+            return client.score(
+                tokens, adapter=name, top_k=top_k, targets=targets, draws=draws, timeout_s=self._request_timeout_s)
+
+        score, _ = await self._route(
+            ask, _version_of_score, cost=len(tokens), session=session, adapter=adapter, max_failures=max_failures)
+        return score
+
+    async def _route(
+        self, ask: Ask[T], newest: Callable[[T], Version], *, cost: int, session: str, adapter: str, max_failures: int | None,
+    ) -> tuple[T, int]:
+        """Return an engine's answer, and how many have failed before it; `newest` tells the newest version in an answer."""
+        failed = Failures(limit=max_failures or _TRIES_PER_ENGINE * len(self.pool.members))
+        give_up_s = time.monotonic() + self._request_timeout_s
+        refused: set[str] = set()
+        again: Member | None = None
+        with self._cache.wanted(adapter) if adapter else nullcontext() as wanted:
+            while True:
+                choose = partial(self._choose, cost, session, wanted, failed)
+                member = again if again is not None and again.healthy else await self.pool.wait(choose, last=failed.error)
+                again, stint = None, member.stint
+                with self.pool.carrying(member, cost):
+                    try:
+                        return await self._ask(member, ask, newest, wanted), failed.count
+                    except RefusedError:
+                        if wanted is None or member.client.name in refused:
+                            raise
+                        refused.add(member.client.name)
+                        again = member  # it may have lost the adapter: then it is given it again
+                        await self._cache.verify(Guarded(member), wanted)
+                    except BusyError:
+                        if time.monotonic() > give_up_s:
+                            raise
+                        await asyncio.sleep(_BUSY_RETRY_S)
+                    except EngineError as exc:
+                        failed.add(stint, exc)
+                        self._on_failure(member.client.name, str(exc))
+                        await self.pool.examine(member.client.name)
+
+    async def _ask(self, member: Member, ask: Ask[T], newest: Callable[[T], Version], wanted: Manifest | None) -> T:
+        """Return one engine's answer, once the weights that gave it are proven; raises EngineError if it failed, or was quarantined."""
+        if wanted is not None:
+            async with self._cache.holding(Guarded(member), wanted):
+                return await member.while_in_service(ask(member.client, wanted.name))
+        answer = await member.while_in_service(ask(member.client, ""))
+        # Ahead between a switch and its proof, which the publisher ends with an admission or a quarantine.
+        async with deadline(f"the proof of what {member.client.name} answered with", self._request_timeout_s):
+            while member.version is not None and newest(answer) > member.version:
+                await member.while_in_service(member.news.wait())
+        return answer
+
+    def _choose(self, cost: int, session: str, wanted: Manifest | None, failed: "Failures") -> Member | None:
+        """Choose the engine for a request; None when it has to wait. Raises the request's last error when waiting cannot help."""
+        members, min_engines = self.pool.members, self.pool.min_engines
+        healthy = {name: member for name, member in members.items() if member.healthy}
+        able = {name: m for name, m in healthy.items()
+                if m.stint not in failed.stints and (wanted is not None or m.state is State.SERVING)}
+        if failed.error is not None and (failed.count >= failed.limit or (not able and len(healthy) == len(members))):
+            raise failed.error
+        if len(healthy) < min_engines or not able:
+            return None
+        holders = self._cache.holders(wanted.name) if wanted is not None else ()
+        candidates = {name: m.outstanding_tokens for name, m in able.items() if name in holders}
+        candidates = candidates or {name: m.outstanding_tokens for name, m in able.items()}
+        return able[self._router.choose(candidates, cost=cost, session=session)]
+
+    @property
+    def _cache(self) -> AdapterCache:
+        assert self._adapters is not None, "only a dispatcher with a cache of adapters can be asked for one"
+        return self._adapters
+
+
+@dataclass
+class Failures:
+    """What a request has met with.
+
+    Attributes:
+        stints: engines that failed it, each for as long as it does not heal.
+        error: the last.
+    """
+
+    limit: int
+    stints: set[asyncio.Event] = field(default_factory=set)
+    error: EngineError | None = None
+    count: int = 0
+
+    def add(self, stint: asyncio.Event, error: EngineError) -> None:
+        self.stints.add(stint)
+        self.error = error
+        self.count += 1
+
+
+def _newest_of_samples(samples: list[Sample]) -> Version:
+    return max((version for sample in samples for version in sample.versions), default=-1)
+
+
+def _version_of_score(score: PromptScore) -> Version:
+    return score.version

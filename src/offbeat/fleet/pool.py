@@ -1,0 +1,201 @@
+"""The engines of a run as one: the standing of each, and waits for enough of them. Requests go through `dispatch`.
+
+An engine serves after a publish has proven it (`admit`). One that fails its probe or its proof is quarantined: nothing more is sent to it
+or taken from it, and what it was generating is generated elsewhere. `health` brings it back (`restore`). While fewer than `min_engines` are
+healthy, or none can serve a request, requests wait for one to heal, for `heal_timeout_s` at most.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from offbeat.aio import deadline
+from offbeat.errors import DeadlineError, EngineError, OffbeatError
+from offbeat.fleet.members import Guarded, Member, State
+from offbeat.inference.client import EngineClient
+from offbeat.types import Version
+from offbeat.weights.protocol import EngineControl
+
+T = TypeVar("T")
+OnBusy = Callable[[str, str, float, float], None]
+"""Hears ("generate", engine, start_s, end_s) of a stretch of wall-clock time in which an engine had requests."""
+
+
+class EnginePool:
+    """Knows the standing of each engine.
+
+    Attributes:
+        members: all engines by name, whatever their state.
+        min_engines: with fewer in service, requests and publishes wait.
+    """
+
+    def __init__(
+        self,
+        clients: Iterable[EngineClient],
+        *,
+        probe_timeout_s: float = 5.0,
+        min_engines: int = 1,
+        heal_timeout_s: float = 0.0,
+        on_quarantine: Callable[[str, str], None] = lambda _name, _reason: None,
+        on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        """
+        Args:
+            heal_timeout_s: see above; 0 where nobody heals engines.
+            on_quarantine: hears (engine, reason) of every engine that leaves service.
+            on_busy: hears of every busy stretch, cut at each switch of versions.
+            note: tells people what is waited for.
+        """
+        self.members: Mapping[str, Member] = {client.name: Member(client) for client in clients}
+        self.min_engines = min_engines
+        self._probe_timeout_s = probe_timeout_s
+        self._heal_timeout_s = heal_timeout_s
+        self._on_quarantine = on_quarantine
+        self._on_busy = on_busy
+        self._note = note
+        self._changed = asyncio.Event()
+        self._num_waiting = 0
+
+    @property
+    def states(self) -> Mapping[str, State]:
+        """The state of every engine."""
+        return {name: member.state for name, member in self.members.items()}
+
+    @property
+    def outstanding(self) -> Mapping[str, int]:
+        """Tokens of the requests that every engine has: prompts, and the most that is to be generated."""
+        return {name: member.outstanding_tokens for name, member in self.members.items()}
+
+    @property
+    def healthy(self) -> Mapping[str, EngineControl]:
+        """Engines that serve or only lack a proof, by name; what is asked of them here ends when they are quarantined."""
+        return {name: Guarded(member) for name, member in self.members.items() if member.healthy}
+
+    def client(self, name: str) -> EngineClient:
+        """The engine itself, whatever its state."""
+        return self.members[name].client
+
+    def admit(self, name: str, version: Version) -> None:
+        """An engine in service proved this version of the weights; a proof does not end a quarantine."""
+        member = self.members[name]
+        if member.out:
+            return
+        if member.state is State.UNPROVEN:
+            member.state = State.SERVING
+        member.version = version
+        if member.outstanding_tokens:
+            self._end_busy(member)
+        member.tell_version()
+        self._tell()
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Send nothing more to the engine, and take nothing more from it. The first reason stands."""
+        member = self.members[name]
+        if member.out:
+            return
+        member.state, member.reason = State.QUARANTINED, reason
+        member.stint.set()
+        self._on_quarantine(name, reason)
+        self._tell()
+
+    def mark_healing(self, name: str, *, url: str = "") -> None:
+        """Someone is bringing a quarantined engine back, perhaps as another process at another URL."""
+        member = self.members[name]
+        assert member.out, f"{name} is {member.state.value} and needs no healing"
+        member.state = State.HEALING
+        if url:
+            member.client.url = url.rstrip("/")
+
+    def restore(self, name: str, version: Version | None) -> None:
+        """End a quarantine: the engine proved this version; None if no weights were published yet."""
+        member = self.members[name]
+        member.state = State.UNPROVEN if version is None else State.SERVING
+        member.version, member.reason = version, ""
+        member.tell_version()
+        if member.stint.is_set():
+            member.stint = asyncio.Event()
+        self._tell()
+
+    async def examine(self, name: str) -> None:
+        """Ask an engine whether it is well, and quarantine it if it does not say so in time, or somebody has paused it."""
+        member = self.members[name]
+        try:
+            told = await member.while_in_service(member.client.health(timeout_s=self._probe_timeout_s))
+        except OffbeatError as exc:
+            self.quarantine(name, str(exc))
+        else:
+            if pause := told.get("paused"):
+                self.quarantine(name, _paused(pause))
+
+    async def wait_quarantined(self, name: str) -> None:
+        """Return as soon as the engine is quarantined."""
+        await self.members[name].stint.wait()
+
+    async def wait_healthy(self, *, version: Version | None = None) -> Mapping[str, EngineControl]:
+        """Engines in service, those that serve `version` if it is given, once they are `min_engines`.
+
+        Raises:
+            EngineError: they are fewer after `heal_timeout_s`; each engine's reason.
+        """
+        def enough() -> Mapping[str, EngineControl]:
+            found = {n: e for n, e in self.healthy.items() if version is None or self.members[n].version == version}
+            return found if len(found) >= self.min_engines else {}
+
+        return await self.wait(enough)
+
+    async def wait(self, ready: Callable[[], T | None], *, last: EngineError | None = None) -> T:
+        """Return the first truth that `ready` gives, which is asked again at each change of any engine.
+
+        Raises:
+            EngineError: none in `heal_timeout_s`; each engine's reason, and the request's last error.
+        """
+        if found := ready():
+            return found
+        if self._heal_timeout_s and not self._num_waiting:
+            self._note(f"waiting up to {self._heal_timeout_s:g} s for engines to heal: {self._reasons()}")
+        self._num_waiting += 1
+        try:
+            async with deadline("engines", self._heal_timeout_s):
+                while not (found := ready()):
+                    await self._changed.wait()
+            return found
+        except DeadlineError as exc:
+            raise EngineError(f"no engine can serve: {self._reasons()}{f'; last: {last}' if last else ''}") from exc
+        finally:
+            self._num_waiting -= 1
+
+    @contextmanager
+    def carrying(self, member: Member, cost: int) -> Iterator[None]:
+        """Count the tokens of a request as outstanding on its engine while the body runs."""
+        if not member.outstanding_tokens:
+            member.busy_since_s = time.time()
+        member.outstanding_tokens += cost
+        try:
+            yield
+        finally:
+            member.outstanding_tokens -= cost
+            if not member.outstanding_tokens:
+                self._end_busy(member)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _end_busy(self, member: Member) -> None:
+        now_s = time.time()
+        self._on_busy("generate", member.client.name, member.busy_since_s, now_s)
+        member.busy_since_s = now_s
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{name}: {m.reason or m.state.value}" for name, m in self.members.items())
+
+
+def _paused(pause: object) -> str:
+    """What an engine says of a pause that none of this process's publishers has made."""
+    told = pause if isinstance(pause, dict) else {}
+    by = f" by {told['by']}" if told.get("by") else ""
+    since = f", {told['for_s']:.0f} s ago" if isinstance(told.get("for_s"), int | float) else ""
+    return f"it was paused{by}{since}, and not by this run"

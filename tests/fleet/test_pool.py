@@ -1,0 +1,69 @@
+"""The standing of engines: who is in service, by whose word, and waits for enough of them."""
+
+import asyncio
+
+import pytest
+
+from offbeat.errors import EngineError
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
+from offbeat.inference.client import EngineClient, EngineSession
+
+
+class Engine:
+    """An engine of which only the name and the place matter."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.url = f"http://{name}"
+
+
+def test_a_quarantine_keeps_its_first_reason_and_ends_with_a_restoration_alone() -> None:
+    told: list[tuple[str, str]] = []
+    pool = EnginePool([Engine("a"), Engine("b")], on_quarantine=lambda name, reason: told.append((name, reason)))
+    pool.admit("a", 3)
+    assert pool.states == {"a": State.SERVING, "b": State.UNPROVEN} and list(pool.healthy) == ["a", "b"]
+    pool.quarantine("a", "its canary is off")
+    pool.quarantine("a", "it is late, too")
+    pool.admit("a", 4)  # a late proof of a publish
+    assert told == [("a", "its canary is off")] and list(pool.healthy) == ["b"]
+    pool.mark_healing("a", url="http://elsewhere/")
+    assert pool.client("a").url == "http://elsewhere"
+    pool.restore("a", 5)
+    assert pool.states["a"] is State.SERVING and pool.members["a"].version == 5
+
+
+def test_who_waits_for_a_version_gets_the_engines_that_serve_it_once_they_are_enough() -> None:
+    async def main() -> None:
+        pool = EnginePool([Engine(name) for name in "abc"], min_engines=2, heal_timeout_s=60.0)
+        waiting = asyncio.create_task(pool.wait_healthy(version=7))
+        for name, version in (("a", 7), ("b", 6), ("c", 7)):
+            assert not (await asyncio.wait([waiting], timeout=0.01))[0]
+            pool.admit(name, version)
+        assert list(await waiting) == ["a", "c"]
+
+    asyncio.run(main())
+
+
+def test_a_probe_tells_a_dead_engine_from_a_well_one(start_engine) -> None:
+    (first, url_0), (_, url_1) = start_engine(), start_engine()
+    quarantined: dict[str, str] = {}
+
+    async def main() -> None:
+        async with EngineSession() as http:
+            clients = [EngineClient(f"engine {i}", url, http.session) for i, url in enumerate([url_0, url_1])]
+            pool = EnginePool(clients, on_quarantine=quarantined.__setitem__)
+            for name in pool.states:
+                pool.admit(name, 0)
+            await asyncio.to_thread(first.stop)
+            for name in pool.states:
+                await pool.examine(name)
+                await pool.examine(name)
+            assert list(quarantined) == ["engine 0"] and "cannot be reached" in quarantined["engine 0"]
+            async with asyncio.timeout(60):
+                await pool.wait_quarantined("engine 0")
+            assert list(await pool.wait_healthy()) == ["engine 1"]
+            with pytest.raises(EngineError, match="engine 1: serving"):
+                await pool.wait_healthy(version=7)
+
+    asyncio.run(main())
