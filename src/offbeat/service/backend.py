@@ -12,13 +12,13 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.cluster.sampling_models import SamplingModel
 from offbeat.cluster.tenants import Tenants
 from offbeat.config.root import Config
-from offbeat.data.datums import DatumBatch
+from offbeat.data.batch import Batch
 from offbeat.errors import DataError, ModelError
 from offbeat.inference.pool import EnginePool
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.service.base_models import BaseModels
 from offbeat.service.types import EngineStatus, LoraSpec
-from offbeat.trainer.adapter_types import DatumPass
+from offbeat.trainer.messages import Scores
 from offbeat.weights.adapters import AdapterManifest
 
 _MAX_FAILURES = 3
@@ -84,7 +84,7 @@ class Backend:
         if not (lora.train_attn or lora.train_mlp):
             raise ModelError("an adapter needs train_attn or train_mlp; the output head alone cannot be trained here")
 
-    def check_batch(self, batch: DatumBatch) -> None:
+    def check_batch(self, batch: Batch) -> None:
         """Raise DataError for one that would fail in a pass, and the work of others with it."""
         if (longest := int(batch.lengths.max(initial=0))) > self.max_length:
             raise DataError(f"a datum has {longest} tokens, more than the {self.max_length} that fit; cut it")
@@ -109,10 +109,11 @@ class Backend:
         """Make the trainers forget a model; what was pinned of it stays."""
         await self._tenants.remove(tenant_of(model_id))
 
-    async def run(self, batches: Mapping[str, DatumBatch], *, learn: bool) -> Mapping[str, DatumPass]:
+    async def run(self, batches: Mapping[str, Batch], *, learn: bool) -> Mapping[str, Scores]:
         """One pass over the datums of many models, by model id."""
-        passes = await self._tenants.run_datums({tenant_of(model_id): batch for model_id, batch in batches.items()}, learn=learn)
-        return {model_id: passes[tenant_of(model_id)] for model_id in batches}
+        run = self._tenants.forward_backward if learn else self._tenants.forward
+        scores = await run({tenant_of(model_id): batch for model_id, batch in batches.items()})
+        return {model_id: scores[tenant_of(model_id)] for model_id in batches}
 
     async def discard(self, model_ids: Iterable[str]) -> None:
         """Drop the gradients that models have gathered."""
@@ -120,7 +121,7 @@ class Backend:
 
     async def step(self, params: Mapping[str, AdamParams]) -> Mapping[str, float]:
         """One optimizer step of many models; norms of their gradients by model id, not finite where the step was left out."""
-        norms = await self._tenants.update({tenant_of(model_id): its for model_id, its in params.items()})
+        norms = await self._tenants.optim_step({tenant_of(model_id): its for model_id, its in params.items()})
         return {model_id: norms[tenant_of(model_id)] for model_id in params}
 
     async def export(self, model_id: str, folder: Path, *, version: int) -> AdapterManifest:

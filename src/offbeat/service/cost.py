@@ -27,8 +27,8 @@ ANSWER_ROW_BYTES = 256
 REQUEST_BYTES = 4096
 """Of each request under way, whatever it asks for."""
 
-# Of a batch in the controller: tokens and offsets; targets, their four inputs, their cells, and the results of passes and all together.
-_TOKEN_BYTES, _TARGET_BYTES = 12, 33
+# Of a batch in the controller: tokens; targets, their positions, four inputs and cells, and the results of passes and all together.
+_TOKEN_BYTES, _TARGET_BYTES = 4, 44
 # Of an answer while it is written: as an array, as a message, and as a record.
 _ANSWER_COPIES = 3
 # Of each target in the pass that has it: a dozen index arrays of int64, and logits that are gathered and differentiated.

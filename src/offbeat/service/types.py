@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from offbeat.data.datums import DatumBatch
+from offbeat.data.batch import Batch
 
 Category = Literal["user", "server", "unknown"]
 CheckpointKind = Literal["training", "sampler", "external"]
@@ -65,7 +65,7 @@ class SparseArray:
 class TrainingData:
     """The datums of one forward or forward-backward, and the layout of each."""
 
-    batch: DatumBatch
+    batch: Batch
     layouts: tuple[Layout, ...]
 
 
