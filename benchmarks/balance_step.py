@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/balance_step.py [--quick] [--repeats 7]
 
 Each step is a group per prompt, one answer each, of lognormal(4.0, 0.9) tokens clipped to 16..512, in the order of their lengths, as
-rollouts arrive; dealt in that order the second rank gets the long ones. Two train groups of two ranks, one thread per rank, take turns with
+rollouts arrive; dealt in that order the second rank gets the long ones. Two sets of two ranks, one thread per rank, take turns with
 the same batches and must come to the same losses. Prints one JSON line: median seconds per step of each, the gain measured on the wall
 clock, the gain that the fitted cost model predicts, the seconds that ranks lose to the busiest one, and how even the predicted loads are.
 """
@@ -20,11 +20,13 @@ import numpy as np
 from engine import build
 from measure import WORK, note
 
+from offbeat.algorithms.objectives import policy_loss
 from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.messages import Objective
-from offbeat.cluster.train_group import TrainGroup
+from offbeat.cluster.ranks import WorkerRanks
+from offbeat.cluster.trainers import Trainers
+from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.load import load_config
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 
 NUM_RANKS = 2
 WARM_UP = 2
@@ -72,28 +74,28 @@ def figures(on: list[dict[str, float]], off: list[dict[str, float]]) -> dict[str
         "cov_after": round(middle["balance/cov_after"][0], 6)}
 
 
-async def start(launcher: LocalLauncher, folder: Path, *, balance: bool) -> TrainGroup:
+async def start(launcher: LocalLauncher, folder: Path, *, balance: bool) -> Trainers:
     """Two ranks of the tiny model."""
     config = load_config(None, [
         ("model.path", str(folder)), ("train.num_ranks", str(NUM_RANKS)), ("train.threads", "1"),
         ("train.max_tokens_per_microbatch", "4096"), ("train.optimizer.lr", "1e-4"), ("rollout.balance_batch", str(balance).lower())])
     log_dir = WORK / f"balance-{'on' if balance else 'off'}"
     log_dir.mkdir(parents=True, exist_ok=True)
-    group = await TrainGroup.start(launcher, config, model=str(folder), build=None, log_dir=log_dir, on_span=lambda *_: None)
-    await group.set_objective(Objective("ppo", 1000))
-    return group
+    trainers = Trainers(await WorkerRanks.start(launcher, config, model=str(folder), build=None, log_dir=log_dir), config)
+    await trainers.restart_optimizer(config.train.optimizer, total_steps=1000)
+    return trainers
 
 
-def sorted_batch(num_groups: int, *, seed: int) -> TokenBatch:
+def sorted_batch(num_groups: int, *, seed: int) -> Batch:
     """Random sequences from the shortest to the longest; all tokens but the first are scored."""
     rng = np.random.default_rng(seed)
     lengths = np.sort(rng.lognormal(4.0, 0.9, num_groups).astype(np.int64).clip(16, 512))
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    mask = ~np.isin(np.arange(offsets[-1]), offsets)
-    return TokenBatch(
-        tokens=rng.integers(3, VOCAB_SIZE, len(mask)), loss_mask=mask, rollout_logprobs=mask * -np.log(VOCAB_SIZE),
-        advantages=mask * np.repeat(rng.standard_normal(num_groups), lengths), loss_weights=mask / mask.sum(), offsets=offsets,
-        group_ids=np.arange(num_groups), prefix_lens=np.zeros(num_groups))
+    mask = np.concatenate([np.arange(length) > 0 for length in lengths])
+    columns = {
+        "rollout_logprobs": np.full(len(mask), -np.log(VOCAB_SIZE)), "loss_weights": mask / mask.sum(),
+        "advantages": np.repeat(rng.standard_normal(num_groups), lengths)}
+    return Batch.of_next_tokens(
+        rng.integers(3, VOCAB_SIZE, len(mask)), mask, lengths=lengths, columns=columns, losses=(policy_loss(AlgorithmConfig()),))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Many adapters in one training step: against one adapter, against PEFT training one after the other, and against full fine-tuning.
 
 One whole step (forward, backward, clipping, AdamW) in float32 on the same 16 sequences of 32 to 64 tokens, dealt to 1, 4 or 16 adapters of
-rank 16 on all linear layers. Ours is `AdapterEngine`, all adapters in one pass. PEFT's is transformers' model with as many adapters, each
-activated in turn and trained on its sequences, padded, with a fused AdamW of its own. Full fine-tuning is `TrainEngine`. All come to the
+rank 16 on all linear layers. Ours is `BankTrainer`, all adapters in one pass. PEFT's is transformers' model with as many adapters, each
+activated in turn and trained on its sequences, padded, with a fused AdamW of its own. Full fine-tuning is `ModelTrainer`. All come to the
 same loss at first. Figures are seconds per step of the tiny and of the 27M model, alternating, on one process with --threads threads.
 
     python benchmarks/lora.py [--quick] [--repeats 5] [--threads 1]
@@ -10,6 +10,7 @@ same loss at first. Figures are seconds per step of the tiny and of the 27M mode
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.dist.mesh import ProcessGroups
-from offbeat.trainer.adapters import AdapterEngine
+from offbeat.model.lora import LAYER_KINDS
+from offbeat.trainer.bank_trainer import BankTrainer
+from offbeat.trainer.messages import NewAdapter, OptimStep
 
 COUNTS = (1, 4, 16)
 AIM_OVER_ONE, AIM_OVER_PEFT = 0.9, 3.0
@@ -77,22 +79,23 @@ def report(seconds: dict[str, float], model: str) -> None:
              less_is_better=True)
 
 
-def our_step(folder: Path, batch: TokenBatch, count: int, *, groups: ProcessGroups) -> Step:
+def our_step(folder: Path, batch: Batch, count: int, *, groups: ProcessGroups) -> Step:
     """All adapters in one pass; returns the loss."""
-    engine = AdapterEngine.build(folder, config=Config.model_validate({"model": {"lora": {"rank": RANK}}}), groups=groups)
+    config = Config.model_validate({"model": {"lora": {"rank": RANK}}})
+    trainer = BankTrainer.build_empty(str(folder), config=config, groups=groups)
     for i in range(count):
-        engine.add(f"tenant-{i}", rank=RANK, alpha=ALPHA, seed=i)
-    adapters = [f"tenant-{i % count}" for i in range(len(batch))]
+        trainer.add(NewAdapter(f"tenant-{i}", RANK, ALPHA, i, LAYER_KINDS))
+    own = replace(batch, adapters=trainer.names, sequences={**batch.sequences, "adapter_ids": np.arange(len(batch)) % count})
 
     def step() -> float:
-        stats = engine.forward_backward(batch, adapters, objective_name="sft", algorithm=AlgorithmConfig()).stats
-        engine.optim_step(dict.fromkeys(engine.names, ADAM))
-        return sum(part.sums["train/loss"] for part in stats.values())
+        losses = trainer.forward_backward(own).losses
+        trainer.optim_step(OptimStep(dict.fromkeys(trainer.names, ADAM)))
+        return float(losses.sum())
 
     return step
 
 
-def peft_step(folder: Path, batch: TokenBatch, count: int) -> Step:
+def peft_step(folder: Path, batch: Batch, count: int) -> Step:
     """One adapter after the other; returns the loss."""
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
     net = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config, adapter_name="tenant-0").train()
@@ -103,7 +106,7 @@ def peft_step(folder: Path, batch: TokenBatch, count: int) -> Step:
         i: torch.optim.AdamW(parameters, lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), weight_decay=ADAM.weight_decay, fused=True)
         for i, parameters in own.items()}
     sequences = np.split(batch.tokens.astype(np.int64), batch.offsets[1:-1])
-    scored = int(batch.loss_mask.sum())
+    scored = batch.num_targets
     padded = {i: pad(sequences[i::count]) for i in range(count)}
 
     def step() -> float:
@@ -130,7 +133,7 @@ def pad(sequences: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.arange(width) < torch.tensor([len(sequence) for sequence in sequences])[:, None]
 
 
-def ragged_batch(count: int) -> TokenBatch:
+def ragged_batch(count: int) -> Batch:
     """Random sequences; all tokens but the first are scored."""
     lengths = np.random.default_rng(0).integers(32, 65, count)
     return make_batch(lengths, np.ones_like(lengths), np.arange(count), shared=np.zeros_like(lengths))

@@ -1,7 +1,7 @@
 """Training on skewed lengths: packed rows against padded batches, and shared prompts against repeated ones.
 
 Packing: one whole training step (forward, backward, AdamW) on sequences of lognormal(4.0, 0.9) tokens, clipped to 16..512, through
-`TrainEngine` with packed rows and no shared prefixes, against the same model under transformers' sdpa attention in random-order batches of
+`ModelTrainer` with packed rows and no shared prefixes, against the same model under transformers' sdpa attention in random-order batches of
 8 with padding. Both score every token but the first of each sequence, and must come to the same loss. The 27M model computes in bfloat16
 autocast, the tiny one in float32. Sharing: our step on groups of 8 answers to one prompt, with `share_prefix` on against off.
 Figures are seconds per step, alternating, on one process with --threads threads.
@@ -21,14 +21,17 @@ from engine import build
 from measure import emit, take_turns
 from torch.nn.functional import cross_entropy
 
-from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.algorithms.adam import adam_params
+from offbeat.algorithms.objectives import CROSS_ENTROPY
 from offbeat.config.dist import DistConfig
-from offbeat.config.train import OptimizerConfig, TrainConfig
-from offbeat.data.batch import TokenBatch
+from offbeat.config.root import Config
+from offbeat.config.train import OptimizerConfig
+from offbeat.data.batch import Batch
 from offbeat.data.packing import plan_microbatches
 from offbeat.dist.mesh import ProcessGroups, host_store, join, leave
 from offbeat.model.load import load_causal_lm
-from offbeat.trainer.engine import TrainEngine
+from offbeat.trainer.messages import TrainStep
+from offbeat.trainer.model_trainer import ModelTrainer
 
 AIM = 1.8
 PADDED_BATCH = 8
@@ -57,7 +60,7 @@ def main() -> None:
             compare_sharing(model, folder, grouped_batch(count // GROUP_SIZE), groups=groups, repeats=repeats)
 
 
-def compare_packing(model: str, folder: Path, batch: TokenBatch, *, groups: ProcessGroups, repeats: int) -> None:
+def compare_packing(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, repeats: int) -> None:
     """Packed against padded."""
     packed = packed_step(model, folder, batch, groups=groups, share_prefix=False)
     padded = padded_step(model, folder, batch)
@@ -68,7 +71,7 @@ def compare_packing(model: str, folder: Path, batch: TokenBatch, *, groups: Proc
          unit="s/step", aim=AIM, less_is_better=True)
 
 
-def compare_sharing(model: str, folder: Path, batch: TokenBatch, *, groups: ProcessGroups, repeats: int) -> None:
+def compare_sharing(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, repeats: int) -> None:
     """Prompts once per group against once per answer; both packed."""
     shared = packed_step(model, folder, batch, groups=groups, share_prefix=True)
     repeated = packed_step(model, folder, batch, groups=groups, share_prefix=False)
@@ -91,26 +94,27 @@ def timed(step: Step) -> Callable[[int], dict[str, float]]:
     return run
 
 
-def packed_step(model: str, folder: Path, batch: TokenBatch, *, groups: ProcessGroups, share_prefix: bool) -> Step:
+def packed_step(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, share_prefix: bool) -> Step:
     """Our training step, planning included; returns the loss."""
-    config = TrainConfig(share_prefix=share_prefix, autocast=model == "27M")
-    engine = TrainEngine.build(
-        folder, config=config, algorithm=AlgorithmConfig(), optimizer=OPTIMIZER, total_steps=1000, groups=groups, objective_name="sft")
+    config = Config.model_validate({"train": {"share_prefix": share_prefix, "autocast": model == "27M"}})
+    trainer = ModelTrainer.build(str(folder), config=config, groups=groups)
+    max_tokens = config.train.max_tokens_per_microbatch
 
     def step() -> float:
-        plan = plan_microbatches(batch, num_ranks=1, max_tokens=config.max_tokens_per_microbatch, share_prefix=share_prefix)
-        return engine.train_step(batch, [plan.microbatches[0]]).metrics["train/loss"]
+        plan = plan_microbatches(batch, num_ranks=1, max_tokens=max_tokens, share_prefix=share_prefix)
+        params = adam_params(trainer.step, config=OPTIMIZER, total_steps=1000)
+        return trainer.train_step(TrainStep(batch, (tuple(plan.microbatches[0]),), params)).metrics["train/loss"]
 
     return step
 
 
-def padded_step(model: str, folder: Path, batch: TokenBatch) -> Step:
+def padded_step(model: str, folder: Path, batch: Batch) -> Step:
     """The usual training step: padded batches, gradients accumulated over all of them; returns the loss."""
     # The same modules, norms included, so that only the layout of tokens differs.
     net = load_causal_lm(str(folder), attention="sdpa").train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), weight_decay=0.0, fused=True)
     sequences = np.split(batch.tokens.astype(np.int64), batch.offsets[1:-1])
-    scored = int(batch.loss_mask.sum())
+    scored = batch.num_targets
     rng = np.random.default_rng(0)
 
     def step() -> float:
@@ -132,13 +136,13 @@ def padded_step(model: str, folder: Path, batch: TokenBatch) -> Step:
     return step
 
 
-def skewed_batch(count: int) -> TokenBatch:
+def skewed_batch(count: int) -> Batch:
     """Random sequences of skewed lengths; all tokens but the first are scored."""
     lengths = skewed_lengths(np.random.default_rng(0), count)
     return make_batch(lengths, np.ones_like(lengths), np.arange(count), shared=np.zeros_like(lengths))
 
 
-def grouped_batch(num_groups: int) -> TokenBatch:
+def grouped_batch(num_groups: int) -> Batch:
     """Groups of answers to one prompt, both of skewed lengths; the answers are scored."""
     rng = np.random.default_rng(1)
     prompts = np.repeat(skewed_lengths(rng, num_groups), GROUP_SIZE)
@@ -146,7 +150,7 @@ def grouped_batch(num_groups: int) -> TokenBatch:
     return make_batch(prompts + answers, prompts, np.arange(len(prompts)) // GROUP_SIZE, shared=prompts)
 
 
-def make_batch(lengths: np.ndarray, unscored: np.ndarray, group_ids: np.ndarray, *, shared: np.ndarray) -> TokenBatch:
+def make_batch(lengths: np.ndarray, unscored: np.ndarray, group_ids: np.ndarray, *, shared: np.ndarray) -> Batch:
     """Random tokens, of which all after the first `unscored` of each sequence count alike."""
     rng = np.random.default_rng(2)
     prompts = rng.integers(3, VOCAB_SIZE, (group_ids.max() + 1, max(shared.max(), 1)))
@@ -155,10 +159,9 @@ def make_batch(lengths: np.ndarray, unscored: np.ndarray, group_ids: np.ndarray,
         tokens.append(np.concatenate([prompts[group, :prefix], rng.integers(3, VOCAB_SIZE, length - prefix)]))
         masks.append(np.arange(length) >= first)
     mask = np.concatenate(masks)
-    zeros = np.zeros(len(mask), np.float32)
-    return TokenBatch(
-        tokens=np.concatenate(tokens), loss_mask=mask, rollout_logprobs=zeros, advantages=zeros, loss_weights=mask / mask.sum(),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]), group_ids=group_ids, prefix_lens=shared)
+    return Batch.of_next_tokens(
+        np.concatenate(tokens), mask, lengths=lengths, columns={"loss_weights": mask / mask.sum()}, losses=(CROSS_ENTROPY,),
+        group_ids=group_ids, prefix_lens=shared)
 
 
 def skewed_lengths(rng: np.random.Generator, count: int) -> np.ndarray:

@@ -91,9 +91,10 @@ async def run(model: str, *, num_engines: int, steps: int) -> None:
             rng = random.Random(1)
             for step in range(1, steps + 1):
                 batches = {name: sft_batch([example(tenants.tokenizer, name, draw(rng)) for _ in range(BATCH_SIZE)]) for name in TASKS}
-                metrics = await tenants.train_step(batches, AdamParams(lr=5e-3, clip_norm=1.0))
+                scores = await tenants.forward_backward(batches)
+                await tenants.optim_step(dict.fromkeys(TASKS, AdamParams(lr=5e-3, clip_norm=1.0)))
                 if step % 10 == 0:
-                    losses = [m["train/loss"] for m in metrics.values()]
+                    losses = [own.losses.sum() for own in scores.values()]
                     terminal.print(f"step {step}/{steps}: mean loss {np.mean(losses):.3f}, {min(losses):.3f} to {max(losses):.3f}")
             reports = await asyncio.gather(*(tenants.publish(name) for name in TASKS))
             after = await measure_all(tenants)

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from family_table import FAMILIES, SIZES, Family
 from offbeat.config.train import TrainConfig
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.packing import pack_row
 from offbeat.errors import ModelError
 from offbeat.inference.embedded.cache import PromptRows, SlotCache
@@ -37,7 +37,8 @@ from offbeat.model.logprobs import packs_rows, token_logprobs
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter
 from offbeat.trainer.policy import load_policy
-from offbeat.trainer.products import WholeModel
+from offbeat.trainer.snapshots import ModelSnapshot
+from offbeat.trainer.state import full_state
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 30], [17, 6, 5, 33]]
@@ -176,10 +177,10 @@ def check_names(trial: Trial) -> None:
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.01)
-    copied = WholeModel(policy, Path(trial.folder)).copy("float32", keep=True)
+    snapshot = ModelSnapshot(policy, Path(trial.folder), full_state(policy, dtype="float32", keep=True), "float32")
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "v1"
-        copied.publish(folder)
+        snapshot.write(folder)
         tensors = dict(read_safetensors(folder))
         assert tensors.keys() == dict(read_safetensors(trial.folder)).keys() >= set(trial.family.names), sorted(tensors)
         loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -188,7 +189,7 @@ def check_names(trial: Trial) -> None:
         for forward in trial.served():
             before = forward.tensors()
             forward.install(read_weights(forward, str(folder)))
-            assert fingerprint_tensors(forward.tensors()) == copied.fingerprint()
+            assert fingerprint_tensors(forward.tensors()) == snapshot.fingerprint()
             _compare(_answers(_scored(forward)), expected)
             forward.install(forward.prepare(before))
 
@@ -238,15 +239,14 @@ def _compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         torch.testing.assert_close(mine.detach(), theirs, atol=TOLERANCE, rtol=0)
 
 
-def _batch(chosen: list[int]) -> TokenBatch:
+def _batch(chosen: list[int]) -> Batch:
     sequences = [SEQUENCES[i] for i in chosen]
     prompts = np.array([len(SEQUENCES[i]) - len(SAMPLES[i][1]) for i in chosen])
-    zeros = np.zeros(sum(map(len, sequences)), np.float32)
-    return TokenBatch(
-        tokens=np.concatenate(sequences).astype(np.int32),
-        loss_mask=np.concatenate([np.arange(len(sequence)) >= prompt for sequence, prompt in zip(sequences, prompts, strict=True)]),
-        rollout_logprobs=zeros, advantages=zeros, loss_weights=zeros, offsets=np.cumsum([0, *map(len, sequences)]),
-        group_ids=np.array([SAMPLES[i][0] for i in chosen]), prefix_lens=prompts)
+    return Batch.of_next_tokens(
+        np.concatenate(sequences).astype(np.int32),
+        np.concatenate([np.arange(len(sequence)) >= prompt for sequence, prompt in zip(sequences, prompts, strict=True)]),
+        lengths=[len(sequence) for sequence in sequences], columns={}, losses=(), group_ids=np.array([SAMPLES[i][0] for i in chosen]),
+        prefix_lens=prompts)
 
 
 @torch.no_grad()

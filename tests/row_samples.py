@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 
 SIZES = {
     "vocab_size": 49, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -41,18 +41,19 @@ def make_batch(seed=0, *, even=False):
     masks = [np.arange(len(s)) >= max(1, p) for s, p in zip(sequences, prefix_lens, strict=True)]
     if not even:
         masks[5][-2:] = False
-    offsets = np.concatenate([[0], np.cumsum([len(s) for s in sequences])])
-    zeros = np.zeros(offsets[-1], np.float32)
-    return TokenBatch(np.concatenate(sequences), np.concatenate(masks), zeros, zeros, zeros, offsets, group_ids, prefix_lens)
+    return Batch.of_next_tokens(
+        np.concatenate(sequences), np.concatenate(masks), lengths=[len(s) for s in sequences], columns={}, losses=(),
+        group_ids=np.array(group_ids), prefix_lens=np.array(prefix_lens))
 
 
 def one_by_one(model, batch, temperature=1.0):
     """[M] log-probabilities and entropies, each sequence in its own forward with sdpa."""
     logprobs, entropies = [], []
-    for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
-        tokens = torch.from_numpy(batch.tokens[start:stop].astype(np.int64))
+    for i in range(len(batch)):
+        one = batch.select([i])
+        tokens = torch.from_numpy(one.tokens.astype(np.int64))
         table = log_softmax(model(input_ids=tokens[None], use_cache=False).logits[0] / temperature, dim=-1)
-        scored = torch.from_numpy(np.flatnonzero(batch.loss_mask[start:stop]))
-        logprobs.append(table[scored - 1, tokens[scored]])
-        entropies.append(-(table[scored - 1].exp() * table[scored - 1]).sum(-1))
+        source = torch.from_numpy(one.positions)
+        logprobs.append(table[source, torch.from_numpy(one.targets.astype(np.int64))])
+        entropies.append(-(table[source].exp() * table[source]).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)

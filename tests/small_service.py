@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
+from offbeat.algorithms.objectives import CROSS_ENTROPY
 from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.config.root import Config
-from offbeat.data.datums import DatumBatch, LossSpec
+from offbeat.data.batch import Batch
 from offbeat.service.backend import Backend
 from offbeat.service.futures import Futures
 from offbeat.service.incidents import Incidents
@@ -35,11 +36,10 @@ def training_data(seed: int, *, num: int = 3, length: int = 8, weight: float = 1
     """Random datums that are to predict random tokens."""
     rng = np.random.default_rng(seed)
     total = num * length
-    none = np.zeros(total, np.float32)
-    batch = DatumBatch(
-        tokens=rng.integers(5, 15, total), offsets=np.arange(num + 1) * length, target_offsets=np.arange(total + 1),
-        targets=rng.integers(5, 15, total), weights=np.full(total, weight, np.float32), rollout_logprobs=none, advantages=none,
-        ratio_mask=none.astype(bool), losses=(LossSpec.of("cross_entropy"),), loss_ids=np.zeros(num, np.int64))
+    batch = Batch(
+        tokens=rng.integers(5, 15, total), offsets=np.arange(num + 1) * length, positions=np.arange(total),
+        targets=rng.integers(5, 15, total), columns={"loss_weights": np.full(total, weight)},
+        sequences={"group_ids": np.arange(num), "prefix_lens": np.zeros(num)}, losses=(CROSS_ENTROPY,))
     return TrainingData(batch, (Layout((length,)),) * num)
 
 

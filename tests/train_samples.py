@@ -1,21 +1,28 @@
-"""Random batches, a small model and engines for the tests of the trainer and of checkpoints."""
+"""Random batches, a small model and trainers for the tests of the trainer and of checkpoints."""
 
 import tempfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from offbeat.algorithms.adam import adam_params
+from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.model import TinyConfig
-from offbeat.config.train import OptimizerConfig, TrainConfig
-from offbeat.data.batch import TokenBatch
+from offbeat.config.root import Config
+from offbeat.config.train import OptimizerConfig
+from offbeat.data.batch import Batch
 from offbeat.data.packing import plan_microbatches
 from offbeat.model.tiny import build_tiny
-from offbeat.trainer.engine import WHOLE_MODEL, TrainEngine
+from offbeat.trainer.bank_trainer import BankTrainer
+from offbeat.trainer.messages import TrainStep
+from offbeat.trainer.model_trainer import ModelTrainer
 
 TINY = TinyConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, max_positions=64)
 VOCAB = 23
+PPO = policy_loss(AlgorithmConfig())
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, schedule="linear", clip_norm=0.5, weight_decay=0.01)
 
 
@@ -24,7 +31,7 @@ def build_model(folder):
     return str(folder)
 
 
-def make_batch(num_groups, group_size, *, seed=0, prompt_len=5):
+def make_batch(num_groups, group_size, *, seed=0, prompt_len=5, loss=PPO):
     """Groups of samples with a shared prompt, random answers, advantages and near-policy log-probabilities; token-mean weights."""
     rng = np.random.default_rng(seed)
     tokens, mask, group_ids, lengths = [], [], [], []
@@ -36,13 +43,17 @@ def make_batch(num_groups, group_size, *, seed=0, prompt_len=5):
             mask.append(np.concatenate([np.zeros(prompt_len, bool), np.ones(len(answer), bool)]))
             group_ids.append(group)
             lengths.append(len(tokens[-1]))
-    loss_mask = np.concatenate(mask)
-    return TokenBatch(
-        tokens=np.concatenate(tokens), loss_mask=loss_mask,
-        rollout_logprobs=np.where(loss_mask, np.log(1 / VOCAB) + 0.2 * rng.standard_normal(len(loss_mask)), 0),
-        advantages=np.where(loss_mask, np.repeat(rng.standard_normal(len(lengths)), lengths), 0),
-        loss_weights=loss_mask / loss_mask.sum(), offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        group_ids=np.array(group_ids), prefix_lens=np.full(len(lengths), prompt_len if group_size > 1 else 0))
+    trained = np.concatenate(mask)
+    return Batch.of_next_tokens(
+        np.concatenate(tokens), trained, lengths=lengths, columns={
+            "rollout_logprobs": np.log(1 / VOCAB) + 0.2 * rng.standard_normal(len(trained)),
+            "advantages": np.repeat(rng.standard_normal(len(lengths)), lengths), "loss_weights": trained / trained.sum()},
+        losses=(loss,), group_ids=np.array(group_ids), prefix_lens=np.full(len(lengths), prompt_len if group_size > 1 else 0))
+
+
+def imitated(batch):
+    """The same sequences, to be learnt by heart."""
+    return replace(batch, losses=(CROSS_ENTROPY,))
 
 
 def share(batch, *, rank, world, max_tokens=64, share_prefix=True):
@@ -53,18 +64,29 @@ def share(batch, *, rank, world, max_tokens=64, share_prefix=True):
     return batch.select(order), [np.arange(low, high) for low, high in pairwise(bounds)]
 
 
-def build_engine(groups, folder, *, algorithm=None, objective_name="ppo", optimizer=OPTIMIZER, lora=WHOLE_MODEL, **train):
-    return TrainEngine.build(
-        folder, config=TrainConfig(**train), algorithm=algorithm or AlgorithmConfig(), optimizer=optimizer, total_steps=10,
-        groups=groups, objective_name=objective_name, lora=lora)
+def configure(folder="", *, lora=None, temperature=1.0, **train):
+    """The configuration of a run; further keywords are settings of [train]."""
+    return Config.model_validate({
+        "model": {"path": str(folder), "lora": lora or {}}, "rollout": {"temperature": temperature}, "train": train})
 
 
-def train(engine, batches, *, max_tokens=64, share_prefix=True):
+def build_trainer(groups, folder, *, lora=None, temperature=1.0, **train):
+    config = configure(folder, lora=lora, temperature=temperature, **train)
+    return (BankTrainer if lora else ModelTrainer).build(str(folder), config=config, groups=groups)
+
+
+def take_step(trainer, batch, minibatches, *, optimizer=OPTIMIZER, total_steps=10):
+    """Metrics of one training step on this rank's share."""
+    params = adam_params(trainer.step, config=optimizer, total_steps=total_steps)
+    return trainer.train_step(TrainStep(batch, tuple(map(tuple, minibatches)), params)).metrics
+
+
+def train(trainer, batches, *, max_tokens=64, share_prefix=True, optimizer=OPTIMIZER):
     """[loss, gradient norm] of one step per batch."""
     results = []
     for batch in batches:
-        part, micros = share(batch, rank=engine.groups.rank, world=engine.groups.world, max_tokens=max_tokens, share_prefix=share_prefix)
-        metrics = engine.train_step(part, [micros]).metrics
+        part, micros = share(batch, rank=trainer.groups.rank, world=trainer.groups.world, max_tokens=max_tokens, share_prefix=share_prefix)
+        metrics = take_step(trainer, part, [micros], optimizer=optimizer)
         results.append([metrics["train/loss"], metrics["train/grad_norm"]])
     return results
 

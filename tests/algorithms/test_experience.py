@@ -1,6 +1,7 @@
 """Groups to batches: weights, advantages and shared prompts by hand; minibatches and metrics."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, sft_batch, split_minibatches
+from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import DataError
@@ -35,13 +37,15 @@ MIXED = [group(trajectory(2, 1.0), trajectory(1, 0.0), trajectory(3, 0.5)), grou
 def test_a_small_batch_by_hand():
     batch = make_batch(MIXED, config=ALL, max_new_tokens=8)
     assert batch.tokens.tolist() == [5, 6, 10, 11, 5, 6, 10, 5, 6, 10, 11, 12, 7, 10, 11, 12, 13]
-    assert batch.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1]
-    assert batch.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, -0.5, *[0] * 10]
+    assert batch.positions.tolist() == [1, 2, 5, 8, 9, 10, 12, 13, 14, 15]
+    assert batch.targets.tolist() == [10, 11, 10, 10, 11, 12, 10, 11, 12, 13]
+    assert batch.columns["advantages"].tolist() == [0.5, 0.5, -0.5, *[0] * 7]
     assert batch.offsets.tolist() == [0, 4, 7, 12, 17]
     assert batch.group_ids.tolist() == [0, 0, 0, 1]
     assert batch.prefix_lens.tolist() == [2, 2, 2, 1]
-    np.testing.assert_allclose(batch.rollout_logprobs, batch.loss_mask * -0.5)
-    np.testing.assert_allclose(batch.loss_weights, batch.loss_mask * 0.1)
+    assert batch.columns["rollout_logprobs"].tolist() == [-0.5] * 10
+    np.testing.assert_allclose(batch.columns["loss_weights"], 0.1)
+    assert batch.losses == (policy_loss(ALL),)
 
 
 @pytest.mark.parametrize(("aggregation", "weights"), [
@@ -52,11 +56,11 @@ def test_a_small_batch_by_hand():
 def test_token_weights_by_hand_and_unchanged_when_sequences_are_dropped(aggregation, weights):
     config = AlgorithmConfig(loss_aggregation=aggregation, scale_by_std=False, drop_zero_advantage=False)
     batch = make_batch(MIXED, config=config, max_new_tokens=8)
-    np.testing.assert_allclose([batch.loss_weights[end - 1] for end in batch.offsets[1:]], weights)
+    np.testing.assert_allclose(batch.columns["loss_weights"][batch.target_offsets[1:] - 1], weights)
     kept = make_batch(MIXED, config=config.model_copy(update={"drop_zero_advantage": True}), max_new_tokens=8)
     # Left are the first group's two with an advantage: the third sits at the mean, the second group has only one.
     assert kept.group_ids.tolist() == [0, 0]
-    np.testing.assert_allclose([kept.loss_weights[end - 1] for end in kept.offsets[1:]], weights[:2])
+    np.testing.assert_allclose(kept.columns["loss_weights"][kept.target_offsets[1:] - 1], weights[:2])
 
 
 @settings(max_examples=50, deadline=None)
@@ -74,11 +78,9 @@ def test_the_batch_loss_is_that_of_plain_loops(shape, aggregation, scale_by_std)
         for n, r in members:
             per_token = {"token_mean": 1 / max(total, 1), "sequence_mean": 1 / (everyone * max(n, 1)), "fixed_length": 1 / (everyone * 6)}
             expected += n * per_token[aggregation] * (r - rewards.mean()) / std
-    assert float(batch.loss_weights @ batch.advantages) == pytest.approx(expected, abs=1e-5)
-    assert not batch.loss_mask[batch.offsets[:-1]].any()
-    assert all(batch.advantages[s:e].any() for s, e in zip(batch.offsets[:-1], batch.offsets[1:], strict=True))
-    for start, prefix in zip(batch.offsets[:-1], batch.prefix_lens, strict=True):
-        assert not batch.loss_mask[start:start + prefix].any()
+    assert float(batch.columns["loss_weights"] @ batch.columns["advantages"]) == pytest.approx(expected, abs=1e-5)
+    assert all(batch.columns["advantages"][s:e].any() for s, e in pairwise(batch.target_offsets))
+    assert (batch.positions + 1 >= (batch.offsets[:-1] + batch.prefix_lens)[batch.target_sequences]).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -94,21 +96,23 @@ def test_a_batch_with_trajectories_that_cannot_be_used_is_the_batch_without_them
     assert len(mixed.usable) == 3
     got = make_batch([mixed, MIXED[0]], config=config, max_new_tokens=8)
     want = make_batch([group(*mixed.usable), MIXED[0]], config=config, max_new_tokens=8)
-    for name in ("tokens", "loss_mask", "advantages", "loss_weights", "offsets", "group_ids", "prefix_lens"):
+    for name in ("tokens", "positions", "targets", "offsets", "group_ids", "prefix_lens"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    for name, values in want.columns.items():
+        np.testing.assert_array_equal(got.columns[name], values)
     assert got.denominator == want.denominator
 
 
 def test_a_reward_at_which_numbers_overflow_leaves_the_others_their_advantages():
     overflowing = group(trajectory(1, 1.0), trajectory(1, 1e308), trajectory(1, 1e308), trajectory(1, 0.0))
     batch = make_batch([overflowing], config=ALL, max_new_tokens=8)
-    assert batch.advantages[batch.offsets[1:] - 1].tolist() == [0.5, -0.5]
+    assert batch.columns["advantages"].tolist() == [0.5, -0.5]
 
 
 def test_what_a_workflow_leaves_where_nothing_was_generated_is_not_trained_on():
     first, second = trajectory(1, 1.0), trajectory(1, 0.0)
     batch = make_batch([group(replace(first, rollout_logprobs=[np.nan, 7.0, -0.5]), second)], config=ALL, max_new_tokens=8)
-    assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, 0, 0, -0.5]
+    assert batch.columns["rollout_logprobs"].tolist() == [-0.5, -0.5]
 
 
 def test_the_age_of_what_is_not_trained_on_does_not_count():
@@ -145,7 +149,7 @@ def test_minibatches_keep_groups_whole_and_add_up_to_the_batch(num_groups, count
     assert len(parts) == min(count, num_groups)
     assert sum(sizes) == num_groups
     assert max(sizes) - min(sizes) <= 1
-    assert sum(part.loss_weights.sum() for part in parts) == pytest.approx(batch.loss_weights.sum(), rel=1e-5)
+    assert sum(part.columns["loss_weights"].sum() for part in parts) == pytest.approx(batch.columns["loss_weights"].sum(), rel=1e-5)
     seen = sorted((int(g), part.tokens[s:e].tolist()) for part in parts
                   for g, s, e in zip(part.group_ids, part.offsets[:-1], part.offsets[1:], strict=True))
     assert seen == sorted((int(g), batch.tokens[s:e].tolist())
@@ -158,14 +162,14 @@ def test_one_minibatch_is_the_batch():
     batch = make_batch(MIXED, config=ALL, max_new_tokens=8)
     [part] = split_minibatches(batch, 1, seed=3)
     assert part.tokens.tolist() == batch.tokens.tolist()
-    assert part.loss_weights.tolist() == batch.loss_weights.tolist()
+    assert part.columns["loss_weights"].tolist() == batch.columns["loss_weights"].tolist()
 
 
 def test_a_fine_tuning_batch_weighs_every_answer_token_alike():
     batch = sft_batch([(np.array([1, 2, 3]), np.array([False, True, True])), (np.array([4, 5]), np.array([False, True]))])
     assert batch.tokens.tolist() == [1, 2, 3, 4, 5]
-    np.testing.assert_allclose(batch.loss_weights, np.array([0, 1, 1, 0, 1]) / 3)
-    assert batch.advantages.tolist() == [0, 1, 1, 0, 1]
+    np.testing.assert_allclose(batch.columns["loss_weights"], np.ones(3) / 3)
+    assert batch.targets.tolist() == [2, 3, 5] and batch.losses == (CROSS_ENTROPY,)
     assert batch.group_ids.tolist() == [0, 1]
     assert not batch.prefix_lens.any()
 

@@ -8,8 +8,9 @@ import pytest
 
 from offbeat.errors import RunError, StorageError
 from offbeat.model.tiny import build_tiny
+from offbeat.trainer.messages import Folder
 from ranks import run_alone, run_ranks
-from train_samples import TINY, build_engine, build_model, make_batch, train
+from train_samples import TINY, build_model, build_trainer, make_batch, train
 
 SAVED, AFTER = [make_batch(3, 2, seed=seed) for seed in range(2)], [make_batch(3, 2, seed=seed) for seed in range(2, 4)]
 
@@ -19,25 +20,25 @@ def _save_and_go_on(groups, folder):
     results = {}
     for strategy in ("ddp", "fsdp"):
         target = Path(folder) / f"{strategy}{groups.world}"
-        engine = build_engine(groups, f"{folder}/model", strategy=strategy)
-        train(engine, SAVED)
-        engine.save(target)
-        straight_on = train(engine, AFTER)
-        error = _save_to_full_disk(groups, engine, target) if groups.world > 1 else ""
-        resumed = build_engine(groups, f"{folder}/model", strategy=strategy)
+        trainer = build_trainer(groups, f"{folder}/model", strategy=strategy)
+        train(trainer, SAVED)
+        trainer.save(Folder(str(target)))
+        straight_on = train(trainer, AFTER)
+        error = _save_to_full_disk(groups, trainer, target) if groups.world > 1 else ""
+        resumed = build_trainer(groups, f"{folder}/model", strategy=strategy)
         resumed.canary([1, 2, 3])
-        resumed.load(target)
+        resumed.load(Folder(str(target)))
         results[strategy] = {"straight_on": straight_on, "step": resumed.step, "resumed": train(resumed, AFTER), "error": error}
     return results
 
 
-def _save_to_full_disk(groups, engine, target):
+def _save_to_full_disk(groups, trainer, target):
     """Only the last rank has no room; every rank must hear of it."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if groups.rank == groups.world - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
     try:
-        engine.save(target)
+        trainer.save(Folder(str(target)))
     except StorageError as exc:
         return str(exc)
     finally:
@@ -74,9 +75,9 @@ def test_two_ranks_are_resumed_by_one(saved, strategy, saved_by):
     folder, ranks = saved
 
     def resume(groups, _):
-        engine = build_engine(groups, f"{folder}/model", strategy=strategy)
-        engine.load(folder / saved_by)
-        return engine.step, train(engine, AFTER)
+        trainer = build_trainer(groups, f"{folder}/model", strategy=strategy)
+        trainer.load(Folder(str(folder / saved_by)))
+        return trainer.step, train(trainer, AFTER)
 
     step, results = run_alone(resume)
     assert step == len(SAVED)
@@ -96,7 +97,7 @@ def test_a_checkpoint_that_is_not_there_is_a_storage_error(saved, tmp_path):
 
     def load_nothing(groups, _):
         with pytest.raises(StorageError, match="1 of 1 ranks find no checkpoint in .*nothing"):
-            build_engine(groups, f"{folder}/model").load(tmp_path / "nothing")
+            build_trainer(groups, f"{folder}/model").load(Folder(str(tmp_path / "nothing")))
 
     run_alone(load_nothing)
 
@@ -108,6 +109,6 @@ def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
 
     def load_other(groups, _):
         with pytest.raises(RunError, match="could not be read"):
-            build_engine(groups, other).load(folder / "fsdp2")
+            build_trainer(groups, other).load(Folder(str(folder / "fsdp2")))
 
     run_alone(load_other)

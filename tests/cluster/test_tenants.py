@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from datum_samples import LOSSES_OF_ALL, make_datums
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import sft_batch
+from offbeat.algorithms.objectives import CROSS_ENTROPY
 from offbeat.cluster.tenants import Tenants, open_tenants
-from offbeat.data.batch import TokenBatch
-from offbeat.data.datums import LossSpec
+from offbeat.data.batch import Batch
 from offbeat.errors import ConfigError, DataError, ModelError, RefusedError, StorageError, WorkerError
 from offbeat.inference.sampling import Sampling
 from offbeat.model.peft_io import read_adapter
@@ -61,9 +61,15 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[Ru
         runner.run(stack.aclose())
 
 
-def batch(seed: int) -> TokenBatch:
+def batch(seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     return sft_batch([(rng.integers(5, 15, 8).astype(np.int32), np.arange(8) >= 3) for _ in range(3)])
+
+
+async def train_step(tenants: Tenants, batches: dict[str, Batch]) -> dict[str, float]:
+    """Learn from the batches, and take a step; norms of the gradients."""
+    await tenants.forward_backward(batches)
+    return await tenants.optim_step(dict.fromkeys(batches, STEP))
 
 
 def saved(folder: Path) -> dict[str, np.ndarray]:
@@ -87,11 +93,11 @@ def test_tenants_train_together_and_sample_what_each_has_published(run: Run, mod
             await tenants.publish(name)
         (base,) = await tenants.sample("idle", PROMPT, GREEDY)
         for step in range(3):
-            metrics = await tenants.train_step({"alice": batch(step), "bob": batch(10 + step)}, STEP)
-            assert metrics["alice"]["train/tokens"] == 15 and metrics["bob"]["train/grad_norm"] > 0
-        scores = await tenants.score({"bob": batch(10), "alice": batch(0)})
-        alone = await tenants.score({"alice": batch(0)})
-        np.testing.assert_allclose(scores[24:], alone, atol=1e-5)
+            norms = await train_step(tenants, {"alice": batch(step), "bob": batch(10 + step)})
+            assert norms["alice"] > 0 < norms["bob"]
+        scores = await tenants.forward({"bob": batch(10), "alice": batch(0)})
+        alone = await tenants.forward({"alice": batch(0)})
+        np.testing.assert_allclose(scores["alice"].logprobs, alone["alice"].logprobs, atol=1e-5)
         reports = await asyncio.gather(*(tenants.publish(name) for name in ("alice", "bob")))
         assert all(report.serving for report in reports)
         samples = {name: (await tenants.sample(name, PROMPT, Sampling(6, seed=1)))[0] for name in ("alice", "bob")}
@@ -113,10 +119,10 @@ def test_a_tenant_that_is_left_alone_keeps_every_bit_and_goes_on_exactly(run: Ru
     async def body(tenants: Tenants) -> None:
         for seed, name in enumerate(("alice", "bob")):
             await tenants.add(name, seed=seed)
-            await tenants.train_step({name: batch(seed)}, STEP)
+            await train_step(tenants, {name: batch(seed)})
         await tenants.save("bob", tmp_path / "before")
         for step in range(3):
-            await tenants.train_step({"alice": batch(step)}, STEP)
+            await train_step(tenants, {"alice": batch(step)})
         await tenants.publish("alice")
         await tenants.sample("alice", PROMPT, GREEDY)
         for _ in range(2):
@@ -128,10 +134,10 @@ def test_a_tenant_that_is_left_alone_keeps_every_bit_and_goes_on_exactly(run: Ru
         before, after = saved(tmp_path / "before"), saved(tmp_path / "after")
         assert before.keys() == after.keys() and len(before) > 3
         assert all(before[name].tobytes() == after[name].tobytes() for name in before)
-        await tenants.train_step({"bob": batch(5)}, STEP)
+        await train_step(tenants, {"bob": batch(5)})
         await tenants.save("bob", tmp_path / "once")
         await tenants.restore("bob", tmp_path / "before")
-        await tenants.train_step({"bob": batch(5), "alice": batch(6)}, STEP)
+        await train_step(tenants, {"bob": batch(5), "alice": batch(6)})
         await tenants.save("bob", tmp_path / "again")
         once, again = saved(tmp_path / "once"), saved(tmp_path / "again")
         for name in once:
@@ -146,19 +152,19 @@ def test_tenants_with_other_losses_share_a_pass_of_datums(run: Run) -> None:
     async def body(tenants: Tenants) -> None:
         for seed, name in enumerate(batches):
             await tenants.add(name, seed=seed)
-        for learn in (False, True):
-            together = await tenants.run_datums(batches, learn=learn)
+        for run_pass in (tenants.forward, tenants.forward_backward):
+            together = await run_pass(batches)
             assert together.keys() == batches.keys() and len(together["carol"].losses) == 0
             for name in ("alice", "bob"):
-                alone = (await tenants.run_datums({name: batches[name]}, learn=False))[name]
+                alone = (await tenants.forward({name: batches[name]}))[name]
                 np.testing.assert_allclose(together[name].logprobs, alone.logprobs, atol=1e-5)
                 np.testing.assert_allclose(together[name].losses, alone.losses, rtol=1e-4, atol=1e-4)
-        assert await tenants.run_datums({}, learn=True) == {}
+        assert await tenants.forward_backward({}) == {}
         await tenants.discard(["bob"])
-        norms = await tenants.update(dict.fromkeys(batches, STEP))
+        norms = await tenants.optim_step(dict.fromkeys(batches, STEP))
         assert norms["alice"] > 0 == norms["bob"] == norms["carol"]
         assert [tenants.step_of(name) for name in batches] == [1, 1, 1]
-        assert (await tenants.run_datums(batches, learn=False))["alice"].losses.sum() != together["alice"].losses.sum()
+        assert (await tenants.forward(batches))["alice"].losses.sum() != together["alice"].losses.sum()
 
     run(body)
 
@@ -166,7 +172,7 @@ def test_tenants_with_other_losses_share_a_pass_of_datums(run: Run) -> None:
 def test_an_adapter_is_written_without_being_published_and_restored_with_a_fresh_optimizer(run: Run, tmp_path: Path) -> None:
     async def body(tenants: Tenants) -> None:
         await tenants.add("alice", train_attn=False, train_unembed=False)
-        await tenants.train_step({"alice": batch(0)}, STEP)
+        await train_step(tenants, {"alice": batch(0)})
         first = await tenants.write("alice", tmp_path / "first")
         assert set(read_adapter(tmp_path / "first").pairs) == {f"model.layers.0.mlp.{side}_proj" for side in ("gate", "up", "down")}
         with pytest.raises(RefusedError, match="no adapter 'alice'"):
@@ -191,39 +197,39 @@ def test_an_adapter_is_written_without_being_published_and_restored_with_a_fresh
 
 
 def test_trainers_that_die_are_restarted_and_tenants_go_on_from_what_they_saved(run: Run, tmp_path: Path) -> None:
-    datums = make_datums(6, losses=(LossSpec("cross_entropy"),), dense=True)
+    datums = make_datums(6, losses=(CROSS_ENTROPY,), dense=True)
 
     async def body(tenants: Tenants) -> None:
         for name in ("alice", "bob"):
             await tenants.add(name)
-            await tenants.train_step({name: batch(0)}, STEP)
+            await train_step(tenants, {name: batch(0)})
         await tenants.publish("alice")
         await tenants.save("alice", tmp_path / "alice")
-        await tenants.run_datums({"alice": datums}, learn=True)
-        await tenants.update({"alice": STEP})
-        expected = (await tenants.run_datums({"alice": datums}, learn=False))["alice"]
-        victim = tenants._trainers._workers[1].pid
+        await tenants.forward_backward({"alice": datums})
+        await tenants.optim_step({"alice": STEP})
+        expected = (await tenants.forward({"alice": datums}))["alice"]
+        victim = tenants._ranks._workers[1].pid
         os.kill(victim, signal.SIGSTOP)  # so that it dies in the middle of the call
-        call = asyncio.create_task(tenants.run_datums({"alice": datums}, learn=True))
+        call = asyncio.create_task(tenants.forward_backward({"alice": datums}))
         await asyncio.sleep(0.2)
         assert tenants.trainers_alive and not call.done()
         os.kill(victim, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(WorkerError, match=r"rank 1 \(process \d+\) was killed by SIGKILL in run_datums"):
+        with pytest.raises(WorkerError, match=r"rank 1 \(process \d+\) was killed by SIGKILL in forward_backward"):
             await call
-        with pytest.raises(WorkerError, match="update was not begun: the train ranks have failed before"):
-            await tenants.update({"alice": STEP})
+        with pytest.raises(WorkerError, match="optim_step was not begun: the train ranks have failed before"):
+            await tenants.optim_step({"alice": STEP})
         assert time.monotonic() - start < 60 and not tenants.trainers_alive and "rank 1" in tenants.dead_trainers
         assert len(await tenants.sample("alice", PROMPT, GREEDY)) == 1
         await asyncio.gather(tenants.restart_trainers(), tenants.restart_trainers())
         assert tenants.trainers_alive and tenants.dead_trainers == ()
         with pytest.raises(ConfigError, match="the adapter of tenant 'alice' was lost with the trainers"):
-            await tenants.run_datums({"alice": datums}, learn=True)
+            await tenants.forward_backward({"alice": datums})
         await tenants.restore("alice", tmp_path / "alice")
         assert tenants.step_of("alice") == 1
-        await tenants.run_datums({"alice": datums}, learn=True)
-        await tenants.update({"alice": STEP})
-        again = (await tenants.run_datums({"alice": datums}, learn=False))["alice"]
+        await tenants.forward_backward({"alice": datums})
+        await tenants.optim_step({"alice": STEP})
+        again = (await tenants.forward({"alice": datums}))["alice"]
         np.testing.assert_allclose(again.losses, expected.losses, rtol=1e-5)
         np.testing.assert_allclose(again.logprobs, expected.logprobs, atol=1e-5)
         await tenants.add("bob")
@@ -245,31 +251,29 @@ def test_what_one_tenant_gets_wrong_is_one_sentence_and_disturbs_nobody(run: Run
         with pytest.raises(ModelError, match="is no adapter"):
             await tenants.add("bob", folder=tmp_path)
         with pytest.raises(ConfigError, match="there is no tenant 'bob'"):
-            await tenants.learn({"bob": batch(1)})
+            await tenants.forward_backward({"bob": batch(1)})
         for bad, reason in ((1 + 10_000, "outside the vocabulary"), (-1, "outside the vocabulary")):
             with pytest.raises(DataError, match=f"tenant 'alice' .*{reason}"):
-                await tenants.learn({"alice": replace(batch(1), tokens=np.full(24, bad, np.int32))})
+                await tenants.forward_backward({"alice": replace(batch(1), tokens=np.full(24, bad, np.int32))})
         datums = make_datums(3)
         for changes, reason in (({"targets": np.full_like(datums.targets, 9999)}, "a target"), ({"tokens": -1 - datums.tokens}, "a token")):
             with pytest.raises(DataError, match=f"{reason} of tenant 'alice' is outside the vocabulary"):
-                await tenants.run_datums({"alice": replace(datums, **changes)}, learn=True)
+                await tenants.forward_backward({"alice": replace(datums, **changes)})
         with pytest.raises(DataError, match="a sequence of tenant 'alice' has .* tokens, more than the 64"):
-            await tenants.run_datums({"alice": make_datums(1, prompt_len=80)}, learn=True)
+            await tenants.forward_backward({"alice": make_datums(1, prompt_len=80)})
         with pytest.raises(ConfigError, match="there is no tenant 'bob'"):
-            await tenants.run_datums({"alice": datums, "bob": datums}, learn=True)
+            await tenants.forward_backward({"alice": datums, "bob": datums})
         with pytest.raises(ModelError, match="would train no layer"):
             await tenants.add("bob", train_attn=False, train_mlp=False)
         with pytest.raises(ConfigError, match="there is no tenant 'bob'"):
             await tenants.discard(["bob"])
-        assert await tenants.update({"alice": STEP}) == {"alice": 0.0}
+        assert await tenants.optim_step({"alice": STEP}) == {"alice": 0.0}
         long = sft_batch([(np.full(65, 5, np.int32), np.arange(65) >= 3)])
         with pytest.raises(DataError, match="a sequence of tenant 'alice' has 65 tokens, more than the 64"):
-            await tenants.learn({"alice": long})
-        with pytest.raises(DataError, match="no batch"):
-            await tenants.learn({})
+            await tenants.forward_backward({"alice": long})
         with pytest.raises(RefusedError, match="no adapter 'alice'"):
             await tenants.sample("alice", PROMPT, GREEDY)
-        assert (await tenants.train_step({"alice": batch(1)}, STEP))["alice"]["train/tokens"] == 15
+        assert (await train_step(tenants, {"alice": batch(1)}))["alice"] > 0
         await tenants.publish("alice")
         with pytest.raises(RefusedError):
             await tenants.sample("alice", (9999,), GREEDY)
@@ -301,7 +305,7 @@ def test_tenants_go_on_while_an_engine_is_killed_and_comes_back(run: Run) -> Non
         for _ in range(4):
             assert (await tenants.sample("alice", PROMPT, GREEDY))[0].token_ids == before.token_ids
         await until(lambda: len(serving.pool.healthy) == 2, timeout_s=60)
-        await tenants.train_step({"alice": batch(1)}, STEP)
+        await train_step(tenants, {"alice": batch(1)})
         report = await tenants.publish("alice")
         assert sorted(report.serving) == ["engine 0", "engine 1"]
 
@@ -322,7 +326,7 @@ def test_the_base_model_is_sampled_and_scored_beside_tenants_before_anything_is_
         assert list(sample.logprobs) == pytest.approx(reference(PROMPT + sample.token_ids)[len(PROMPT) - 1 :], abs=1e-4)
         assert list((await dispatcher.score(PROMPT)).logprobs[1:]) == pytest.approx(reference(PROMPT), abs=1e-4)
         await tenants.add("alice")
-        await tenants.train_step({"alice": batch(0)}, STEP)
+        await train_step(tenants, {"alice": batch(0)})
         await tenants.publish("alice")
         changed, base = await asyncio.gather(dispatcher.score(PROMPT, adapter="alice"), dispatcher.score(PROMPT))
         assert list(base.logprobs[1:]) == pytest.approx(reference(PROMPT), abs=1e-4)

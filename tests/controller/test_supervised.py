@@ -11,12 +11,13 @@ import pytest
 from offbeat.aio import SideThread
 from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.material import read_material
-from offbeat.cluster.rank_engine import RankEngine
 from offbeat.cluster.session import Session
 from offbeat.cluster.shards import Sharder
 from offbeat.cluster.spmd_peers import RankPeers
+from offbeat.cluster.spmd_ranks import OneRankLoads, OwnRank
 from offbeat.cluster.spmd_stage import Bystander
-from offbeat.cluster.spmd_trainers import OneRankLoads, RankTrainers
+from offbeat.cluster.train_worker import build_trainer
+from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
 from offbeat.config.train import SftConfig
 from offbeat.controller.run import prepare_run_dir, run_training
@@ -51,7 +52,7 @@ class Published:
         pass
 
 
-class Troubled(RankTrainers):
+class Troubled(Trainers):
     """Real trainers, with trouble after a step."""
 
     trouble: Callable[[], None]
@@ -77,11 +78,10 @@ def play(groups, config: Config, trouble: Trouble = lambda _step, _state: None, 
     """One process's part of a fine-tuning, with everything real but the engines, which nothing is asked of."""
     material, state = read_material(config, supervised=True), RunState(total_steps=1)
     thread = SideThread("rank")
-    engine = RankEngine.build(config.model.path, config, groups)
-    trainers = Troubled(
-        engine, OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world)), config, thread,
-        on_span=lambda *_: None)
-    trainers.trouble = lambda: trouble(engine.step, state)
+    trainer = build_trainer(config.model.path, config, groups)
+    loading = OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world))
+    trainers = Troubled(OwnRank(trainer, loading, thread), config)
+    trainers.trouble = lambda: trouble(trainer.step, state)
     leads = groups.rank == 0
     stage = (Loader if leads else Bystander)(material)
     record = RunRecord(config.run_dir, trace=False, console=Console("quiet")) if leads else SilentRecord(config.run_dir)

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.cost import CostModel, run_work
-from offbeat.data.packing import pack_row, plan_microbatches, row_cost
+from offbeat.data.packing import find_prompts, pack_row, plan_microbatches
 from offbeat.errors import DataError
 
 
@@ -13,17 +13,15 @@ def make_batch(sequences, *, prefix_lens, group_ids, masks=None):
     lengths = [len(sequence) for sequence in sequences]
     if masks is None:
         masks = [np.arange(length) >= max(prefix, 1) for length, prefix in zip(lengths, prefix_lens, strict=True)]
-    zeros = np.zeros(sum(lengths), np.float32)
-    return TokenBatch(
+    return Batch.of_next_tokens(
         np.concatenate([np.asarray(s, np.int32) for s in sequences] or [np.zeros(0, np.int32)]),
-        np.concatenate([np.asarray(m, bool) for m in masks] or [np.zeros(0, bool)]),
-        zeros,
-        zeros,
-        zeros,
-        np.concatenate([[0], np.cumsum(lengths)]),
-        group_ids,
-        prefix_lens,
-    )
+        np.concatenate([np.asarray(m, bool) for m in masks] or [np.zeros(0, bool)]), lengths=lengths, columns={}, losses=(),
+        group_ids=np.asarray(group_ids, np.int64), prefix_lens=np.asarray(prefix_lens, np.int64))
+
+
+def row_cost(batch, *, share_prefix):
+    """Tokens of the row of a batch."""
+    return len(pack_row(batch, share_prefix=share_prefix))
 
 
 @st.composite
@@ -61,21 +59,20 @@ def visible(row, index):
 @settings(max_examples=150, deadline=None)
 def test_each_scored_token_is_predicted_from_exactly_the_tokens_before_it_in_its_sequence(batch, share):
     row = pack_row(batch, share_prefix=share)
-    assert row.batch_index.tolist() == np.flatnonzero(batch.loss_mask).tolist()
+    assert row.batch_index.tolist() == list(range(batch.num_targets))
     for source, target, index in zip(row.source, row.target, row.batch_index, strict=True):
-        sequence = int(np.searchsorted(batch.offsets, index, side="right")) - 1
-        before = slice(batch.offsets[sequence], index)
+        before = slice(batch.offsets[batch.target_sequences[index]], batch.positions[index] + 1)
         seen = visible(row, int(source))
-        assert target == batch.tokens[index]
+        assert target == batch.targets[index]
         assert row.tokens[seen].tolist() == batch.tokens[before].tolist()
         assert row.positions[seen].tolist() == list(range(len(seen)))
 
 
 @given(batches(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_the_row_cost_is_the_length_of_the_row_and_sharing_never_costs_more(batch, share):
+def test_a_row_holds_what_targets_look_at_and_sharing_never_costs_more(batch, share):
     row = pack_row(batch, share_prefix=share)
-    assert row_cost(batch, share_prefix=share) == len(row) == row.segments.lengths.sum()
+    assert len(row) == row.segments.lengths.sum()
     assert row_cost(batch, share_prefix=True) <= row_cost(batch, share_prefix=False)
     # Nothing is laid out that no scored token looks at.
     assert set(range(len(row))) == {seen for source in row.source for seen in visible(row, int(source))}
@@ -88,7 +85,7 @@ def test_the_worked_example_of_the_module_is_what_comes_out():
     assert row.positions.tolist() == [0, 1, 2]
     assert row.source.tolist() == [1, 2, 1]
     assert row.target.tolist() == [1, 2, 3]
-    assert row.batch_index.tolist() == [2, 3, 6]
+    assert row.batch_index.tolist() == [0, 1, 2]
     assert (row.segments.starts.tolist(), row.segments.lengths.tolist(), row.segments.prefix.tolist()) == ([0, 2], [2, 1], [-1, 0])
 
 
@@ -102,7 +99,7 @@ def test_families_stand_together_and_every_segment_knows_whose_tokens_it_runs(ba
         positions = row.positions[start:start + length]
         assert (row.tokens[start:start + length] == batch.tokens[batch.offsets[owner] + positions]).all()
     for source, index in zip(row.source, row.batch_index, strict=True):
-        before = slice(batch.offsets[np.searchsorted(batch.offsets, index, side="right") - 1], index)
+        before = slice(batch.offsets[batch.target_sequences[index]], batch.positions[index] + 1)
         assert row.tokens[visible(row, int(source))].tolist() == batch.tokens[before].tolist()
 
 
@@ -111,10 +108,14 @@ def test_a_prompt_that_differs_although_its_group_id_is_equal_is_not_shared():
     assert row_cost(batch, share_prefix=True) == row_cost(batch, share_prefix=False) == 6
 
 
-def test_a_loss_on_a_first_token_is_refused():
-    batch = make_batch([[1, 2]], prefix_lens=[0], group_ids=[0], masks=[[True, True]])
-    with pytest.raises(DataError, match="first token"):
-        pack_row(batch, share_prefix=False)
+def test_prompts_are_found_in_the_tokens_up_to_the_first_target_that_counts():
+    batch = make_batch(
+        [[7, 8, 1, 2], [7, 8, 3], [7, 9, 3], [7, 8]], prefix_lens=[0] * 4, group_ids=[0] * 4,
+        masks=[[0, 1, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0]])
+    found = find_prompts(batch.with_columns(loss_weights=np.array([0.0, 0.5, 1.0, 1.0, 1.0])))
+    assert found.prefix_lens.tolist() == [2, 2, 2, 0]
+    assert found.group_ids[0] == found.group_ids[1] and len(set(found.group_ids.tolist())) == 3
+    assert row_cost(found, share_prefix=True) == 5
 
 
 @given(batches(), st.integers(1, 4), st.integers(10, 40), st.booleans(), st.booleans(), costs)

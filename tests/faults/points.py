@@ -91,9 +91,9 @@ PLACES = (
 OTHER_PLACES = ("write_adapter",)
 """As `write_weights`, in runs that train an adapter."""
 
-# Only ranks of tenants come to these, which `offbeat train` never starts, so they are no rows of the table; a failure there is drilled in
-# tests/cluster/test_tenant_group.py.
-TENANT_POINTS = ("load_adapter", "optim_step", "optim_step_gradients", "restore_adapter")
+# No rank of `offbeat train` comes to these, so they are no rows of the table; a failure of ranks of tenants is drilled in
+# tests/cluster/test_trainers.py.
+TENANT_POINTS = ("forward_rows", "load_adapter", "optim_step", "optim_step_gradients", "restore_adapter")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
 from offbeat.cluster.arena import Arena, open_rewards
 from offbeat.cluster.assemble import open_session
 from offbeat.cluster.material import read_material
-from offbeat.cluster.messages import Objective
 from offbeat.cluster.place import read_place
 from offbeat.cluster.session import Rollouts, Session, Solo
 from offbeat.config.root import Config
@@ -239,7 +238,7 @@ class Ring:
         self._number = 0
 
     async def open(self) -> None:
-        await self._session.trainers.set_objective(Objective("ppo", 10**6))
+        await self._session.trainers.restart_optimizer(self._session.config.train.optimizer, total_steps=10**6)
         await self._session.publisher.publish(0, on_served=lambda _report: None)
 
     async def play(self, case: Case) -> Outcome:

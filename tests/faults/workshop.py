@@ -23,9 +23,10 @@ from offbeat.cluster.assemble import make_launcher, open_policy
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.material import Material, read_material
 from offbeat.cluster.place import Place
+from offbeat.cluster.ranks import WorkerRanks
 from offbeat.cluster.serving import UNPUBLISHED, open_serving
 from offbeat.cluster.session import Session, Solo
-from offbeat.cluster.train_group import TrainGroup
+from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
@@ -63,10 +64,10 @@ class Workshop:
         material = read_material(config)
         record = self._stack.enter_context(RunRecord(config.run_dir, trace=False, console=Console("quiet")))
         launcher = await self._stack.enter_async_context(make_launcher(config))
-        self._trainers, (engines, self._rewards) = await both(
-            TrainGroup.start(
-                launcher, config, model=material.model, build=None, log_dir=record.log_dir, on_span=lambda *_: None),
+        ranks, (engines, self._rewards) = await both(
+            WorkerRanks.start(launcher, config, model=material.model, build=None, log_dir=record.log_dir),
             both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(self._stack, material, config, record)))
+        self._trainers = Trainers(ranks, config)
         urls = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
         self._serving = await open_serving(self._stack, engines, urls, config, record, model=material.model)
 
@@ -97,7 +98,7 @@ class Workshop:
     @asynccontextmanager
     async def _open_session(self, config: Config, _place: Place, material: Material, record: RunRecord) -> AsyncIterator[Session]:
         async def write(*args: Any, **kwargs: Any) -> Manifest:
-            manifest = await self._trainers.publish(*args, **kwargs)
+            manifest = await self._trainers.write_weights(*args, **kwargs)
             self._published.append(manifest.fingerprint)
             return manifest
 

@@ -51,14 +51,19 @@ def slow_logprobs(folder, adapter, tokens):
     return log_softmax(logits, -1).gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0], leaves
 
 
+def weights_of(batch):
+    """[M] loss weights times advantages."""
+    return batch.columns["loss_weights"] * batch.columns["advantages"]
+
+
 def forward_backward(model, bank, batch, slots, *, share_prefix=True, families=True, drops=False):
-    """[T] log-probabilities, and gradients by slot of the sum of loss_weights * advantages * logprobs."""
+    """[M] log-probabilities, and gradients by slot of the sum of loss_weights * advantages * logprobs."""
     row = pack_row(batch, share_prefix=share_prefix, families=slots if families else None)
     bank.gradients.zero_()
     with bank.using(bank.route(row, slots), drops=drops):
         logprobs = token_logprobs(model, row)
-        (logprobs * torch.from_numpy((batch.loss_weights * batch.advantages)[row.batch_index])).sum().backward()
-    scores = np.zeros(batch.num_tokens, np.float32)
+        (logprobs * torch.from_numpy(weights_of(batch)[row.batch_index])).sum().backward()
+    scores = np.zeros(batch.num_targets, np.float32)
     scores[row.batch_index] = logprobs.detach()
     return scores, bank.gradients.clone()
 
@@ -85,9 +90,10 @@ def test_each_sequence_is_scored_and_differentiated_under_its_own_adapter(layout
     for i in range(len(batch)):
         one = batch.select([i])
         logprobs, leaves = slow_logprobs(folder, bank.adapter(slots[i]), one.tokens)
-        mask = one.loss_mask
-        np.testing.assert_allclose(scores[batch.offsets[i]:batch.offsets[i + 1]][mask], logprobs.detach().numpy()[mask[1:]], atol=1e-5)
-        (logprobs * torch.from_numpy(one.loss_weights * one.advantages)[1:]).sum().backward()
+        logprobs = logprobs[one.positions]
+        np.testing.assert_allclose(
+            scores[batch.target_offsets[i] : batch.target_offsets[i + 1]], logprobs.detach().numpy(), atol=1e-5)
+        (logprobs * torch.from_numpy(weights_of(one))).sum().backward()
         for name, (a, b) in leaves.items():
             sums = expected.setdefault(slots[i], {}).setdefault(name, [torch.zeros_like(a), torch.zeros_like(b)])
             sums[0] += a.grad

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat.data.datums import DatumBatch, LossSpec
+from offbeat.algorithms.objectives import CROSS_ENTROPY
+from offbeat.data.batch import Batch
 from offbeat.service.cost import (
     ANSWER_ROW_BYTES,
     FOLDER_TOKENS,
@@ -30,12 +31,10 @@ def wide(num_tokens: int, width: int, *, listed: int | None = None) -> TrainingD
     """One datum with so many targets at each position, of which only the first are listed if that is said."""
     cells = num_tokens * width
     num = cells if listed is None else listed
-    counts = np.bincount(np.arange(num) // width, minlength=num_tokens)
-    none = np.zeros(num, np.float32)
-    batch = DatumBatch(
-        tokens=np.zeros(num_tokens), offsets=np.array([0, num_tokens]), target_offsets=np.concatenate([[0], np.cumsum(counts)]),
-        targets=np.zeros(num), weights=none, rollout_logprobs=none, advantages=none, ratio_mask=none.astype(bool),
-        losses=(LossSpec.of("cross_entropy"),), loss_ids=np.zeros(1, np.int64))
+    columns = ("loss_weights", "rollout_logprobs", "advantages", "ratio_mask")
+    batch = Batch(
+        tokens=np.zeros(num_tokens), offsets=np.array([0, num_tokens]), positions=np.arange(num) // width, targets=np.zeros(num),
+        columns={name: np.zeros(num) for name in columns}, sequences={"group_ids": [0], "prefix_lens": [0]}, losses=(CROSS_ENTROPY,))
     return TrainingData(batch, (Layout((num_tokens, width), None if listed is None else np.arange(listed)),))
 
 
@@ -48,8 +47,8 @@ def test_a_pass_costs_its_tokens_or_a_quarter_of_its_cells_if_that_is_more() -> 
 def test_the_memory_of_a_pass_is_bounded_before_it_is_there() -> None:
     data = wide(100, 1000)
     cost = cost_of_pass(data, datum_sizes(data), pass_tokens=65536)
-    arrays = [data.batch.tokens, data.batch.target_offsets, data.batch.targets, data.batch.weights, data.batch.rollout_logprobs]
-    held = sum(array.nbytes for array in arrays) + data.batch.advantages.nbytes + data.batch.ratio_mask.nbytes
+    arrays = [data.batch.tokens, data.batch.positions, data.batch.targets, *data.batch.columns.values()]
+    held = sum(array.nbytes for array in arrays)
     assert held < cost.controller_bytes < 3 * held
     assert cost.answer_bytes == 4 * 100_000 + ANSWER_ROW_BYTES and cost.tokens == 25_000
     assert cost.memory_bytes > cost.controller_bytes + cost.rank_bytes + cost.answer_bytes

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from offbeat.data.datums import DatumBatch
+from offbeat.data.batch import Batch
 from offbeat.errors import DataError, StorageError, WorkerError
 from offbeat.service.errors import LostError, OverLimitError, TooLargeError
 from offbeat.service.limits import Limits
@@ -297,7 +297,7 @@ def test_the_order_of_datums_is_the_order_of_outputs(cluster: SmallCluster, tmp_
             model = await running.model()
             parts = [training_data(seed, num=1, length=4 + seed) for seed in range(6)]
             joined = TrainingData(
-                DatumBatch.concatenate([part.batch for part in parts]), tuple(layout for part in parts for layout in part.layouts))
+                Batch.concatenate([part.batch for part in parts]), tuple(layout for part in parts for layout in part.layouts))
             (all_of_them,) = await model.both(model.learn(joined, forward_only=True))
             assert isinstance(all_of_them, PassDone)
             for part, logprobs in zip(parts, all_of_them.logprobs, strict=True):
@@ -336,7 +336,7 @@ def test_what_one_model_breaks_in_a_shared_pass_is_not_told_to_others(
         async with cluster.open(tmp_path) as running:
             models = [await running.model(caller) for caller in (ALICE, BOB)]
 
-            async def broken(batches: Mapping[str, DatumBatch], *, learn: bool) -> None:
+            async def broken(batches: Mapping[str, Batch], *, learn: bool) -> None:
                 raise DataError(f"a datum of {min(batches)} is wrong")
 
             with monkeypatch.context() as patch:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.data.datums import DatumBatch
+from offbeat.data.batch import Batch
 from offbeat.errors import DataError, DeathError, ModelError, PublishError, StorageError
 from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.cost import FOLDER_TOKENS, REQUEST_BYTES, STEP_TOKENS
@@ -13,16 +13,16 @@ from offbeat.service.schedule import Lane, Schedule
 from offbeat.service.tables import ModelRow
 from offbeat.service.types import Failed, Layout, SparseArray, TrainingData
 from offbeat.service.work import Leave, Pass, Step, Work, datums_of, explain, params_of, pass_done, split
-from offbeat.trainer.adapter_types import DatumPass
+from offbeat.trainer.messages import Scores
 from small_service import LORA, training_data
 
 MODEL = Model(ModelRow("m", "s", "alice", 0.0, 0.0, "base", LORA), counted=True)
 NOBODY: Future | None = None
 
 
-def fake_pass(batch: DatumBatch) -> DatumPass:
+def fake_pass(batch: Batch) -> Scores:
     """Numbers that tell where they belong."""
-    return DatumPass(batch.targets.astype(np.float32) / 100, np.diff(batch.sequence_target_offsets).astype(np.float32))
+    return Scores(batch.targets.astype(np.float32) / 100, np.diff(batch.target_offsets).astype(np.float32))
 
 
 def test_a_request_that_is_cut_into_turns_gives_the_same_outcome_as_in_one() -> None:
@@ -34,7 +34,7 @@ def test_a_request_that_is_cut_into_turns_gives_the_same_outcome_as_in_one() -> 
         for turn in iter(schedule.next, None):
             assert turn.lane is Lane.LEARN
             batches = [datums_of(part) for part in turn.parts]
-            work.passes += split(fake_pass(DatumBatch.concatenate(batches)), batches)
+            work.passes += split(fake_pass(Batch.concatenate(batches)), batches)
     whole, cut = map(pass_done, works)
     assert len(works[0].passes) == 1 and len(works[1].passes) == 4
     np.testing.assert_array_equal(whole.losses, cut.losses)
@@ -46,17 +46,16 @@ def test_a_request_that_is_cut_into_turns_gives_the_same_outcome_as_in_one() -> 
 
 def test_a_pass_over_several_requests_is_split_into_theirs() -> None:
     batches = [training_data(seed, num=seed + 1).batch for seed in range(3)]
-    parts = split(fake_pass(DatumBatch.concatenate(batches)), batches)
+    parts = split(fake_pass(Batch.concatenate(batches)), batches)
     for part, batch in zip(parts, batches, strict=True):
         np.testing.assert_array_equal(part.logprobs, fake_pass(batch).logprobs)
         assert len(part.losses) == len(batch)
 
 
 def test_sparse_targets_get_their_logprobs_back_in_their_cells() -> None:
-    none = np.zeros(3, np.float32)
-    batch = DatumBatch(
-        tokens=np.array([1, 2]), offsets=np.array([0, 2]), target_offsets=np.array([0, 2, 3]), targets=np.array([5, 6, 7]), weights=none,
-        rollout_logprobs=none, advantages=none, ratio_mask=none, losses=training_data(0).batch.losses, loss_ids=np.array([0]))
+    batch = Batch(
+        tokens=np.array([1, 2]), offsets=np.array([0, 2]), positions=np.array([0, 0, 1]), targets=np.array([5, 6, 7]),
+        columns={"loss_weights": np.zeros(3)}, sequences={"group_ids": [0], "prefix_lens": [0]}, losses=training_data(0).batch.losses)
     work = Work(0, MODEL, 1, Pass(TrainingData(batch, (Layout((2, 3), np.array([0, 2, 4])),)), learn=False), NOBODY)
     work.passes = [fake_pass(batch)]
     (told,) = pass_done(work).logprobs

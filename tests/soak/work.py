@@ -21,7 +21,7 @@ import numpy as np
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.tenants import Tenants
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.errors import OffbeatError, PublishError
 from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sampling
@@ -122,10 +122,11 @@ class Work:
     async def _train(self, names: tuple[str, ...]) -> None:
         self._steps.update(names)
         async with self._timed("train_step", ", ".join(names)):
-            await self._tenants.train_step({name: self._batch() for name in names}, STEP)
+            await self._tenants.forward_backward({name: self._batch() for name in names})
+            await self._tenants.optim_step(dict.fromkeys(names, STEP))
         self._steps.update(names)  # again: a publish in between may have seen either
 
-    def _batch(self) -> TokenBatch:
+    def _batch(self) -> Batch:
         rng = np.random.default_rng(self._rng.getrandbits(32))
         return sft_batch([(rng.integers(5, 15, 12).astype(np.int32), np.arange(12) >= 3) for _ in range(3)])
 

@@ -8,16 +8,16 @@ import torch
 
 import families
 from family_table import FAMILIES
-from offbeat.algorithms.presets import objective
+from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.config.train import TrainConfig
 from offbeat.errors import ModelError
 from offbeat.model.logprobs import token_logprobs
-from offbeat.trainer.adapters import AdapterEngine
+from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.policy import canary_logprobs, load_policy, row_of, score_row
 from ranks import run_alone
-from train_samples import build_model, make_batch
+from train_samples import build_model, imitated, make_batch
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +31,33 @@ def test_a_row_of_some_sequences_points_into_the_whole_batch():
     row = row_of(batch, np.array([4, 0, 3]), share_prefix=True, families=families)
     assert set(row.owner.tolist()) == {0, 3, 4}
     assert (np.diff(families[row.owner]) >= 0).all()
-    assert batch.loss_mask[row.batch_index].all()
-    assert (batch.tokens[row.batch_index] == row.target).all()
+    assert set(batch.target_sequences[row.batch_index].tolist()) == {0, 3, 4}
+    assert (batch.targets[row.batch_index] == row.target).all()
 
 
 def test_sequences_that_score_nothing_make_no_row():
     batch = make_batch(2, 2)
-    batch.loss_mask[:] = False
+    batch = replace(batch, positions=[], targets=[], columns={name: [] for name in batch.columns})
     assert len(row_of(batch, np.array([0, 1]), share_prefix=True)) == 0
     assert len(row_of(batch, np.array([], np.int64), share_prefix=True)) == 0
 
 
-@pytest.mark.parametrize("name, temperature", [("ppo", 0.7), ("sft", 1.0)])
-def test_losses_are_those_of_the_objective_at_its_temperature(model, name, temperature):
-    batch = make_batch(2, 2)
+@pytest.mark.parametrize("imitates", [False, True])
+def test_losses_are_those_of_the_batch_at_the_given_temperature(model, imitates):
+    batch = make_batch(2, 2, loss=policy_loss(AlgorithmConfig(behave_weight="none")))
+    batch = imitated(batch) if imitates else batch
     row = row_of(batch, np.arange(4), share_prefix=True)
-    chosen = objective(name, config=AlgorithmConfig(behave_weight="none"))
-    scored = score_row(model, batch, row, chosen=chosen, temperature=0.7)
-    expected = token_logprobs(model, row, temperature=temperature)
-    assert torch.equal(scored.logprobs, expected)
-    weights, advantages = (torch.from_numpy(values[row.batch_index]) for values in (batch.loss_weights, batch.advantages))
-    unit = -advantages if name == "ppo" else -expected
+    scored = score_row(model, batch, row, temperature=0.7)
+    expected, entropy = token_logprobs(model, row, temperature=0.7, with_entropy=True)
+    assert torch.equal(scored.logprobs, expected) and not len(scored.entropy)
+    assert torch.equal(score_row(model, batch, row, temperature=0.7, with_entropy=True).entropy, entropy)
+    weights, advantages = (torch.from_numpy(batch.columns[name][row.batch_index]) for name in ("loss_weights", "advantages"))
+    unit = -expected if imitates else -advantages
     torch.testing.assert_close(scored.losses, unit * weights)
-    moved = score_row(model, batch, row, chosen=chosen, temperature=0.7, prox=expected.detach() - 0.1)
-    assert torch.equal(moved.losses, scored.losses) == (name == "sft")
+    prox = np.zeros(batch.num_targets)
+    prox[row.batch_index] = expected.detach() - 0.1
+    moved = score_row(model, batch.with_columns(prox_logprobs=prox), row, temperature=0.7)
+    assert torch.equal(moved.losses, scored.losses) == imitates
 
 
 def test_the_canarys_log_probabilities_are_those_of_transformers(model):
@@ -77,11 +80,10 @@ def test_a_model_with_layers_that_mix_a_row_trains_without_shared_prompts_only(t
         load_policy(folder, config=TrainConfig())
     model = load_policy(folder, config=TrainConfig(share_prefix=False))
     batch = make_batch(3, 2)
-    batch = replace(batch, tokens=batch.tokens % 64)
     row = row_of(batch, np.arange(6), share_prefix=False)
-    scored = score_row(model, batch, row, chosen=objective("ppo", config=AlgorithmConfig(behave_weight="none")), temperature=1.0)
+    scored = score_row(model, batch, row, temperature=1.0)
     scored.losses.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(ModelError, match="many adapters in one pass"):
         config = Config.model_validate({"model": {"path": folder, "lora": {"rank": 2}}, "train": {"share_prefix": False}})
-        run_alone(lambda groups, _: AdapterEngine.build(folder, config=config, groups=groups))
+        run_alone(lambda groups, _: BankTrainer.build_empty(folder, config=config, groups=groups))

@@ -19,7 +19,7 @@ def update(loss=0.5, tokens=10.0, entropy=20.0, gap=0.1, grad_norm=1.0):
 
 
 def test_losses_add_up_and_means_weigh_every_token_alike():
-    metrics = merge([update(), update(loss=1.0, tokens=30.0, entropy=20.0, gap=0.3, grad_norm=3.0)], lr=0.01).metrics
+    metrics = merge([update(), update(loss=1.0, tokens=30.0, entropy=20.0, gap=0.3, grad_norm=3.0)], lr=0.01)
     assert metrics == pytest.approx({
         "train/loss": 1.5, "train/tokens": 40.0, "train/entropy": 1.0, "policy/logprob_gap_max": 0.3,
         "train/grad_norm": 2.0, "train/lr": 0.01, "train/skipped_steps": 0.0})
@@ -29,11 +29,11 @@ def test_losses_add_up_and_means_weigh_every_token_alike():
 def test_what_must_not_update_the_weights_is_counted(bad):
     assert update().is_sound
     assert not update(**bad).is_sound
-    assert merge([update(), update(**bad)], lr=0.01).metrics["train/skipped_steps"] == 1.0
+    assert merge([update(), update(**bad)], lr=0.01)["train/skipped_steps"] == 1.0
 
 
 def test_no_tokens_give_means_and_maxima_of_zero():
-    metrics = merge([update(tokens=0.0, entropy=0.0, gap=-math.inf)], lr=0.01).metrics
+    metrics = merge([update(tokens=0.0, entropy=0.0, gap=-math.inf)], lr=0.01)
     assert metrics["train/entropy"] == metrics["policy/logprob_gap_max"] == 0.0
 
 

@@ -12,8 +12,8 @@ import pytest
 from offbeat.aio import both
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.messages import Objective
-from offbeat.cluster.train_group import TrainGroup
+from offbeat.cluster.ranks import WorkerRanks
+from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
 from offbeat.errors import EngineError
 from offbeat.fleet.pool import EnginePool
@@ -118,14 +118,15 @@ def test_a_broadcast_is_for_as_many_engines_as_are_healthy_and_a_folder_where_no
 
 
 @asynccontextmanager
-async def cast(root: Path, config: Config, model: str) -> AsyncIterator[tuple[TrainGroup, dict[str, EngineClient], EngineGroup]]:
+async def cast(root: Path, config: Config, model: str) -> AsyncIterator[tuple[Trainers, dict[str, EngineClient], EngineGroup]]:
     """One trainer and two engines, in processes of their own."""
     async with LocalLauncher(stop_timeout_s=5) as launcher, EngineSession() as http:
-        trainers, engines = await both(
-            TrainGroup.start(launcher, config, model=model, build=None, log_dir=root, on_span=lambda *_: None),
+        ranks, engines = await both(
+            WorkerRanks.start(launcher, config, model=model, build=None, log_dir=root),
             EngineGroup.start(launcher, config, log_dir=root))
         served = await engines.serve(model=model, tokenizer=model, version=-1)
-        yield trainers, {name: EngineClient(name, url, http.session, api_key=served.key) for name, url in served.urls.items()}, engines
+        clients = {name: EngineClient(name, url, http.session, api_key=served.key) for name, url in served.urls.items()}
+        yield Trainers(ranks, config), clients, engines
 
 
 def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path, model_dir: str) -> None:
@@ -135,7 +136,7 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
     async def main() -> None:
         async with cast(tmp_path, config, model_dir) as (trainers, clients, _):
             disk = Channel(
-                config.weights_dir, keep=2, canary=CANARY, write=trainers.publish, incarnation="a", holds=trainers.holds,
+                config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a", holds=trainers.holds,
                 on_rewrite=notes.append)
             publisher = WeightsPublisher(EnginePool([], min_engines=0), disk, config.weights, judge=Judge(tolerance=1e-3))
             (engine,) = clients.values()  # out of service, until it is brought back
@@ -149,7 +150,7 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
                 await publish_and(damage, version)
                 assert await publisher.bring(engine) == version
             await publish_and(Path.unlink, 2)
-            await trainers.set_objective(Objective("ppo", 2))  # from here on its weights may be others
+            await trainers.restart_optimizer(config.train.optimizer, total_steps=2)  # from here on its weights may be others
             with pytest.raises(EngineError):
                 await publisher.bring(engine)
 
@@ -168,7 +169,7 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
             async def publish(version: int) -> PublishReport:
                 """Even versions in folders, odd ones by broadcast."""
                 to = Channel(
-                    config.weights_dir, keep=2, canary=CANARY, write=trainers.publish, incarnation="a",
+                    config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
                     num_receivers=lambda: len(clients) * (version % 2))
                 return await WeightsPublisher(pool, to, config.weights, judge=Judge(tolerance=1e-3)).publish(version)
 

@@ -1,1 +1,1 @@
-"""Advantages (numpy), ratios and losses (torch), and the presets that combine them."""
+"""Advantages (numpy), ratios and losses (torch), the table of losses, and batches made of finished groups."""

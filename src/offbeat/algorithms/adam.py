@@ -1,8 +1,9 @@
-"""The settings of one AdamW update, which may differ from step to step and from tenant to tenant. Torch-free."""
+"""The settings of one AdamW update, which may differ from step to step and from adapter to adapter, and their schedule. Torch-free."""
 
 import math
 from dataclasses import dataclass
 
+from offbeat.config.train import OptimizerConfig
 from offbeat.errors import ConfigError
 
 
@@ -32,3 +33,23 @@ class AdamParams:
                 raise ConfigError(f"{name} of an optimizer step must be at least 0 and below {high}, got {value!r}")
         if not 0 < self.eps < math.inf:
             raise ConfigError(f"eps of an optimizer step must be positive, got {self.eps!r}")
+
+
+def adam_params(step: int, *, config: OptimizerConfig, total_steps: int) -> AdamParams:
+    """The settings of training step `step`, counted from 0, of a schedule that spans `total_steps`."""
+    return AdamParams(
+        lr=learning_rate(step, config=config, total_steps=total_steps), beta1=config.beta1, beta2=config.beta2, eps=config.eps,
+        weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+
+
+def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> float:
+    """The learning rate of step `step`, counted from 0.
+
+    The warm-up rises in equal parts and reaches the peak with its last step; the decay starts at the peak and reaches
+    `min_lr_ratio` times the peak with step `total_steps - 1`, where it stays.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
+    remaining = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[config.schedule]
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)

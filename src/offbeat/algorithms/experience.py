@@ -10,15 +10,16 @@ from itertools import pairwise
 import numpy as np
 
 from offbeat.algorithms.advantages import group_advantages
+from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import DataError
 from offbeat.telemetry.tracker import StatsPart, StatsTracker, combine
 from offbeat.types import PROMPT_VERSION, Version
 
 
-def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> TokenBatch:
+def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> Batch:
     """Flatten groups, with the advantage of each trajectory on each of its generated tokens.
 
     An unusable trajectory (see `Trajectory.unusable`) counts nowhere: not in its group's baseline, and in no denominator.
@@ -53,41 +54,31 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
         keep &= advantages != 0
     kept = np.flatnonzero(keep)
     lengths = [len(trajectories[i]) for i in kept]
-    loss_mask = _concatenate([trajectories[i].loss_mask for i in kept], np.bool_)
-    return TokenBatch(
-        tokens=_concatenate([trajectories[i].tokens for i in kept], np.int32),
-        loss_mask=loss_mask,
-        # A workflow may leave anything where nothing was generated, and NaN times 0 is NaN.
-        rollout_logprobs=np.where(loss_mask, _concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32), 0),
-        advantages=np.repeat(advantages[kept], lengths) * loss_mask,
-        loss_weights=np.repeat(weights[kept], lengths) * loss_mask,
-        offsets=_offsets(lengths), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator,
-    )
+    return Batch.of_next_tokens(
+        _concatenate([trajectories[i].tokens for i in kept], np.int32), _concatenate([trajectories[i].loss_mask for i in kept], np.bool_),
+        lengths=lengths, columns={
+            "rollout_logprobs": _concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32),
+            "advantages": np.repeat(advantages[kept], lengths), "loss_weights": np.repeat(weights[kept], lengths)},
+        losses=(policy_loss(config),), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator)
 
 
-def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> TokenBatch:
+def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
     """A batch whose loss is the mean negative log-likelihood over all tokens in the loss masks.
 
     Args:
         sequences: pairs of tokens [L] int32 and loss_mask [L] bool, as from `sft_sequence`.
 
     Returns:
-        Advantages are 1 and rollout_logprobs 0; no prompt is shared.
+        A batch of cross-entropy, whose weights average over all of its targets; no prompt is shared.
     """
-    lengths = [len(tokens) for tokens, _ in sequences]
-    loss_mask = _concatenate([mask for _, mask in sequences], np.bool_)
-    return TokenBatch(
-        tokens=_concatenate([tokens for tokens, _ in sequences], np.int32),
-        loss_mask=loss_mask,
-        rollout_logprobs=np.zeros(len(loss_mask)),
-        advantages=loss_mask,
-        loss_weights=loss_mask / max(loss_mask.sum(), 1),
-        offsets=_offsets(lengths), group_ids=np.arange(len(lengths)), prefix_lens=np.zeros(len(lengths)),
-        denominator=float(loss_mask.sum()),
-    )
+    trained = _concatenate([mask for _, mask in sequences], np.bool_)
+    num_targets = int(trained.sum())
+    return Batch.of_next_tokens(
+        _concatenate([tokens for tokens, _ in sequences], np.int32), trained, lengths=[len(tokens) for tokens, _ in sequences],
+        columns={"loss_weights": trained / max(num_targets, 1)}, losses=(CROSS_ENTROPY,), denominator=float(num_targets))
 
 
-def split_minibatches(batch: TokenBatch, num_minibatches: int, *, seed: int) -> list[TokenBatch]:
+def split_minibatches(batch: Batch, num_minibatches: int, *, seed: int) -> list[Batch]:
     """Deal the groups of a batch at random into minibatches, one optimizer step each; a group stays whole.
 
     Weights stay as they are: the losses of the minibatches add up to the loss of the batch. The trainer scales each step by their number.
@@ -170,7 +161,3 @@ def _shared_prompt_len(trajectories: Sequence[Trajectory]) -> int:
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
-
-
-def _offsets(lengths: Sequence[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

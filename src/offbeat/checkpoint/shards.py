@@ -1,8 +1,8 @@
 """Checkpoints to resume from: each rank writes its share of weights and optimizer state, whatever the strategy.
 
-Called by the train engine on all ranks at once. A checkpoint can be loaded with another number of ranks and another strategy. It is
-written beside its final name and renamed when every rank is done, so a crash or a full disk leaves the previous contents intact. Loading
-never executes anything from a checkpoint, wherever it came from.
+Called by the trainer on all ranks at once. A checkpoint can be loaded with another number of ranks and another strategy. It is written
+beside its final name and renamed when every rank is done, so a crash or a full disk leaves the previous contents intact. Loading never
+executes anything from a checkpoint, wherever it came from.
 """
 
 import shutil
@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim import Optimizer
 
 from offbeat.checkpoint.metadata import SafePlanner, SafeReader
 from offbeat.dist.mesh import ProcessGroups
@@ -21,8 +18,11 @@ from offbeat.errors import RunError, StorageError
 from offbeat.pulse import progress
 
 
-def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, step: int, groups: ProcessGroups) -> None:
-    """Write weights, optimizer state and `step` to `folder`, replacing what is there; a collective call.
+def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> None:
+    """Write weights, optimizer state and the step to `folder`, replacing what is there; a collective call.
+
+    Args:
+        state: values under "model", "optimizer" and "step"; tensors may lie in shards.
 
     Raises:
         StorageError: on every rank, when some rank could not write; `folder` is unchanged.
@@ -36,7 +36,7 @@ def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, step: int, gro
     with groups.sync.region("save_recover"):
         progress("write_checkpoint")
         try:
-            dcp.save(_state(model, optimizer, step), storage_writer=dcp.FileSystemWriter(part), process_group=groups.cpu_group)
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(part), process_group=groups.cpu_group)
         except CheckpointException as exc:  # raised on every rank if on any, so no rank fails alone
             failure = exc
     if failure:
@@ -48,8 +48,8 @@ def save(folder: Path, *, model: nn.Module, optimizer: Optimizer, step: int, gro
         raise StorageError(f"checkpoint {folder} could not be put in place by rank 0: {error or 'see its log'}") from error
 
 
-def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: ProcessGroups) -> int:
-    """Read weights and optimizer state into `model` and `optimizer`, and return the step; a collective call.
+def load(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> dict[str, Any]:
+    """Read what `save` wrote into `state`, whose tensors are overwritten, and return it; a collective call.
 
     Raises:
         StorageError: on every rank, when some rank could not read.
@@ -58,7 +58,6 @@ def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: Proces
     if num_missing := int(groups.sync.sum_scalars("load_recover", {"missing": missing})["missing"]):
         raise StorageError(
             f"{num_missing} of {groups.world} ranks find no checkpoint in {folder}; it must lie on a disk that all ranks see")
-    state = _state(model, optimizer, 0)
     failure = None
     with groups.sync.region("load_recover_read"):
         progress("read_checkpoint")
@@ -68,16 +67,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: Optimizer, groups: Proces
             failure = exc
     if failure:
         raise _describe(failure, folder, "read") from failure
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)  # a resumed run obeys its current configuration; only moments and step counts come from the checkpoint
-    return state["step"]
-
-
-def _state(model: nn.Module, optimizer: Optimizer, step: int) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state, "step": step}
+    return state
 
 
 def _replace(part: Path, folder: Path) -> OSError | None:

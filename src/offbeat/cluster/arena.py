@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.material import Material, choose_reward
 from offbeat.config.root import Config
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.row import Row
 from offbeat.errors import TooLongError
@@ -55,7 +55,7 @@ class Arena:
             on_rejected=on_rejected, warn=record.console.note,
             on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
 
-    def sft_batch(self, stream: PromptStream, count: int) -> TokenBatch:
+    def sft_batch(self, stream: PromptStream, count: int) -> Batch:
         """See `Stage.sft_batch`."""
         return sft_batch(self.material.supervision.draw(stream, count))
 

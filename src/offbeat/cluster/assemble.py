@@ -17,10 +17,11 @@ from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.group import Launcher, library_environment
 from offbeat.cluster.material import Material, choose_canary, read_material
 from offbeat.cluster.place import Place
+from offbeat.cluster.ranks import WorkerRanks
 from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
 from offbeat.cluster.session import Publishing, Session, Solo
 from offbeat.cluster.threads import choose_threads, usable_cores
-from offbeat.cluster.train_group import TrainGroup
+from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody
@@ -52,13 +53,13 @@ async def open_controller(config: Config, place: Place, material: Material, reco
         material.tokenizer.save(material.model)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
-        trainers, (engines, rewards) = await both(
-            TrainGroup.start(
-                launcher, config, model=material.model, build=material.build, log_dir=record.log_dir, on_span=record.on_span),
+        ranks, (engines, rewards) = await both(
+            WorkerRanks.start(launcher, config, model=material.model, build=material.build, log_dir=record.log_dir),
             both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, material, config, record)))
         addresses = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
         serving = await open_serving(stack, engines, addresses, config, record, model=material.model)
-        policy = await open_policy(stack, serving, material, config, write=trainers.publish, holds=trainers.holds)
+        trainers = Trainers(ranks, config, on_span=record.on_span)
+        policy = await open_policy(stack, serving, material, config, write=trainers.write_weights, holds=trainers.holds)
         arena = Arena(config, record, material, policy.generate, rewards)
         yield Session(config, record, material, trainers, policy.publisher, arena, Solo(), policy.watch)
 

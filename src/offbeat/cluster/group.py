@@ -185,13 +185,22 @@ async def _explained(failures: Mapping[str, Exception], method: str, unanswered:
 
 
 class Service:
-    """The worker's end: each public method takes one frozen dataclass and returns one. Types are read from its annotations."""
+    """The worker's end: each public method takes one frozen dataclass, or None, and returns one. Types are read from its annotations."""
 
     def handle(self, method: str, payload: bytes) -> bytes:
         """Decode, call, encode."""
-        function = getattr(self, method, None)
-        if method.startswith("_") or method == "handle" or not inspect.ismethod(function):
-            raise LookupError(f"{type(self).__name__} has no method {method!r}")
-        argument = next(name for name in inspect.signature(function).parameters)
-        request = wire.decode(get_type_hints(function)[argument], payload)
-        return wire.encode(function(request))
+        return answer(self, method, payload)
+
+
+def answer(service: object, method: str, payload: bytes) -> bytes:
+    """What a public method of `service` says to an encoded request.
+
+    Raises:
+        LookupError: there is no such method.
+    """
+    function = getattr(service, method, None)
+    if method.startswith("_") or method == "handle" or not inspect.ismethod(function):
+        raise LookupError(f"{type(service).__name__} has no method {method!r}")
+    argument = next(name for name in inspect.signature(function).parameters)
+    request = wire.decode(get_type_hints(function)[argument], payload)
+    return wire.encode(function(request))

@@ -1,13 +1,8 @@
-"""What crosses between the controller and its workers. Torch-free, so that both ends can import it."""
+"""What crosses between the controller and its workers, beside `trainer.messages`. Torch-free, so that both ends can import it."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-import numpy as np
-
-from offbeat.data.batch import TokenBatch
 from offbeat.dist.peers import Card
-from offbeat.types import Version
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,7 @@ class JoinRequest:
     Attributes:
         config: the whole configuration as JSON.
         model: folder or hub id of the initial weights.
+        many: train adapters that come and go on the model, instead of what the configuration says.
     """
 
     rank: int
@@ -50,99 +46,7 @@ class JoinRequest:
     store: StoreAddress
     config: str
     model: str
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What to optimise from now on, with a fresh optimizer: "ppo" with [train.optimizer], or "sft" with [sft.optimizer]."""
-
-    name: str
-    total_steps: int
-
-
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """One rank's share of one training step.
-
-    Attributes:
-        batch: the rank's sequences.
-        minibatches: per optimizer step, its micro-batches: arrays [n] int64 of indices into `batch`. Counts are equal on all ranks.
-    """
-
-    batch: TokenBatch
-    minibatches: tuple[tuple[np.ndarray, ...], ...]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished training step.
-
-    Attributes:
-        metrics: over all ranks.
-        start_s, end_s: wall-clock seconds of its begin and end on this rank.
-        busy_s: seconds that this rank computed, without waiting for its peers.
-    """
-
-    metrics: dict[str, float]
-    start_s: float
-    end_s: float
-    busy_s: float
-
-
-@dataclass(frozen=True)
-class BroadcastRequest:
-    """Offer a version to so many engines.
-
-    Attributes:
-        host: of rank 0's machine, as engines reach it.
-        timeout_s: for one engine to get the version.
-    """
-
-    host: str
-    num_receivers: int
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class PublishRequest:
-    """Write the weights as `version` into `folder`, or offer them by broadcast, and score the canary under them."""
-
-    version: Version
-    folder: str
-    dtype: Literal["float32", "bfloat16"]
-    canary: tuple[int, ...]
-    broadcast: BroadcastRequest | None = None
-
-
-@dataclass(frozen=True)
-class Published:
-    """What rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks."""
-
-    fingerprint: str
-    canary_logprobs: tuple[float, ...]
-    broadcast: str = ""
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder to save to or load from."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    """Write the model as a Hugging Face folder, with the tokenizer of another."""
-
-    path: str
-    tokenizer: str
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The training step at which a loaded checkpoint stands."""
-
-    step: int
+    many: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ ranks. The loop calls the same methods in the same order on every rank and has n
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from offbeat.cluster.material import Material
-from offbeat.cluster.messages import Objective
+from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
@@ -22,37 +21,10 @@ from offbeat.inference.sampling import Sampling
 from offbeat.telemetry.record import RunRecord
 from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
-from offbeat.weights.protocol import Manifest
 
 T = TypeVar("T")
 
 
-class Trainers(Protocol):
-    """The ranks that learn, as one. In SPMD mode every rank calls the same method."""
-
-    async def set_objective(self, objective: Objective) -> None:
-        """Start over with a fresh optimizer; the weights stay."""
-        ...
-
-    async def train_step(self, batch: TokenBatch, *, num_minibatches: int = 1) -> dict[str, float]:
-        """One training step on what this process has drawn; the metrics are over all ranks."""
-        ...
-
-    async def publish(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
-        """See `offbeat.weights.channels.WriteVersion`."""
-        ...
-
-    async def save(self, folder: Path) -> None:
-        """Write a resumable checkpoint."""
-        ...
-
-    async def load(self, folder: Path) -> int:
-        """Go on from a checkpoint; gives the training step at which it stands."""
-        ...
-
-    async def export(self, folder: Path, *, tokenizer: str) -> None:
-        """Write a Hugging Face folder, with the tokenizer of the folder `tokenizer`."""
-        ...
 
 
 class Publishing(Protocol):
@@ -104,7 +76,7 @@ class Stage(Protocol):
         """Rollouts that feed the training steps from `version` to `last_version`."""
         ...
 
-    def sft_batch(self, stream: PromptStream, count: int) -> TokenBatch:
+    def sft_batch(self, stream: PromptStream, count: int) -> Batch:
         """The next `count` rows as supervised sequences."""
         ...
 

@@ -1,6 +1,6 @@
 """Spreads each training step's batch over the ranks, and learns from their times to spread the next one better.
 
-Used wherever a batch is at hand as a whole: by the train group in the controller, by rank 0 in SPMD mode. Torch-free and free of I/O: the
+Used wherever a batch is at hand as a whole: by `WorkerRanks` in the controller, by rank 0 in SPMD mode. Torch-free and free of I/O: the
 caller hands out the shards and brings back the times. How a batch is spread cannot change its loss or gradient, because every denominator
 is in the loss weights.
 """
@@ -10,13 +10,14 @@ from typing import Self
 
 import numpy as np
 
+from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import split_minibatches
-from offbeat.cluster.messages import Shard
 from offbeat.config.root import Config
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.cost import CostFit, CostModel, prior
 from offbeat.data.model_folder import read_model_config
 from offbeat.data.packing import Plan, plan_microbatches
+from offbeat.trainer.messages import TrainStep
 
 
 class Sharder:
@@ -44,11 +45,12 @@ class Sharder:
         """The cost model that the next step is balanced by."""
         return self._fit.model
 
-    def shards(self, batch: TokenBatch, *, num_minibatches: int, seed: int) -> list[Shard]:
+    def shards(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
         """Every rank's share, cut into micro-batches under the token budget, equally many on every rank.
 
         Args:
             batch: may be empty; a rank without sequences gets empty micro-batches.
+            params: of each optimizer step.
             num_minibatches: optimizer steps; fewer where there are fewer groups.
             seed: of the deal into minibatches.
 
@@ -62,7 +64,7 @@ class Sharder:
                 share_prefix=self._train.share_prefix, cost=self.cost, balance=self._balance)
             for minibatch in minibatches]
         return [
-            _shard([(minibatch, plan.microbatches[rank]) for minibatch, plan in zip(minibatches, self._plans, strict=True)])
+            _shard([(minibatch, plan.microbatches[rank]) for minibatch, plan in zip(minibatches, self._plans, strict=True)], params)
             for rank in range(self._num_ranks)]
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
@@ -97,7 +99,7 @@ class Sharder:
         }
 
 
-def _shard(minibatches: Sequence[tuple[TokenBatch, list[np.ndarray]]]) -> Shard:
+def _shard(minibatches: Sequence[tuple[Batch, list[np.ndarray]]], params: AdamParams) -> TrainStep:
     """One rank's micro-batches of each minibatch, as indices into the sequences that it gets, in the order of use."""
     parts, steps, start = [], [], 0
     for minibatch, microbatches in minibatches:
@@ -105,7 +107,7 @@ def _shard(minibatches: Sequence[tuple[TokenBatch, list[np.ndarray]]]) -> Shard:
         ends = start + np.cumsum([len(micro) for micro in microbatches])
         steps.append(tuple(np.arange(end - len(micro), end) for micro, end in zip(microbatches, ends, strict=True)))
         start += len(parts[-1])
-    return Shard(TokenBatch.concatenate(parts), tuple(steps))
+    return TrainStep(Batch.concatenate(parts), tuple(steps), params)
 
 
 def _variation(loads_KR: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""SPMD mode: every rank that torchrun started runs the loop beside its own train engine. Imports torch, so it is opened by name.
+"""SPMD mode: every rank that torchrun started runs the loop beside its own trainer. Imports torch, so it is opened by name.
 
 Rank 0 leads: it starts the engines, publishes to them, evaluates, writes the run's files and talks to the user. With
 `rollout.single_rank_load` it also draws all data and rolls out, and hands every rank its share of each batch. The other ranks wait for it
@@ -24,13 +24,14 @@ from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.material import Material
 from offbeat.cluster.messages import EngineAddresses
 from offbeat.cluster.place import Place
-from offbeat.cluster.rank_engine import RankEngine, build_model
 from offbeat.cluster.serving import UNPUBLISHED, make_dispatcher, open_pool, open_serving
 from offbeat.cluster.session import Session
 from offbeat.cluster.shards import Sharder
 from offbeat.cluster.spmd_peers import EngineNews, Followed, RankPeers, follow, make_release
+from offbeat.cluster.spmd_ranks import HeadsLoad, OneRankLoads, OwnRank
 from offbeat.cluster.spmd_stage import Bystander, share_limits, share_rows
-from offbeat.cluster.spmd_trainers import HeadsLoad, OneRankLoads, RankTrainers
+from offbeat.cluster.train_worker import build_model, build_trainer
+from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
 from offbeat.dist.mesh import ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
 from offbeat.dist.notice import Notice
@@ -41,6 +42,7 @@ from offbeat.rollout.reward_pool import RewardPool
 from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.log import set_up_logging
 from offbeat.telemetry.record import RunRecord
+from offbeat.trainer.trainer import Trainer
 
 _BEAT_INTERVAL_S = 0.25
 _HEARSAY_LOOKS = 3
@@ -86,8 +88,8 @@ async def _open(
     own, rows = (config, material) if one_loads else (share_limits(config, place), share_rows(material, place))
     # Engines start while the trainer loads, but only the trainer may use collectives then, as they must come in the same order on every
     # rank.
-    engine, (engines, rewards) = await both(
-        _build_engine(config, material, groups, thread, peers),
+    trainer, (engines, rewards) = await both(
+        _build_trainer(config, material, groups, thread, peers),
         both(_start_engines(stack, config, place, record), _start_rewards(stack, own, place, rows, record)))
 
     async def serve() -> EngineAddresses:
@@ -97,7 +99,7 @@ async def _open(
     addresses = await peers.lead("engines", serve, EngineAddresses)
     sharder = Sharder.of(config, model=material.model, num_ranks=place.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
-    trainers = RankTrainers(engine, loading, config, thread, on_span=record.on_span, host=place.store_host)
+    trainers = Trainers(OwnRank(trainer, loading, thread, host=place.store_host), config, on_span=record.on_span)
     session = partial(
         Session, own, record, rows, trainers, peers=peers, num_heads=1 if one_loads else place.world, head=0 if one_loads else place.rank)
     if rewards is None:
@@ -109,7 +111,7 @@ async def _open(
         return session(follow(trainers, material, config, peers, followed=followed), arena, watch=followed.watch)
     serving = await open_serving(stack, engines, addresses, config, record, model=material.model)
     policy = await open_policy(
-        stack, serving, material, config, write=trainers.publish, release=make_release(serving.pool, config, peers))
+        stack, serving, material, config, write=trainers.write_weights, release=make_release(serving.pool, config, peers))
     arena = Arena(own, record, rows, policy.generate, rewards)
     if one_loads:
         return session(policy.publisher, arena, watch=policy.watch)
@@ -128,17 +130,17 @@ async def _watch_nothing() -> None:
     """Watch nothing: rank 0 watches the engines."""
 
 
-async def _build_engine(
+async def _build_trainer(
     config: Config, material: Material, groups: ProcessGroups, thread: SideThread, peers: RankPeers,
-) -> RankEngine:
+) -> Trainer:
     async def build() -> None:
         if material.build is not None:
             material.tokenizer.save(material.model)
             await asyncio.to_thread(build_model, material.build)
 
-    def load() -> RankEngine:
+    def load() -> Trainer:
         with groups.sync.region("load_policy"):  # DDP and FSDP let ranks wait for each other in collectives
-            return RankEngine.build(material.model, config, groups)
+            return build_trainer(material.model, config, groups)
 
     await peers.lead("build_model", build, None)
     return await thread.run("load the model", load)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from offbeat.aio import SideThread
 from offbeat.cluster.material import Material, choose_canary
-from offbeat.cluster.spmd_trainers import RankTrainers
+from offbeat.cluster.trainers import Trainers
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.root import Config
 from offbeat.data import wire
@@ -128,13 +128,13 @@ async def _pass_published(peers: RankPeers, published: Published | None, *, time
 
 
 def follow(
-    trainers: RankTrainers, material: Material, config: Config, peers: RankPeers, *, followed: "Followed | None" = None,
+    trainers: Trainers, material: Material, config: Config, peers: RankPeers, *, followed: "Followed | None" = None,
 ) -> FollowingPublisher:
     """Create the publisher of a rank that does not lead; one that rolls out routes to the engines that rank 0 has proven."""
     canary = choose_canary(material, config)
 
     async def give_weights(version: Version) -> None:
-        await trainers.publish(version, Path(), canary=canary)
+        await trainers.write_weights(version, Path(), canary=canary)
 
     publisher = partial(FollowingPublisher, give_weights, peers, config.weights.stage_timeout_s)
     return publisher(followed.take) if followed is not None else publisher()

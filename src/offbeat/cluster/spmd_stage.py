@@ -8,7 +8,7 @@ from offbeat.algorithms.experience import sft_batch
 from offbeat.cluster.material import Material
 from offbeat.cluster.place import Place
 from offbeat.config.root import Config
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.dataset import EveryNth, PromptStream
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group
@@ -28,7 +28,7 @@ class Bystander:
         """See `Stage.rollouts`."""
         return NoRollouts(self.material.sampling)
 
-    def sft_batch(self, stream: PromptStream, count: int) -> TokenBatch:  # noqa: ARG002
+    def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
         """See `Stage.sft_batch`."""
         return sft_batch([])
 

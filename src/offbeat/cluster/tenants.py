@@ -6,11 +6,10 @@ with them, but no engine: `restart_trainers`, and then `restore` of each tenant,
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -19,25 +18,22 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.cluster.assemble import make_launcher
 from offbeat.cluster.engine_group import EngineGroup
 from offbeat.cluster.material import base_ends, read_base
+from offbeat.cluster.ranks import WorkerRanks
 from offbeat.cluster.serving import UNPUBLISHED, Serving, open_serving
-from offbeat.cluster.tenant_group import Passed, TenantGroup
 from offbeat.cluster.threads import choose_threads, usable_cores
-from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
-from offbeat.data.batch import TokenBatch
-from offbeat.data.datums import DatumBatch
+from offbeat.data.batch import Batch
 from offbeat.data.model_folder import read_model_config
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.errors import ConfigError, DataError
 from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.telemetry.record import RunRecord
-from offbeat.trainer.adapter_types import DatumPass
+from offbeat.trainer.messages import NewAdapter, Scores
 from offbeat.types import Version
 from offbeat.weights.adapters import adapter_name, check_adapter
 from offbeat.weights.protocol import Manifest
-
-_DEFAULT_ALGORITHM = AlgorithmConfig()
 
 
 @dataclass
@@ -78,14 +74,15 @@ class Tenants:
     """
 
     def __init__(
-        self, config: Config, trainers: TenantGroup, serving: Serving, *, tokenizer: Tokenizer,
+        self, config: Config, ranks: WorkerRanks, trainers: Trainers, serving: Serving, *, tokenizer: Tokenizer,
         canary: tuple[int, ...], limits: Limits,
     ) -> None:
-        """`canary` are the tokens that prove each publish."""
+        """`trainers` are the `ranks` as one; `canary` are the tokens that prove each publish."""
         self.limits = limits
         self.tokenizer = tokenizer
         self.serving = serving
         self._config = config
+        self._ranks = ranks
         self._trainers = trainers
         self._canary = canary
         self._tenants: dict[str, Tenant] = {}
@@ -98,12 +95,12 @@ class Tenants:
     @property
     def trainers_alive(self) -> bool:
         """Whether the ranks can train; where they cannot, every call that needs them raises until `restart_trainers`."""
-        return self._trainers.alive
+        return self._ranks.alive
 
     @property
     def dead_trainers(self) -> tuple[str, ...]:
         """Names of the ranks whose processes have ended."""
-        return self._trainers.dead
+        return self._ranks.dead
 
     async def restart_trainers(self) -> None:
         """End all ranks, at once also those that hang, and start them anew, while the engines go on serving.
@@ -113,7 +110,7 @@ class Tenants:
         Raises:
             WorkerError, DeathError, DeadlineError: they do not start; may be called again.
         """
-        await self._trainers.restart()
+        await self._ranks.restart(on_gone=self._trainers.steps.clear)
 
     async def add(
         self, tenant: str, *, rank: int | None = None, alpha: float | None = None, seed: int = 0, train_attn: bool = True,
@@ -137,8 +134,8 @@ class Tenants:
         if not 1 <= rank <= lora.rank:
             raise ConfigError(f"the rank of tenant {tenant!r} must be 1 to model.lora.rank = {lora.rank}, got {rank}")
         modules = [kind for kind, wanted in (("attn", train_attn), ("mlp", train_mlp), ("unembed", train_unembed)) if wanted]
-        await self._trainers.add(
-            tenant, rank=rank, alpha=lora.alpha if alpha is None else alpha, seed=seed, modules=modules, folder=str(folder))
+        await self._trainers.add(NewAdapter(
+            tenant, rank, lora.alpha if alpha is None else alpha, seed, tuple(modules), str(folder)))
         self._enter(tenant)
 
     async def remove(self, tenant: str) -> None:
@@ -149,53 +146,42 @@ class Tenants:
             if tenant in self._trainers.steps:
                 await self._trainers.remove(tenant)
 
-    async def learn(
-        self, batches: Mapping[str, TokenBatch], *, objective: Literal["ppo", "sft"] = "sft",
-        algorithm: AlgorithmConfig = _DEFAULT_ALGORITHM,
-    ) -> Passed:
-        """Add the gradients of each tenant's batch to those it has gathered, all in one pass.
+    async def forward(self, batches: Mapping[str, Batch]) -> dict[str, Scores]:
+        """Score the batches of all tenants in one pass, each under its tenant's adapter as it is now; raises as `forward_backward`."""
+        return await self._pass(self._trainers.forward, batches)
 
-        Returns:
-            Metrics by tenant, and log-probabilities of the batches one after the other.
+    async def forward_backward(self, batches: Mapping[str, Batch]) -> dict[str, Scores]:
+        """Score the batches of all tenants in one pass, and add the gradients of their losses to those gathered.
 
-        Raises:
-            DataError: a batch cannot be used; names its tenant. Nothing was added for any.
-        """
-        return await self._trainers.learn(*self._join(batches), objective=objective, algorithm=algorithm)
-
-    async def score(self, batches: Mapping[str, TokenBatch]) -> np.ndarray:
-        """[T] float32 log-probabilities of the tokens in the loss masks under each tenant's adapter as it is now, 0 on others, of the
-        batches one after the other; raises as `learn`.
-        """
-        return await self._trainers.score(*self._join(batches))
-
-    async def run_datums(self, batches: Mapping[str, DatumBatch], *, learn: bool) -> dict[str, DatumPass]:
-        """Score the datums of all tenants in one pass, and if `learn` add the gradients of their losses to those gathered.
+        Args:
+            batches: by tenant. A loss is a sum over targets times their `loss_weights`, which hold all denominators there are to be.
 
         Raises:
             DataError: a batch cannot be used; names its tenant. Nothing was added for any.
             WorkerError: a rank failed. What these tenants had gathered is gone, of earlier passes, too.
         """
+        return await self._pass(self._trainers.forward_backward, batches)
+
+    async def _pass(self, run: Callable[[Batch], Awaitable[Scores]], batches: Mapping[str, Batch]) -> dict[str, Scores]:
         for tenant, batch in batches.items():
             self._check(tenant, batch)
-            self._check_tokens(tenant, batch.targets, "target")
         if not batches:
             return {}
-        joined = DatumBatch.concatenate(list(batches.values()))
-        passed = await self._trainers.run_datums(joined, _repeated(batches), learn=learn)
+        joined = Batch.concatenate([replace(batch, adapters=(tenant,), sequences=_of_one(batch)) for tenant, batch in batches.items()])
+        scores = await run(joined)
         sequences = np.cumsum([0, *(len(batch) for batch in batches.values())])
-        targets = joined.sequence_target_offsets[sequences]
+        targets = joined.target_offsets[sequences]
         return {
-            tenant: DatumPass(passed.logprobs[targets[i] : targets[i + 1]], passed.losses[sequences[i] : sequences[i + 1]])
+            tenant: Scores(scores.logprobs[targets[i] : targets[i + 1]], scores.losses[sequences[i] : sequences[i + 1]])
             for i, tenant in enumerate(batches)}
 
     async def discard(self, tenants: Sequence[str]) -> None:
-        """Drop the gradients that these tenants have gathered since their last update."""
+        """Drop the gradients that these tenants have gathered since their last step."""
         for tenant in tenants:
             self._find_training(tenant)
         await self._trainers.discard(tenants)
 
-    async def update(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
+    async def optim_step(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
         """One optimizer step for each tenant named, also for one that has gathered nothing: momentum and weight decay act.
 
         Returns:
@@ -203,21 +189,12 @@ class Tenants:
         """
         for tenant in params:
             self._find_training(tenant)
-        return await self._trainers.update(params)
+        return await self._trainers.optim_step(params)
 
     def step_of(self, tenant: str) -> int:
         """Optimizer steps that the tenant's adapter has taken, those before its last `restore` included."""
         self._find_training(tenant)
         return self._trainers.steps[tenant]
-
-    async def train_step(
-        self, batches: Mapping[str, TokenBatch], params: AdamParams, *, objective: Literal["ppo", "sft"] = "sft",
-        algorithm: AlgorithmConfig = _DEFAULT_ALGORITHM,
-    ) -> dict[str, dict[str, float]]:
-        """`learn`, then `update` of the same tenants; metrics by tenant."""
-        passed = await self.learn(batches, objective=objective, algorithm=algorithm)
-        norms = await self.update(dict.fromkeys(batches, params))
-        return {tenant: {**metrics, "train/grad_norm": norms[tenant]} for tenant, metrics in passed.metrics.items()}
 
     async def publish(self, tenant: str) -> PublishReport:
         """Make the tenant's adapter as it is now its next version, and bring that to the engines.
@@ -243,7 +220,7 @@ class Tenants:
         state = self._find_training(tenant)
         version = state.newest + 1 if version is None else version
         state.newest = max(state.newest, version)
-        return await self._trainers.publish(tenant, version, folder.resolve(), canary=self._canary)
+        return await self._trainers.write_adapter(tenant, version, folder.resolve(), canary=self._canary)
 
     async def sample(
         self, tenant: str, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, version: Version | None = None, session: str = "",
@@ -260,7 +237,7 @@ class Tenants:
     async def save(self, tenant: str, folder: Path) -> None:
         """Write all that the tenant's training needs to go on exactly."""
         self._find_training(tenant)
-        await self._trainers.save(tenant, folder)
+        await self._trainers.save_adapter(tenant, folder)
 
     async def restore(self, tenant: str, folder: Path, *, optimizer: bool = True) -> None:
         """Go on from what `save` wrote, in place of the tenant's adapter if there is one.
@@ -268,29 +245,19 @@ class Tenants:
         Args:
             optimizer: with its moments and step count; otherwise with fresh ones.
         """
-        await self._trainers.restore(check_adapter(tenant), folder, optimizer=optimizer)
+        await self._trainers.load_adapter(check_adapter(tenant), folder, optimizer=optimizer)
         self._enter(tenant)
 
-    def _join(self, batches: Mapping[str, TokenBatch]) -> tuple[TokenBatch, list[str]]:
-        """All batches as one, and the tenant of each sequence."""
-        if not batches:
-            raise DataError("there is no batch; give one for at least one tenant")
-        for tenant, batch in batches.items():
-            self._check(tenant, batch)
-        return TokenBatch.concatenate(list(batches.values())), _repeated(batches)
-
-    def _check(self, tenant: str, batch: TokenBatch | DatumBatch) -> None:
+    def _check(self, tenant: str, batch: Batch) -> None:
         """Before any rank computes: a pass that fails half-way would take the others' gradients with it."""
         self._find_training(tenant)
         longest, limit = int(batch.lengths.max(initial=0)), min(self.limits.context, self._config.train.max_tokens_per_microbatch)
         if longest > limit:
             raise DataError(f"a sequence of tenant {tenant!r} has {longest} tokens, more than the {limit} that fit; cut it")
-        self._check_tokens(tenant, batch.tokens, "token")
-
-    def _check_tokens(self, tenant: str, tokens: np.ndarray, what: str) -> None:
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.limits.vocab_size:
-            raise DataError(
-                f"a {what} of tenant {tenant!r} is outside the vocabulary of {self.limits.vocab_size}; use the base model's tokenizer")
+        for what, ids in (("token", batch.tokens), ("target", batch.targets)):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < self.limits.vocab_size:
+                raise DataError(
+                    f"a {what} of tenant {tenant!r} is outside the vocabulary of {self.limits.vocab_size}; use the base model's tokenizer")
 
     def _folder(self, tenant: str) -> Path:
         return self._config.weights_dir.resolve() / tenant
@@ -313,9 +280,9 @@ class Tenants:
         return self._tenants[tenant]
 
 
-def _repeated(batches: Mapping[str, TokenBatch] | Mapping[str, DatumBatch]) -> list[str]:
-    """The tenant of each sequence of the batches, one after the other."""
-    return [tenant for tenant, batch in batches.items() for _ in range(len(batch))]
+def _of_one(batch: Batch) -> dict[str, np.ndarray]:
+    """The batch's columns of sequences, all of its first adapter."""
+    return {**batch.sequences, "adapter_ids": np.zeros(len(batch), np.int64)}
 
 
 @asynccontextmanager
@@ -339,9 +306,10 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
         base.tokenizer.save(base.model)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
-        trainers, engines = await both(
-            TenantGroup.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir),
+        ranks, engines = await both(
+            WorkerRanks.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir, many=True),
             EngineGroup.start(launcher, config, log_dir=record.log_dir))
+        trainers = Trainers(ranks, config)
         addresses = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)
         serving = await open_serving(stack, engines, addresses, config, record, model=base.model)
         canary = tuple(range(min(base.tokenizer.vocab_size, 16)))
@@ -349,4 +317,4 @@ async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenan
             await serving.adapters.serve_base(canary, await trainers.score_base(canary))
             model_config = read_model_config(base.model)
             limits = Limits((model_config.get("text_config") or model_config)["vocab_size"], base.context, ends.token_ids)
-            yield Tenants(config, trainers, serving, tokenizer=base.tokenizer, canary=canary, limits=limits)
+            yield Tenants(config, ranks, trainers, serving, tokenizer=base.tokenizer, canary=canary, limits=limits)

@@ -1,55 +1,101 @@
-"""The process of one train rank: answers the train group. Torch lives here; started by name, imported by nobody else.
+"""The process of one train rank: joins its peers, builds its trainer, and passes calls on to that. Torch lives here; started by name.
 
-Every method is collective: the controller calls it on all ranks at once.
+Calls come to all ranks at once, in one order. What a user got wrong is raised with no peer left in a collective.
 """
 
+import gc
 from pathlib import Path
 
-from offbeat.cluster.group import Nothing
-from offbeat.cluster.messages import ExportRequest, Folder, Loaded, Objective, Published, PublishRequest, Shard, Trained
-from offbeat.cluster.rank_engine import RankEngine
-from offbeat.cluster.rank_worker import RankWorker
+from offbeat.cluster.group import Nothing, Service, answer
+from offbeat.cluster.messages import BuildRequest, JoinRequest, StoreAddress
+from offbeat.config.model import TinyConfig
 from offbeat.config.root import Config
-from offbeat.dist.mesh import ProcessGroups
+from offbeat.dist.mesh import ProcessGroups, connect_store, host_store, join
+from offbeat.dist.peers import own_card
+from offbeat.errors import StuckError, SyncError, UserError
+from offbeat.model.tiny import build_tiny
+from offbeat.process import Lifeline
+from offbeat.pulse import work
+from offbeat.trainer.bank_trainer import BankTrainer
+from offbeat.trainer.model_trainer import ModelTrainer
+from offbeat.trainer.trainer import Trainer
+
+_STORE_TIMEOUT_S = 60.0
 
 
-class TrainWorker(RankWorker):
-    """One rank of one policy."""
+def build_model(request: BuildRequest) -> None:
+    """Make the tiny model that all ranks and engines then load; on one rank."""
+    build_tiny(
+        Path(request.folder), tiny=TinyConfig.model_validate_json(request.tiny), vocab_size=request.vocab_size,
+        eos_token_id=request.eos_token_id, pad_token_id=request.pad_token_id, seed=request.seed)
 
-    _engine: RankEngine | None = None
 
-    def _load(self, model: str, config: Config, groups: ProcessGroups) -> None:
-        self._engine = RankEngine.build(model, config, groups)
+def build_trainer(model: str, config: Config, groups: ProcessGroups, *, many: bool = False) -> Trainer:
+    """Load the model, a folder or hub id, for what a run trains or for `many` adapters; collective."""
+    if many:
+        trainer = BankTrainer.build_empty(model, config=config, groups=groups)
+    else:
+        trainer = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
+    gc.freeze()  # what libraries loaded stays for good; walking it again and again costs 0.1 s each time
+    return trainer
 
-    def set_objective(self, objective: Objective) -> Nothing:
-        """Start over with a fresh optimizer; the weights stay."""
-        self._rank.set_objective(objective)
+
+class TrainWorker(Service):
+    """One rank."""
+
+    lifeline: Lifeline | None = None
+
+    def __init__(self) -> None:
+        self._store = None
+        self._groups: ProcessGroups | None = None
+        self._request: JoinRequest | None = None
+        self._trainer: Trainer | None = None
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        """Answer one call; the other ranks hear of a failure of this one at their next sync point, or where they wait."""
+        try:
+            with work(method):
+                return answer(self if hasattr(TrainWorker, method) or self._trainer is None else self._trainer, method, payload)
+        except (SyncError, UserError):  # raised by every rank alike, or by one outside of collectives: the ranks are in step
+            raise
+        except Exception as exc:
+            if self._groups is not None:
+                self._groups.sync.fail(f"{type(exc).__name__} in {method}: {exc}")
+            raise
+
+    def host_store(self, address: StoreAddress) -> StoreAddress:
+        """Rank 0: serve the store on a free port of the given host."""
+        self._store = host_store(_STORE_TIMEOUT_S, host=address.host)
+        return StoreAddress(address.host, self._store.port, own_card(0, hosts_store=True))
+
+    def build_model(self, request: BuildRequest) -> Nothing:
+        """Rank 0: make the tiny model that all ranks and engines then load."""
+        build_model(request)
         return Nothing()
 
-    def train_step(self, shard: Shard) -> Trained:
-        """One training step on this rank's share."""
-        return self._rank.train_step(shard)
-
-    def publish(self, request: PublishRequest) -> Published:
-        """All score the canary, and rank 0 writes the weights."""
-        return self._rank.publish(request)
-
-    def save(self, folder: Folder) -> Nothing:
-        """Write a resumable checkpoint."""
-        self._rank.save(Path(folder.path))
+    def join(self, request: JoinRequest) -> Nothing:
+        """Meet the other ranks."""
+        self._request = request
+        config = Config.model_validate_json(request.config)
+        at = request.store
+        store = self._store or connect_store(at.host, at.port, timeout_s=config.dist.init_timeout_s, server=at.server)
+        self._groups = join(
+            rank=request.rank, world=request.world, store=store, config=config.dist, server=at.server, on_stuck=self._give_up,
+            on_beat=self._beat)
         return Nothing()
 
-    def load(self, folder: Folder) -> Loaded:
-        """Go on from a checkpoint."""
-        self._rank.load(Path(folder.path))
-        return Loaded(self._rank.step)
-
-    def export(self, request: ExportRequest) -> Nothing:
-        """Write a Hugging Face folder, tokenizer included."""
-        self._rank.export(request)
+    def load_model(self, _request: Nothing) -> Nothing:
+        """Load the model that this rank joined for."""
+        request, groups = self._request, self._groups
+        assert request is not None and groups is not None, "a rank joins before it loads"
+        self._trainer = build_trainer(request.model, Config.model_validate_json(request.config), groups, many=request.many)
         return Nothing()
 
-    @property
-    def _rank(self) -> RankEngine:
-        assert self._engine is not None, "a rank was called before it joined"
-        return self._engine
+    def _give_up(self, error: StuckError) -> None:
+        """The present call ends for the controller, though its thread may hang, or wait in a collective for one that does."""
+        if self.lifeline is not None:
+            self.lifeline.give_up(error)
+
+    def _beat(self, text: str) -> None:
+        if self.lifeline is not None:
+            self.lifeline.beat(text)

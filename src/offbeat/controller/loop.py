@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from offbeat.aio import run_beside
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
-from offbeat.cluster.messages import Objective
 from offbeat.cluster.session import Rollouts, Session
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator
@@ -65,7 +64,7 @@ class _Training:
 
     async def run(self) -> TrainResult:
         session, state, config = self._session, self._state, self._config
-        await session.trainers.set_objective(Objective("ppo", config.run.total_steps))
+        await session.trainers.restart_optimizer(config.train.optimizer, total_steps=config.run.total_steps)
         saved = await self._checkpoints.restore()
         if saved is not None:
             self._resume(saved)

@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 
 from offbeat.aio import run_beside
-from offbeat.cluster.messages import Objective
 from offbeat.cluster.session import Session
 from offbeat.config.train import SftConfig
 from offbeat.controller.checkpoints import FINE_TUNING, WARM_UP, Checkpoints
@@ -71,7 +70,7 @@ class _FineTuning:
 
     async def run(self) -> SftResult:
         session, state, sft = self._session, self._state, self._sft
-        await session.trainers.set_objective(Objective("sft", sft.total_steps))
+        await session.trainers.restart_optimizer(sft.optimizer, total_steps=sft.total_steps)
         saved = await self._checkpoints.restore()
         if saved is not None:
             self._resume(saved)

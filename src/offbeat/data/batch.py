@@ -1,54 +1,117 @@
-"""A training batch as plain numpy: sequences back to back, with what the loss needs beside each token."""
+"""A training batch as plain numpy: sequences back to back, and the targets that losses read, with what they need beside each.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Made from rollouts and supervised rows by `algorithms.experience` and from clients' datums by the service, cut into shares by `cluster`,
+computed by the trainer. A worked example, one sequence [7, 8, 9] that is to predict 8, then 5 or 6, and nothing at its end:
+
+    tokens     [7, 8, 9]
+    positions  [0, 1, 1]      the targets are predicted by the outputs of 7, of 8 and of 8
+    targets    [8, 5, 6]
+
+In reinforcement learning each generated token is a target, predicted by the output of the token before it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
 
 from offbeat.errors import DataError
 
-_DTYPES = {"tokens": np.int32, "loss_mask": np.bool_, "rollout_logprobs": np.float32, "advantages": np.float32, "loss_weights": np.float32}
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A loss of `offbeat.algorithms.objectives`, by its name there, with its constants."""
+
+    name: str
+    constants: dict[str, float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBatch:
-    """N sequences of together T tokens.
+class Batch:
+    """N sequences of together T tokens, with M targets.
 
-    The loss of a batch is the sum over tokens of `loss_weights * token_loss`. All denominators are inside the weights, computed over the
-    whole batch, so any split of it over ranks and micro-batches has the same total loss and gradient.
+    The loss of a batch is the sum over targets of `loss_weights` times the target's loss. All denominators are inside the weights, so any
+    split of the sequences over ranks, micro-batches and passes has the same total loss and gradient.
 
     Attributes:
         tokens: [T] int32.
-        loss_mask: [T] bool, True on tokens that are trained on. The first token of a sequence is never one: nothing predicts it.
-        rollout_logprobs: [T] float32, under the distribution that sampled the token; 0 where loss_mask is False.
-        advantages: [T] float32; 0 where loss_mask is False.
-        loss_weights: [T] float32; 0 where loss_mask is False.
         offsets: [N + 1] int64, sequence i is tokens[offsets[i]:offsets[i + 1]].
-        group_ids: [N] int32, sequences with equal ids share their first prefix_lens tokens.
-        prefix_lens: [N] int32, length of that shared prompt; 0 where nothing is shared.
-        denominator: tokens or sequences that the loss weights average over, so that batches drawn apart can be weighed against each other.
+        positions: [M] int64, rising: the token whose output predicts each target, as an index into `tokens`.
+        targets: [M] int32, token ids.
+        columns: by name, [M] float32 each: `loss_weights` always, and what the losses read: `rollout_logprobs` (under the policy that
+            sampled), `advantages`, `prox_logprobs`, `ratio_mask` (1 or 0).
+        sequences: by name, [N] int64 each: `group_ids`, where sequences with equal ids share their first `prefix_lens` tokens, and
+            `prefix_lens` always; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, where there are several.
+        losses: those of the sequences.
+        adapters: names of those that the sequences are of; none where a trainer has only one thing to train.
+        denominator: targets or sequences that the loss weights average over, so that batches drawn apart can be weighed against each other.
     """
 
     tokens: np.ndarray
-    loss_mask: np.ndarray
-    rollout_logprobs: np.ndarray
-    advantages: np.ndarray
-    loss_weights: np.ndarray
     offsets: np.ndarray
-    group_ids: np.ndarray
-    prefix_lens: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+    columns: dict[str, np.ndarray]
+    sequences: dict[str, np.ndarray]
+    losses: tuple[LossSpec, ...]
+    adapters: tuple[str, ...] = ()
     denominator: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, dtype in _DTYPES.items():
-            array = np.asarray(getattr(self, name), dtype=dtype)
-            if array.shape != self.tokens.shape:
-                raise DataError(f"TokenBatch.{name} must have shape {self.tokens.shape} like tokens, got {array.shape}")
-            object.__setattr__(self, name, array)
-        for name, dtype in (("offsets", np.int64), ("group_ids", np.int32), ("prefix_lens", np.int32)):
-            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=dtype))
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens) or np.any(np.diff(self.offsets) < 0):
-            raise DataError(f"TokenBatch.offsets must rise from 0 to {len(self.tokens)}, got {self.offsets.tolist()}")
+        for name, dtype in (("tokens", np.int32), ("offsets", np.int64), ("positions", np.int64), ("targets", np.int32)):
+            object.__setattr__(self, name, _vector(name, getattr(self, name), dtype))
+        _check_offsets(self.offsets, len(self.tokens))
+        if len(self.positions) and not (np.diff(self.positions) >= 0).all():
+            raise DataError("the positions of a batch's targets must rise")
+        if len(self.positions) and not 0 <= self.positions[0] <= self.positions[-1] < len(self.tokens):
+            raise DataError(
+                f"the positions of a batch's targets must be in 0..{len(self.tokens) - 1}, got {self.positions[[0, -1]].tolist()}")
+        _check_length("targets", self.targets, len(self.positions))
+        for field_name, dtype, length in (("columns", np.float32, len(self.positions)), ("sequences", np.int64, len(self))):
+            given: Mapping[str, Any] = getattr(self, field_name)
+            arrays = {name: _vector(name, values, dtype) for name, values in given.items()}
+            for name, array in arrays.items():
+                _check_length(name, array, length)
+            object.__setattr__(self, field_name, arrays)
+        for name, pool in (("loss_ids", self.losses), ("adapter_ids", self.adapters)):
+            ids = self.ids(name)
+            if len(ids) and (pool or name in self.sequences) and not 0 <= ids.min() <= ids.max() < len(pool):
+                raise DataError(f"{name} of a batch must be in 0..{len(pool) - 1}, got {sorted(set(ids.tolist()))}")
+
+    @classmethod
+    def of_next_tokens(
+        cls, tokens: np.ndarray, trained: np.ndarray, *, lengths: Sequence[int] | np.ndarray, columns: Mapping[str, np.ndarray],
+        losses: tuple[LossSpec, ...], group_ids: np.ndarray | None = None, prefix_lens: np.ndarray | None = None, denominator: float = 1.0,
+    ) -> Self:
+        """A batch in which some tokens are targets, each predicted by the output of the token before it.
+
+        Args:
+            tokens: [T] int32.
+            trained: [T] bool, which tokens are targets.
+            lengths: [N], of the sequences.
+            columns: by name, [T]; only what stands at trained tokens is looked at.
+            group_ids, prefix_lens: [N]; None shares no prompt.
+
+        Raises:
+            DataError: the first token of a sequence is trained on, which nothing predicts; or arrays do not fit each other.
+        """
+        offsets = bounds(lengths)
+        trained = np.asarray(trained, np.bool_)
+        for name, values in columns.items():
+            _check_length(name, np.asarray(values), len(trained))
+        index = np.flatnonzero(trained)
+        if trained[offsets[:-1][np.diff(offsets) > 0]].any():
+            raise DataError("the first token of a sequence cannot be trained on: nothing predicts it")
+        num = len(offsets) - 1
+        return cls(
+            tokens=tokens, offsets=offsets, positions=index - 1, targets=np.asarray(tokens)[index],
+            columns={name: np.asarray(values)[index] for name, values in columns.items()},
+            sequences={
+                "group_ids": np.arange(num) if group_ids is None else group_ids,
+                "prefix_lens": np.zeros(num, np.int64) if prefix_lens is None else prefix_lens},
+            losses=losses, denominator=denominator)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -58,36 +121,115 @@ class TokenBatch:
         return len(self.tokens)
 
     @property
+    def num_targets(self) -> int:
+        return len(self.positions)
+
+    @property
     def lengths(self) -> np.ndarray:
-        """[N] int64."""
+        """[N] int64, tokens of each sequence."""
         return np.diff(self.offsets)
 
-    def select(self, indices: Sequence[int] | np.ndarray) -> "TokenBatch":
+    @property
+    def group_ids(self) -> np.ndarray:
+        """[N] int64, sequences with equal ids share their first `prefix_lens` tokens."""
+        return self.sequences["group_ids"]
+
+    @property
+    def prefix_lens(self) -> np.ndarray:
+        """[N] int64, length of that shared prompt; 0 where nothing is shared."""
+        return self.sequences["prefix_lens"]
+
+    @cached_property
+    def target_offsets(self) -> np.ndarray:
+        """[N + 1] int64, sequence i has the targets between entries i and i + 1."""
+        return np.searchsorted(self.positions, self.offsets)
+
+    @cached_property
+    def target_sequences(self) -> np.ndarray:
+        """[M] int64, rising: the sequence of each target."""
+        return np.repeat(np.arange(len(self)), np.diff(self.target_offsets))
+
+    def with_columns(self, **columns: np.ndarray) -> "Batch":
+        """The same batch with further columns, [M] each, or others in place of those of these names."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> "Batch":
         """The given sequences, in the given order; weights stay as they are. An empty selection is a batch of no sequences."""
         indices = np.asarray(indices, dtype=np.int64)
-        offsets = np.concatenate([[0], np.cumsum(self.lengths[indices])])
-        where = gather_ranges(self.offsets, indices)
-        return TokenBatch(
-            **{name: getattr(self, name)[where] for name in _DTYPES},
-            offsets=offsets, group_ids=self.group_ids[indices], prefix_lens=self.prefix_lens[indices], denominator=self.denominator,
-        )
+        tokens, targets = gather_ranges(self.offsets, indices), gather_ranges(self.target_offsets, indices)
+        offsets = bounds(self.lengths[indices])
+        moved = np.repeat(offsets[:-1] - self.offsets[indices], np.diff(self.target_offsets)[indices])
+        return replace(
+            self, tokens=self.tokens[tokens], offsets=offsets, positions=self.positions[targets] + moved, targets=self.targets[targets],
+            columns={name: values[targets] for name, values in self.columns.items()},
+            sequences={name: values[indices] for name, values in self.sequences.items()})
 
     @classmethod
-    def concatenate(cls, parts: Sequence["TokenBatch"]) -> "TokenBatch":
-        """The sequences of all parts of one batch, at least one part. Group ids are made distinct between parts."""
-        lengths = np.concatenate([part.lengths for part in parts])
+    def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":
+        """The sequences of all parts, at least one; equal losses and adapters become one, and group ids distinct between parts.
+
+        A column that a part lacks, because its losses do not read it, is 0 there. The denominator is that of the first part.
+        """
+        losses, loss_ids = _merged([part.losses for part in parts], [part.ids("loss_ids") for part in parts])
+        adapters, adapter_ids = _merged([part.adapters for part in parts], [part.ids("adapter_ids") for part in parts])
         firsts = np.cumsum([0, *(int(part.group_ids.max(initial=-1)) + 1 for part in parts)])
+        sequences = {
+            "group_ids": np.concatenate([part.group_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]),
+            "prefix_lens": np.concatenate([part.prefix_lens for part in parts]),
+            **({"loss_ids": loss_ids} if len(losses) > 1 else {}), **({"adapter_ids": adapter_ids} if adapters else {})}
+        starts = np.cumsum([0, *(part.num_tokens for part in parts)])
         return cls(
-            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _DTYPES},
-            offsets=np.concatenate([[0], np.cumsum(lengths)]),
-            group_ids=np.concatenate([part.group_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]),
-            prefix_lens=np.concatenate([part.prefix_lens for part in parts]),
-            denominator=parts[0].denominator,
-        )
+            tokens=np.concatenate([part.tokens for part in parts]), offsets=bounds(np.concatenate([part.lengths for part in parts])),
+            positions=np.concatenate([part.positions + start for part, start in zip(parts, starts[:-1], strict=True)]),
+            targets=np.concatenate([part.targets for part in parts]),
+            columns={
+                name: np.concatenate([part.columns.get(name, np.zeros(part.num_targets, np.float32)) for part in parts])
+                for name in dict.fromkeys(name for part in parts for name in part.columns)},
+            sequences=sequences, losses=losses, adapters=adapters, denominator=parts[0].denominator)
+
+    def ids(self, name: str) -> np.ndarray:
+        """[N] int64, `loss_ids` or `adapter_ids`; zeros where there is only one of them."""
+        return self.sequences.get(name, np.zeros(len(self), np.int64))
 
 
 def gather_ranges(offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Positions of the ranges offsets[i]:offsets[i + 1] of the given i, one range after the other."""
+    """[K] int64, positions of the ranges offsets[i]:offsets[i + 1] of the given i, one range after the other."""
     lengths = np.diff(offsets)[indices]
     starts = np.cumsum(lengths) - lengths
     return np.repeat(offsets[indices] - starts, lengths) + np.arange(lengths.sum())
+
+
+def bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[N + 1] int64, where ranges of these lengths begin and end that stand back to back."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def _merged(pools: Sequence[tuple[Any, ...]], ids: Sequence[np.ndarray]) -> tuple[tuple[Any, ...], np.ndarray]:
+    """All entries of the pools once, and the ids as indices of those."""
+    merged: list[Any] = []
+    for entry in (entry for pool in pools for entry in pool):
+        if entry not in merged:
+            merged.append(entry)
+    places = [np.array([merged.index(entry) for entry in pool], np.int64) for pool in pools]
+    return tuple(merged), np.concatenate([place[own] if len(place) else own for place, own in zip(places, ids, strict=True)])
+
+
+def _vector(name: str, values: Any, dtype: Any) -> np.ndarray:
+    given = np.asarray(values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = given.astype(dtype, copy=False)
+    if array.ndim != 1:
+        raise DataError(f"{name} of a batch must have one dimension, got shape {array.shape}")
+    if np.issubdtype(dtype, np.integer) and given.dtype != array.dtype and not np.array_equal(array, given):
+        raise DataError(f"{name} of a batch must hold whole numbers that fit {np.dtype(dtype).name}")
+    return array
+
+
+def _check_length(name: str, array: np.ndarray, length: int) -> None:
+    if len(array) != length:
+        raise DataError(f"{name} of a batch must have {length} entries, got {len(array)}")
+
+
+def _check_offsets(offsets: np.ndarray, end: int) -> None:
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != end or np.any(np.diff(offsets) < 0):
+        raise DataError(f"offsets of a batch must rise from 0 to {end}, got {offsets[:8].tolist()} and so on")

@@ -2,7 +2,7 @@
 
 Called by `cluster/shards.py` to plan (`plan_microbatches`) and by the trainer before each forward (`pack_row`); numpy only. A row holds no
 token that no loss depends on: what follows the last predicting token of a sequence is left out, and with `share_prefix` samples of one
-prompt run that prompt once. `row_cost` counts exactly the tokens that `pack_row` lays out, so a budget on it is a hard cap on memory.
+prompt run that prompt once. The plan counts exactly the tokens that `pack_row` lays out, so its budget is a hard cap on memory.
 
 A worked example, prompt [7, 8] shared by the answers [1, 2] and [3] (answer tokens are trained on):
 
@@ -14,12 +14,12 @@ A worked example, prompt [7, 8] shared by the answers [1, 2] and [3] (answer tok
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from offbeat.data.balance import longest_first, lower_bound, partition
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.cost import TOKENS, CostModel, run_work
 from offbeat.errors import DataError
 
@@ -54,16 +54,16 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """One forward pass over R tokens that scores M of a TokenBatch's tokens.
+    """One forward pass over R tokens that scores M of a batch's targets.
 
     Attributes:
         tokens: [R] int32.
         positions: [R] int32, position of each token in its own sequence.
         segments: who attends to whom.
-        source: [M] int64, row index of the hidden state that predicts each scored token; repeats where a prefix is shared.
-        target: [M] int64, id of the scored token.
-        batch_index: [M] int64, rising; where the scored token stands in the TokenBatch's flat arrays.
-        owner: [S] int64, the sequence of the TokenBatch whose tokens each segment runs; of a shared prefix, one of those that share it.
+        source: [M] int64, row index of the hidden state that predicts each target; repeats where several targets share it.
+        target: [M] int64, id of the target's token.
+        batch_index: [M] int64, rising; which of the batch's targets each is.
+        owner: [S] int64, the sequence of the batch whose tokens each segment runs; of a shared prefix, one of those that share it.
     """
 
     tokens: np.ndarray
@@ -96,11 +96,11 @@ class Plan:
     lower_bound: float
 
 
-def pack_row(batch: TokenBatch, *, share_prefix: bool, families: np.ndarray | None = None) -> PackedRow:
+def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = None) -> PackedRow:
     """Lay a whole batch out as one row.
 
     Args:
-        batch: the sequences of one micro-batch; the loss mask says which tokens are scored.
+        batch: the sequences of one micro-batch.
         share_prefix: run a prompt once for the sequences of a group whose first `prefix_lens` tokens really are equal.
         families: [N] int64, sequences of one number stand together, families in rising order; None puts all into one. A group lies
             within one family.
@@ -136,9 +136,8 @@ def pack_row(batch: TokenBatch, *, share_prefix: bool, families: np.ndarray | No
     prompt_start = np.where(host >= 0, run_start[np.searchsorted(hosts, host)], 0) if len(hosts) else np.zeros(len(batch), np.int64)
     own_start = run_start[len(hosts) :]
 
-    batch_index = np.flatnonzero(batch.loss_mask)
-    sequence = np.searchsorted(batch.offsets, batch_index, side="right") - 1
-    predictor = batch_index - batch.offsets[sequence] - 1
+    sequence = batch.target_sequences
+    predictor = batch.positions - batch.offsets[sequence]
     in_prefix = predictor < own_from[sequence]
     source = np.where(in_prefix, prompt_start[sequence] + predictor, own_start[sequence] + predictor - own_from[sequence])
     return PackedRow(
@@ -146,23 +145,31 @@ def pack_row(batch: TokenBatch, *, share_prefix: bool, families: np.ndarray | No
         positions=positions.astype(np.int32),
         segments=segments,
         source=source,
-        target=batch.tokens[batch_index].astype(np.int64),
-        batch_index=batch_index,
+        target=batch.targets.astype(np.int64),
+        batch_index=np.arange(batch.num_targets),
         owner=owner_s,
     )
 
 
-def row_cost(batch: TokenBatch, *, share_prefix: bool) -> int:
-    """Tokens of the row that `pack_row` makes of this batch."""
-    used = _used_lengths(batch)
-    if not share_prefix:
-        return int(used.sum())
-    own_from, host = _shared_prefixes(batch, used)
-    return int(np.maximum(used - own_from, 0).sum() + own_from[np.unique(host[host >= 0])].sum())
+def find_prompts(batch: Batch) -> Batch:
+    """The batch with other group ids and prefix lengths, found in its tokens.
+
+    Sequences that have the same tokens up to where their first target of a weight other than 0 is predicted form a group, whose prompt can
+    run once. A sequence without one shares nothing.
+    """
+    trained = np.flatnonzero(batch.columns["loss_weights"])
+    sequences, first = np.unique(batch.target_sequences[trained], return_index=True)
+    prefix_lens = np.zeros(len(batch), np.int64)
+    prefix_lens[sequences] = batch.positions[trained[first]] + 1 - batch.offsets[sequences]
+    ids: dict[bytes | int, int] = {}
+    keys = [batch.tokens[start : start + length].tobytes() if length else i
+            for i, (start, length) in enumerate(zip(batch.offsets[:-1], prefix_lens, strict=True))]
+    group_ids = np.array([ids.setdefault(key, len(ids)) for key in keys], np.int64)
+    return replace(batch, sequences={**batch.sequences, "group_ids": group_ids, "prefix_lens": prefix_lens})
 
 
 def plan_microbatches(
-    batch: TokenBatch, *, num_ranks: int, max_tokens: int, share_prefix: bool, cost: CostModel = TOKENS, balance: bool = True,
+    batch: Batch, *, num_ranks: int, max_tokens: int, share_prefix: bool, cost: CostModel = TOKENS, balance: bool = True,
 ) -> Plan:
     """Divide a batch over the ranks, and each rank's share into micro-batches.
 
@@ -203,19 +210,15 @@ def plan_microbatches(
         lower_bound=lower_bound(loads, num_ranks))
 
 
-def _used_lengths(batch: TokenBatch) -> np.ndarray:
-    """[N] int64: how many leading tokens of each sequence some loss depends on, which is the position of its last scored token."""
-    index = np.flatnonzero(batch.loss_mask)
+def _used_lengths(batch: Batch) -> np.ndarray:
+    """[N] int64: how many leading tokens of each sequence some loss depends on, those up to the one that predicts its last target."""
     used = np.zeros(len(batch), np.int64)
-    sequence = np.searchsorted(batch.offsets, index, side="right") - 1
-    used[sequence] = index - batch.offsets[sequence]  # indices rise, so the last one written is the largest
-    first = batch.offsets[:-1][batch.lengths > 0]
-    if batch.loss_mask[first].any():
-        raise DataError("loss_mask must be False on the first token of every sequence: nothing predicts it")
+    sequence = batch.target_sequences
+    used[sequence] = batch.positions - batch.offsets[sequence] + 1  # positions rise, so the last one written is the largest
     return used
 
 
-def _shared_prefixes(batch: TokenBatch, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _shared_prefixes(batch: Batch, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which sequences leave their prompt to another of their group.
 
     Returns:
@@ -237,14 +240,14 @@ def _shared_prefixes(batch: TokenBatch, used: np.ndarray) -> tuple[np.ndarray, n
     return own_from, host
 
 
-def _groups(batch: TokenBatch, candidates: np.ndarray) -> list[np.ndarray]:
+def _groups(batch: Batch, candidates: np.ndarray) -> list[np.ndarray]:
     """Candidates with equal (group id, prefix length), each an array of sequence indices, rising."""
     order = candidates[np.lexsort((candidates, batch.prefix_lens[candidates], batch.group_ids[candidates]))]
     keys = np.stack([batch.group_ids[order], batch.prefix_lens[order]])
     return np.split(order, np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1) if len(order) else []
 
 
-def _units(batch: TokenBatch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _units(batch: Batch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Sequences that must stay together, with their work [2]: groups cut to max_tokens, or single sequences."""
     used = _used_lengths(batch)
     if used.max(initial=0) > max_tokens:
@@ -268,7 +271,7 @@ def _units(batch: TokenBatch, *, max_tokens: int, share_prefix: bool) -> Iterato
             yield members[micro], run_work(prompt_len) + run_work(own[micro], prompt_len).sum(axis=0)
 
 
-def _group_of_units(batch: TokenBatch, units: list[np.ndarray]) -> np.ndarray:
+def _group_of_units(batch: Batch, units: list[np.ndarray]) -> np.ndarray:
     """[U] int64, the position of each unit's group among the groups of the batch, in order of appearance."""
     _, first, group = np.unique(batch.group_ids, return_index=True, return_inverse=True)
     position = np.argsort(np.argsort(first))

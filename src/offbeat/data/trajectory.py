@@ -34,7 +34,6 @@ class Trajectory:
 
     Attributes:
         tokens: [L] int32, prompt and generated tokens in order.
-        tokens: [L] int32, prompt and generated tokens in order.
         loss_mask: [L] bool, True where the policy generated the token.
         rollout_logprobs: [L] float32, log-probability of each generated token under the distribution it was sampled from; 0 elsewhere.
         versions: [L] int32, weight version that sampled each generated token; -1 elsewhere.

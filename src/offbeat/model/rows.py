@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.packing import pack_row
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, PACKED
@@ -79,13 +79,10 @@ def _compare(model: PreTrainedModel, expected: Tensor, *, share_prefix: bool) ->
 @torch.no_grad()
 def _score(model: PreTrainedModel, *, share_prefix: bool) -> Tensor:
     lengths = [_PROMPT + answer for answer in _ANSWERS]
-    num = sum(lengths)
-    mask = np.concatenate([np.arange(length) >= _PROMPT for length in lengths])
-    zeros = np.zeros(num, np.float32)
-    batch = TokenBatch(
-        tokens=np.concatenate(list(_sequences(model))).astype(np.int32), loss_mask=mask, rollout_logprobs=zeros, advantages=zeros,
-        loss_weights=zeros, offsets=np.cumsum([0, *lengths]), group_ids=np.zeros(len(lengths), np.int64),
-        prefix_lens=np.full(len(lengths), _PROMPT))
+    trained = np.concatenate([np.arange(length) >= _PROMPT for length in lengths])
+    batch = Batch.of_next_tokens(
+        np.concatenate(list(_sequences(model))).astype(np.int32), trained, lengths=lengths, columns={}, losses=(),
+        group_ids=np.zeros(len(lengths), np.int64), prefix_lens=np.full(len(lengths), _PROMPT))
     return token_logprobs(model, pack_row(batch, share_prefix=share_prefix))
 
 

@@ -12,13 +12,13 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.cluster.sampling_models import SamplingModel
 from offbeat.cluster.tenants import Tenants
 from offbeat.config.root import Config
-from offbeat.data.datums import DatumBatch
+from offbeat.data.batch import Batch
 from offbeat.errors import DataError, ModelError
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
 from offbeat.service.base_models import BaseModels
 from offbeat.service.types import EngineStatus, LoraSpec
-from offbeat.trainer.adapter_types import DatumPass
+from offbeat.trainer.messages import Scores
 from offbeat.weights.protocol import Manifest
 
 _MAX_FAILURES = 3
@@ -87,7 +87,7 @@ class Backend:
         if not (lora.train_attn or lora.train_mlp):
             raise ModelError("an adapter needs train_attn or train_mlp; the output head alone cannot be trained here")
 
-    def check_batch(self, batch: DatumBatch) -> None:
+    def check_batch(self, batch: Batch) -> None:
         """Raise DataError for a batch that would fail in a pass, and would make other models' work fail with it."""
         if (longest := int(batch.lengths.max(initial=0))) > self.max_length:
             raise DataError(f"a datum has {longest} tokens, more than the {self.max_length} that fit; cut it")
@@ -112,10 +112,11 @@ class Backend:
         """Remove a model from the trainers; its pinned versions stay."""
         await self._tenants.remove(tenant_of(model_id))
 
-    async def run(self, batches: Mapping[str, DatumBatch], *, learn: bool) -> Mapping[str, DatumPass]:
+    async def run(self, batches: Mapping[str, Batch], *, learn: bool) -> Mapping[str, Scores]:
         """Run one pass over the datums of many models, given and returned by model ID."""
-        passes = await self._tenants.run_datums({tenant_of(model_id): batch for model_id, batch in batches.items()}, learn=learn)
-        return {model_id: passes[tenant_of(model_id)] for model_id in batches}
+        run = self._tenants.forward_backward if learn else self._tenants.forward
+        scores = await run({tenant_of(model_id): batch for model_id, batch in batches.items()})
+        return {model_id: scores[tenant_of(model_id)] for model_id in batches}
 
     async def discard(self, model_ids: Iterable[str]) -> None:
         """Drop the accumulated gradients of these models."""
@@ -123,7 +124,7 @@ class Backend:
 
     async def step(self, params: Mapping[str, AdamParams]) -> Mapping[str, float]:
         """Run one optimizer step of many models. Returns gradient norms by model ID; a norm is not finite where the step was skipped."""
-        norms = await self._tenants.update({tenant_of(model_id): its for model_id, its in params.items()})
+        norms = await self._tenants.optim_step({tenant_of(model_id): its for model_id, its in params.items()})
         return {model_id: norms[tenant_of(model_id)] for model_id in params}
 
     async def export(self, model_id: str, folder: Path, *, version: int) -> Manifest:

@@ -27,8 +27,8 @@ ANSWER_ROW_BYTES = 256
 REQUEST_BYTES = 4096
 """Bytes of any request under way, whatever it contains."""
 
-# Bytes in the controller for each token (with offset) and each target (four inputs, its cells, and the results of passes and joined).
-_TOKEN_BYTES, _TARGET_BYTES = 12, 33
+# Bytes in the controller for each token and each target (its position, four inputs, its cells, and the results of passes and joined).
+_TOKEN_BYTES, _TARGET_BYTES = 4, 44
 # Copies of an answer while it is written: as an array, as a message, and as a record.
 _ANSWER_COPIES = 3
 # Bytes in a rank for each target of the current pass: a dozen int64 index arrays, and logits that are gathered and differentiated.

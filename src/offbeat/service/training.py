@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Set
 from contextlib import suppress
 from typing import Any
 
-from offbeat.data.datums import DatumBatch
+from offbeat.data.batch import Batch
 from offbeat.errors import OffbeatError, RunError, StorageError, UserError
 from offbeat.service.backend import Backend
 from offbeat.service.errors import OverLimitError, RequestError
@@ -328,13 +328,13 @@ class Training:
                 await self._alone(part.job.item)
 
     async def _pass(self, parts: list[Part[Work]], *, learn: bool) -> None:
-        own: dict[str, list[tuple[Part[Work], DatumBatch]]] = {}
+        own: dict[str, list[tuple[Part[Work], Batch]]] = {}
         for part in parts:
             own.setdefault(part.job.model, []).append((part, datums_of(part)))
         if learn:
             await self._begin_change([its[0][0].job.item.model for its in own.values()])
         passes = await self._backend.run(
-            {model_id: DatumBatch.concatenate([datums for _, datums in its]) for model_id, its in own.items()}, learn=learn)
+            {model_id: Batch.concatenate([datums for _, datums in its]) for model_id, its in own.items()}, learn=learn)
         self.trained_tokens += sum(datums.num_tokens for its in own.values() for _, datums in its)
         for model_id, its in own.items():
             self.speeds.note(model_id, sum(datums.num_tokens for _, datums in its))

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from offbeat.data.datums import DatumBatch
+from offbeat.data.batch import Batch
 
 Category = Literal["user", "server", "unknown"]
 CheckpointKind = Literal["training", "sampler", "external"]
@@ -66,7 +66,7 @@ class SparseArray:
 class TrainingData:
     """Datums of one forward or forward_backward request, and the layout of each."""
 
-    batch: DatumBatch
+    batch: Batch
     layouts: tuple[Layout, ...]
 
 

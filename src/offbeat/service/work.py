@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.data.datums import DatumBatch
+from offbeat.data.batch import Batch
 from offbeat.errors import OffbeatError, PublishError, StorageError, UserError
 from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.cost import cost_of_folder, cost_of_pass, cost_of_step, datum_sizes
@@ -23,7 +23,7 @@ from offbeat.service.ids import CheckpointPath
 from offbeat.service.models import Model
 from offbeat.service.schedule import Job, Lane, Part
 from offbeat.service.types import Category, Failed, Layout, PassDone, SparseArray, TrainingData
-from offbeat.trainer.adapter_types import DatumPass
+from offbeat.trainer.messages import Scores
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Work:
         self.request = request
         self.future = future
         self.since = time.monotonic()
-        self.passes: list[DatumPass] = []
+        self.passes: list[Scores] = []
         self.has_ended = False
         self.charged: Mapping[str, int] = {}
         if isinstance(request, Pass):
@@ -153,25 +153,25 @@ def _data(work: Work) -> TrainingData:
     return work.request.data
 
 
-def datums_of(part: Part[Work]) -> DatumBatch:
+def datums_of(part: Part[Work]) -> Batch:
     """Return the datums of one part of a pass."""
     batch = _data(part.job.item).batch
     return batch if part.end - part.start == len(batch) else batch.select(np.arange(part.start, part.end))
 
 
-def split(passed: DatumPass, batches: Sequence[DatumBatch]) -> list[DatumPass]:
+def split(passed: Scores, batches: Sequence[Batch]) -> list[Scores]:
     """Split the result of a pass over consecutive batches into one result per batch."""
     sequences = np.cumsum([0, *map(len, batches)])
     targets = np.cumsum([0, *(batch.num_targets for batch in batches)])
     bounds = zip(pairwise(targets), pairwise(sequences), strict=True)
-    return [DatumPass(passed.logprobs[start:end], passed.losses[first:last]) for (start, end), (first, last) in bounds]
+    return [Scores(passed.logprobs[start:end], passed.losses[first:last]) for (start, end), (first, last) in bounds]
 
 
 def pass_done(work: Work) -> PassDone:
     """Join the results of all turns, in the form of the targets."""
     data = _data(work)
     logprobs, losses = (np.concatenate([getattr(passed, name) for passed in work.passes]) for name in ("logprobs", "losses"))
-    bounds = data.batch.sequence_target_offsets
+    bounds = data.batch.target_offsets
     told = tuple(_laid_out(logprobs[bounds[i] : bounds[i + 1]], layout) for i, layout in enumerate(data.layouts))
     return PassDone(told, losses, {"loss:sum": float(losses.astype(np.float64).sum())})
 

@@ -2,7 +2,7 @@
 
 The C library of a rank keeps all that is freed, for activations come and go at every layer; see `offbeat.cluster.group`. So a single large
 pass would stay with the process for good. Asked once for each pass, the C library gives back what is free wherever it lies, which takes
-less than the mapping of the same pages at every layer would. Called by `AdapterEngine`.
+less than the mapping of the same pages at every layer would. Called by `Trainer`.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The policy in training: loaded without dropout, its rows, log-probabilities and losses. Shared by all engines of the trainer."""
+"""The policy in training: loaded without dropout, its rows, log-probabilities and losses. Shared by both trainers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from offbeat.algorithms.losses import TokenLosses
-from offbeat.algorithms.presets import LossInputs, Objective
+from offbeat.algorithms.losses import target_losses
 from offbeat.config.train import TrainConfig
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch, gather_ranges
 from offbeat.data.packing import PackedRow, pack_row
 from offbeat.dist.platform import current_platform
 from offbeat.model.load import load_causal_lm
@@ -21,19 +20,20 @@ from offbeat.model.rows import settle_rows
 
 @dataclass(frozen=True, eq=False)
 class ScoredRow:
-    """M tokens of a row after a forward pass.
+    """M targets of a row after a forward pass.
 
     Attributes:
         logprobs: [M] float32 with gradient.
-        entropy: [M] float32, nats.
         losses: [M] float32 with gradient, times their loss weights.
-        found: the same without weights, and what else is to be reported.
+        entropy: [M] float32, nats; empty where it was not asked for.
+        means, maxima: what else is to be reported, see `TargetLosses`.
     """
 
     logprobs: Tensor
-    entropy: Tensor
     losses: Tensor
-    found: TokenLosses
+    entropy: Tensor
+    means: dict[str, Tensor]
+    maxima: dict[str, Tensor]
 
 
 def load_policy(model_folder: str, *, config: TrainConfig, dtype: str = "float32") -> PreTrainedModel:
@@ -52,45 +52,38 @@ def load_policy(model_folder: str, *, config: TrainConfig, dtype: str = "float32
     return model
 
 
-def row_of(batch: TokenBatch, indices: np.ndarray, *, share_prefix: bool, families: np.ndarray | None = None) -> PackedRow:
+def row_of(batch: Batch, indices: np.ndarray, *, share_prefix: bool, families: np.ndarray | None = None) -> PackedRow:
     """The row of some sequences, whose `batch_index` and `owner` point into the whole batch; no tokens when they score nothing.
 
     Args:
+        indices: [n] int64.
         families: [N] int64, of the whole batch; see `pack_row`.
     """
-    part = batch.select(indices)
-    row = pack_row(part, share_prefix=share_prefix, families=None if families is None else families[indices])
-    shifts = np.repeat(batch.offsets[indices] - part.offsets[:-1], part.lengths)
-    return replace(row, batch_index=row.batch_index + shifts[row.batch_index], owner=indices[row.owner])
+    row = pack_row(batch.select(indices), share_prefix=share_prefix, families=None if families is None else families[indices])
+    return replace(row, batch_index=gather_ranges(batch.target_offsets, indices)[row.batch_index], owner=indices[row.owner])
 
 
-def score_row(
-    model: nn.Module, batch: TokenBatch, row: PackedRow, *, chosen: Objective, temperature: float, prox: Tensor | None = None,
-) -> ScoredRow:
-    """Forward, and the losses of the tokens trained on.
+def score_row(model: nn.Module, batch: Batch, row: PackedRow, *, temperature: float, with_entropy: bool = False) -> ScoredRow:
+    """Forward, and the losses of the row's targets.
 
     Args:
-        temperature: of the sampling.
-        prox: [M] float32 log-probabilities under the proximal policy; None takes those of this pass.
+        batch: that the row was made of.
+        temperature: of the log-probabilities.
     """
-    logprobs, entropy = token_logprobs(model, row, temperature=chosen.temperature(temperature), with_entropy=True)
-
-    def pick(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values[row.batch_index]).to(logprobs.device)
-
-    found = chosen.loss(LossInputs(
-        logprobs=logprobs, prox_logprobs=logprobs.detach() if prox is None else prox,
-        rollout_logprobs=pick(batch.rollout_logprobs), advantages=pick(batch.advantages)))
-    return ScoredRow(logprobs, entropy, found.losses * pick(batch.loss_weights), found)
+    if with_entropy:
+        logprobs, entropy = token_logprobs(model, row, temperature=temperature, with_entropy=True)
+    else:
+        logprobs = token_logprobs(model, row, temperature=temperature)
+        entropy = logprobs.new_zeros(0)
+    found = target_losses(logprobs, batch, row.batch_index)
+    return ScoredRow(logprobs, found.losses, entropy, found.means, found.maxima)
 
 
 def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...]:
     """Log-probability at temperature 1, in the model's own number format, of each given token but the first."""
     length = len(tokens)
-    zeros = np.zeros(length, np.float32)
-    batch = TokenBatch(
-        tokens=np.asarray(tokens, np.int32), loss_mask=np.arange(length) > 0, rollout_logprobs=zeros, advantages=zeros,
-        loss_weights=zeros, offsets=np.array([0, length]), group_ids=np.zeros(1), prefix_lens=np.zeros(1))
+    batch = Batch.of_next_tokens(
+        np.asarray(tokens, np.int32), np.arange(length) > 0, lengths=[length], columns={}, losses=())
     return tuple(token_logprobs(model, pack_row(batch, share_prefix=False)).tolist())
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
 
 import numpy as np
 import torch
@@ -11,9 +10,9 @@ from transformers import PreTrainedModel
 
 from offbeat.model.checkpoint_names import published_names
 from offbeat.pulse import progress
+from offbeat.trainer.messages import Dtype
 from offbeat.trainer.strategies import whole
 
-Dtype = Literal["float32", "bfloat16"]
 _DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -1,6 +1,6 @@
-"""How a model lies over the ranks: whole on one, whole on each (DDP), in shards (FSDP2), or whole and frozen beside an adapter (LoRA).
+"""How a whole model that is trained lies over the ranks: on one, on each (DDP), or in shards (FSDP2).
 
-The engine talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank.
+`ModelTrainer` talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank.
 """
 
 import warnings
@@ -9,19 +9,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from offbeat.config.model import LoraConfig
 from offbeat.dist.mesh import ProcessGroups
 from offbeat.dist.platform import current_platform
 from offbeat.errors import ModelError
 from offbeat.model.logprobs import packs_rows
-from offbeat.model.lora import AdapterBank
 
 
 class Strategy(Protocol):
@@ -38,13 +35,8 @@ class Strategy(Protocol):
         """What is trained: its parameters, by the names of a checkpoint, are what the optimizer sees."""
         ...
 
-    def accumulate(self, *, last: bool, drops: bool) -> AbstractContextManager:
-        """Surrounds one forward and backward; collective if `last`.
-
-        Args:
-            last: gradients are averaged over ranks in this one only.
-            drops: whether an adapter's dropout applies; a whole model has none.
-        """
+    def accumulate(self, *, last: bool) -> AbstractContextManager:
+        """Surrounds one forward and backward; collective if `last`: gradients are averaged over ranks in this one only."""
         ...
 
     def scoring(self) -> AbstractContextManager:
@@ -58,7 +50,7 @@ class Alone:
     def __init__(self, model: nn.Module) -> None:
         self.model = self.forward = model.to(current_platform.device)
 
-    def accumulate(self, *, last: bool, drops: bool) -> AbstractContextManager:  # noqa: ARG002
+    def accumulate(self, *, last: bool) -> AbstractContextManager:  # noqa: ARG002
         return nullcontext()
 
     def scoring(self) -> AbstractContextManager:
@@ -76,7 +68,7 @@ class Replicated:
             self._ddp = DistributedDataParallel(self.model, process_group=groups.mesh.get_group("dp"), broadcast_buffers=False)
         self.forward: nn.Module = self._ddp
 
-    def accumulate(self, *, last: bool, drops: bool) -> AbstractContextManager:  # noqa: ARG002
+    def accumulate(self, *, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self._ddp.no_sync()
 
     def scoring(self) -> AbstractContextManager:
@@ -95,7 +87,7 @@ class Sharded:
         self.model: nn.Module = model
         self.forward: nn.Module = model
 
-    def accumulate(self, *, last: bool, drops: bool) -> AbstractContextManager:  # noqa: ARG002
+    def accumulate(self, *, last: bool) -> AbstractContextManager:
         self._root.set_requires_gradient_sync(last)
         return nullcontext()
 
@@ -105,41 +97,6 @@ class Sharded:
             yield
         # Without a backward the root keeps its gathered parameters: an optimizer made now would hold those instead of the shards.
         self._root.reshard()
-
-
-class Adapted:
-    """Every rank holds the whole model, frozen, and an adapter beside it, whose gradient is one flat tensor.
-
-    Attributes:
-        model: a bank that holds this one adapter.
-        slot: of the adapter.
-    """
-
-    def __init__(self, model: nn.Module, groups: ProcessGroups, *, lora: LoraConfig, seed: int) -> None:
-        """`seed` is of the adapter's first weights, and of its dropout.
-
-        Raises:
-            ModelError: a target matches no layer.
-        """
-        self.forward: nn.Module = model.to(current_platform.device)
-        self._groups = groups
-        self.model = AdapterBank(model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout, seed=(seed, groups.rank))
-        self.slot = self.model.add(rank=lora.rank, scaling=lora.alpha / lora.rank, seed=seed)
-        self._route = self.model.route_all(self.slot)
-
-    @contextmanager
-    def accumulate(self, *, last: bool, drops: bool) -> Iterator[None]:
-        with self.model.using(self._route, drops=drops):
-            yield
-        if last and self._groups.world > 1:
-            gradients = self.model.gradients
-            dist.all_reduce(gradients, group=self._groups.mesh.get_group("dp"))
-            gradients /= self._groups.world
-
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        with torch.no_grad(), self.model.using(self._route):
-            yield
 
 
 def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: ProcessGroups) -> Strategy:

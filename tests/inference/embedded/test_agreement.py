@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.packing import pack_row
 from offbeat.inference.embedded.loader import load_engine
 from offbeat.inference.embedded.options import EngineOptions
@@ -15,7 +15,7 @@ from offbeat.model.logprobs import token_logprobs
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 25]
 
 
-def to_batch(groups: list[list[Output]]) -> TokenBatch:
+def to_batch(groups: list[list[Output]]) -> Batch:
     """Prompt and sample of each output, groups sharing their prompts."""
     sequences, logprobs, masks, group_ids = [], [], [], []
     for group, (prompt, outputs) in enumerate(zip(PROMPTS, groups, strict=True)):
@@ -24,12 +24,10 @@ def to_batch(groups: list[list[Output]]) -> TokenBatch:
             logprobs.append([0.0] * len(prompt) + output.logprobs)
             masks.append([False] * len(prompt) + [True] * len(output.token_ids))
             group_ids.append(group)
-    mask = np.concatenate(masks)
-    return TokenBatch(
-        tokens=np.concatenate(sequences), loss_mask=mask, rollout_logprobs=np.concatenate(logprobs),
-        advantages=mask.astype(np.float32), loss_weights=mask.astype(np.float32),
-        offsets=np.cumsum([0, *map(len, sequences)]), group_ids=group_ids, prefix_lens=[len(PROMPTS[group]) for group in group_ids],
-    )  # fmt: skip
+    return Batch.of_next_tokens(
+        np.concatenate(sequences), np.concatenate(masks), lengths=[len(sequence) for sequence in sequences],
+        columns={"rollout_logprobs": np.concatenate(logprobs)}, losses=(), group_ids=np.array(group_ids),
+        prefix_lens=np.array([len(PROMPTS[group]) for group in group_ids]))
 
 
 @pytest.mark.parametrize(("path", "kind"), [("direct", "qwen3"), ("hf", "qwen3"), ("direct", "llama"), ("hf", "gpt2")])
@@ -43,7 +41,7 @@ def test_engine_and_trainer_agree_on_every_sampled_token(path, kind, model_folde
         assert len(np.unique(batch.lengths)) > 3, "samples end at different lengths"
         for share_prefix in (True, False):
             row = pack_row(batch, share_prefix=share_prefix)
-            sampled = batch.rollout_logprobs[row.batch_index]
-            assert len(sampled) == batch.loss_mask.sum() and sampled.min() < -2
+            sampled = batch.columns["rollout_logprobs"][row.batch_index]
+            assert len(sampled) == batch.num_targets and sampled.min() < -2
             assert np.abs(token_logprobs(model, row, temperature=temperature).numpy() - sampled).max() < 1e-4
             assert np.abs(token_logprobs(model, row, temperature=1.3).numpy() - sampled).max() > 0.1, "the temperature counts"

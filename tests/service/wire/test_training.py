@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.data.datums import LOSSES, LossSpec
+from offbeat.algorithms.objectives import CLIENT_LOSSES, OBJECTIVES, client_loss
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
 from offbeat.service.models import Model
 from offbeat.service.tables import ModelRow
@@ -18,12 +18,12 @@ from offbeat.service.wire.proto import decode, encode
 from offbeat.service.wire.schema import FLOAT32, INT64
 from offbeat.service.wire.training import ForwardBackward, read_forward_backward
 from offbeat.service.work import Pass, Work, pass_done
-from offbeat.trainer.adapter_types import DatumPass
+from offbeat.trainer.messages import Scores
 from small_service import LORA
 from wire_golden import REQUESTS, golden_bytes
 
 LIMITS = WireLimits(vocab_size=100, context=16)
-NAMES = {"weights": "weights", "rollout_logprobs": "logprobs", "advantages": "advantages", "ratio_mask": "sequence_ratio_mask"}
+NAMES = {"loss_weights": "weights", "rollout_logprobs": "logprobs", "advantages": "advantages", "ratio_mask": "sequence_ratio_mask"}
 CONFIG = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
 
 
@@ -58,7 +58,7 @@ def test_a_loss_whose_formula_nobody_knows_is_refused_unless_another_stands_in_f
     body = encode("ForwardBackwardRequest", {"model_id": "m", "seq_id": 4, "data": [datum(1, 2, **POLICY)], **loss})
     for stand_in in ("importance_sampling", "ppo", "cispo"):
         (spec,) = read_forward_backward(body, limits=LIMITS, stable_reinforce=stand_in).data.batch.losses
-        assert spec == LossSpec.of(stand_in), "with its own settings, for those that came are the other formula's"
+        assert spec == client_loss(stand_in), "with its own settings, for those that came are the other formula's"
     body = encode("ForwardBackwardRequest", {"model_id": "m", "seq_id": 4, "data": [PLAIN], **loss})
     with pytest.raises(BadRequestError, match="ppo takes target_tokens, logprobs, advantages, got 'weights'"):
         read_forward_backward(body, limits=LIMITS, stable_reinforce="ppo")
@@ -74,8 +74,8 @@ def test_a_request_of_the_client_is_read_in_full(name: str) -> None:
     assert (request.model_id, request.seq_id, request.forward_only) == ("0f:train:1", 12, sent["forward_only"])
     batch, (loss,) = request.data.batch, request.data.batch.losses
     assert loss.name == sent["loss"]
-    constants = {**LOSSES[loss.name].constants, **{CONFIG[key]: value for key, value in sent["config"].items()}}
-    assert {constant: getattr(loss, constant) for constant in constants} == constants
+    constants = {**OBJECTIVES[loss.name].constants, **{CONFIG[key]: value for key, value in sent["config"].items()}}
+    assert loss.constants == constants
     assert len(batch) == len(request.data.layouts) == len(sent["datums"])
     for index, (plain, layout) in enumerate(zip(sent["datums"], request.data.layouts, strict=True)):
         one = batch.select([index])
@@ -83,12 +83,15 @@ def test_a_request_of_the_client_is_read_in_full(name: str) -> None:
         assert one.tokens.tolist() == plain["tokens"] and layout.shape == targets.shape
         cells = np.arange(targets.size) if layout.cells is None else layout.cells
         width = targets.shape[1] if targets.ndim == 2 else 1
-        positions = np.repeat(np.arange(one.num_tokens), np.diff(one.target_offsets))
-        assert positions.tolist() == (cells // width).tolist()
+        assert one.positions.tolist() == (cells // width).tolist()
         assert one.targets.tolist() == targets.reshape(-1)[cells].tolist()
-        for field, wire in NAMES.items():
-            given = np.array(plain.get(wire, np.zeros(targets.shape)), np.float32).reshape(-1)
-            assert np.asarray(getattr(one, field), np.float32).tolist() == given[cells].tolist(), field
+        read_columns = OBJECTIVES[loss.name].reads or ("loss_weights",)
+        assert one.columns.keys() == {"loss_weights", *read_columns}
+        if "advantages" in read_columns:
+            assert one.columns["loss_weights"].tolist() == (one.columns["advantages"] != 0).tolist()
+        for field in read_columns:
+            given = np.array(plain.get(NAMES[field], np.zeros(targets.shape)), np.float32).reshape(-1)
+            assert one.columns[field].tolist() == given[cells].tolist(), field
             unlisted = np.setdiff1d(np.arange(targets.size), cells)
             assert not given[unlisted].any() and not targets.reshape(-1)[unlisted].any()
 
@@ -101,22 +104,22 @@ def test_sparse_targets_take_up_no_more_than_what_is_listed() -> None:
 
 
 def test_without_weights_every_target_counts_once() -> None:
-    assert read(datum(1, 2, target_tokens=[2, 3])).data.batch.weights.tolist() == [1, 1]
+    assert read(datum(1, 2, target_tokens=[2, 3])).data.batch.columns["loss_weights"].tolist() == [1, 1]
 
 
 def test_whole_numbers_do_as_weights() -> None:
-    assert read(datum(1, 2, target_tokens=[2, 3], weights=[0, 1])).data.batch.weights.tolist() == [0, 1]
+    assert read(datum(1, 2, target_tokens=[2, 3], weights=[0, 1])).data.batch.columns["loss_weights"].tolist() == [0, 1]
 
 
 def test_settings_without_their_newer_form_are_read_too() -> None:
     loss = read(datum(1, 2, **POLICY), loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.5}).data.batch.losses[0]
-    assert (loss.clip_low, loss.clip_high) == (0.5, 1.2)
+    assert loss.constants == {"clip_low": 0.5, "clip_high": 1.2}
 
 
 def test_datums_of_different_widths_stand_in_one_batch() -> None:
     data = read(PLAIN, datum(1, target_tokens=[[4, 5, 6]], weights=[[0.0, 1.0, 2.0]])).data
     assert [layout.shape for layout in data.layouts] == [(2,), (1, 3)]
-    assert data.batch.target_offsets.tolist() == [0, 1, 2, 5] and data.batch.targets.tolist() == [2, 3, 4, 5, 6]
+    assert data.batch.positions.tolist() == [0, 1, 2, 2, 2] and data.batch.targets.tolist() == [2, 3, 4, 5, 6]
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------------------------
@@ -190,7 +193,7 @@ def test_a_sparse_tensor_is_never_made_dense() -> None:
     tracemalloc.start()
     data = read(huge, limits=limits).data
     work = Work(0, Model(ModelRow("m", "s", "alice", 0.0, 0.0, "base", LORA), counted=True), 1, Pass(data, learn=False), None)
-    work.passes = [DatumPass(np.ones(1, np.float32), np.ones(1, np.float32))]
+    work.passes = [Scores(np.ones(1, np.float32), np.ones(1, np.float32))]
     outcome = pass_done(work)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -237,6 +240,6 @@ def test_a_request_with_a_field_of_another_kind_is_read_or_refused(data: st.Data
     for part in ("dtype", "shape"):
         if data.draw(st.booleans()):
             inputs[one][part] = data.draw(st.integers(0, 4) if part == "dtype" else st.lists(st.integers(-1, 6), max_size=3))
-    message["loss_fn"] = data.draw(st.sampled_from([*LOSSES, ""]))
+    message["loss_fn"] = data.draw(st.sampled_from([*CLIENT_LOSSES, ""]))
     with contextlib.suppress(RequestError):
         read_forward_backward(encode("ForwardBackwardRequest", message), limits=LIMITS)

@@ -1,4 +1,4 @@
-"""Parses requests for forward and backward passes into a batch of datums. Used by `app`.
+"""Parses requests for forward and backward passes into a batch. Used by `app`.
 
 A body is checked as a whole before any work on it begins, and errors name the datum and the field.
 """
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.data.datums import LOSSES, DatumBatch, LossSpec
+from offbeat.algorithms.objectives import CLIENT_LOSSES, OBJECTIVES, client_loss
+from offbeat.data.batch import Batch, LossSpec, bounds
 from offbeat.errors import DataError
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
 from offbeat.service.types import Layout, TrainingData
@@ -18,8 +19,8 @@ from offbeat.service.wire.limits import WireLimits
 from offbeat.service.wire.proto import Message, decode
 from offbeat.service.wire.tensors import Tensor, read_tensor
 
-_INPUTS = {"weights": "weights", "rollout_logprobs": "logprobs", "advantages": "advantages", "ratio_mask": "sequence_ratio_mask"}
-"""Fields of a `DatumBatch`, with their names in the protocol."""
+_INPUTS = {"loss_weights": "weights", "rollout_logprobs": "logprobs", "advantages": "advantages", "ratio_mask": "sequence_ratio_mask"}
+"""Columns of a batch, with their names in the protocol. Only cross-entropy takes weights; elsewhere an advantage of 0 trains nothing."""
 _CONSTANTS = {"clip_low": "clip_low_threshold", "clip_high": "clip_high_threshold", "beta": "beta"}
 _TOKEN = np.dtype("<i4")
 _UNPUBLISHED = "stable_reinforce"
@@ -78,21 +79,21 @@ def _loss(message: Message, stand_in: str) -> LossSpec:
     if name == _UNPUBLISHED:
         if not stand_in:
             raise BadRequestError(
-                f"this server has no loss {_UNPUBLISHED!r}, whose formula is not public; set loss_fn to one of {', '.join(LOSSES)}, or "
-                f"have another loss stand in for it by serve.{_UNPUBLISHED} on the server")
-        return LossSpec.of(stand_in)  # the settings sent along belong to the other formula
-    if name not in LOSSES:
-        raise BadRequestError(f"this server has no loss {name[:80]!r}; set loss_fn to one of {', '.join(LOSSES)}")
+                f"this server has no loss {_UNPUBLISHED!r}, whose formula is not public; set loss_fn to one of "
+                f"{', '.join(CLIENT_LOSSES)}, or have another loss stand in for it by serve.{_UNPUBLISHED} on the server")
+        return client_loss(stand_in)  # the settings sent along belong to the other formula
+    if name not in CLIENT_LOSSES:
+        raise BadRequestError(f"this server has no loss {name[:80]!r}; set loss_fn to one of {', '.join(CLIENT_LOSSES)}")
     given = {key: value.get("number", value.get("text")) for key, value in message.get("loss_fn_config_v2", {}).items()}
     given = given or message.get("loss_fn_config", {})
-    known = {_CONSTANTS[constant]: constant for constant in LOSSES[name].constants}
+    known = {_CONSTANTS[constant]: constant for constant in OBJECTIVES[name].constants}
     for key, value in given.items():
         if key not in known:
             raise BadRequestError(f"loss_fn_config of {name} has no {key[:80]!r}; it has {', '.join(known) or 'no settings'}")
         if not isinstance(value, float):
             raise BadRequestError(f"{key} in loss_fn_config must be a number, got {str(value)[:80]!r}")
     try:
-        return LossSpec.of(name, **{known[key]: value for key, value in given.items()})
+        return client_loss(name, **{known[key]: value for key, value in given.items()})
     except DataError as exc:
         raise BadRequestError(f"loss_fn_config is wrong: {exc}") from exc
 
@@ -105,7 +106,7 @@ class _DatumReader:
         self._limits = limits
         self._cells_left = limits.max_cells
         self._tokens_left = limits.max_tokens
-        self._inputs = {_INPUTS[name]: name for name in LOSSES[loss.name].inputs}
+        self._inputs = {_INPUTS[name]: name for name in OBJECTIVES[loss.name].reads or ("loss_weights",)}
         self._tokens: list[np.ndarray] = []
         self._counts: list[np.ndarray] = []
         self._columns: dict[str, list[np.ndarray]] = {name: [] for name in ("targets", *self._inputs.values())}
@@ -128,7 +129,7 @@ class _DatumReader:
         for key, tensor in {"target_tokens": targets, **tensors}.items():
             self._columns[self._inputs.get(key, "targets")].append(tensor.at(cells))
         if "weights" in self._inputs and "weights" not in tensors:
-            self._columns["weights"].append(np.ones(len(self._columns["targets"][-1]), np.float32))
+            self._columns["loss_weights"].append(np.ones(len(self._columns["targets"][-1]), np.float32))
 
     def _read_tokens(self, name: str, chunks: Sequence[Message]) -> np.ndarray:
         parts = []
@@ -176,14 +177,14 @@ class _DatumReader:
     def finish(self) -> TrainingData:
         """Assemble the batch of all datums added."""
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        num_targets = len(columns["targets"])
-        for name in _INPUTS:
-            columns.setdefault(name, np.zeros(num_targets, np.float32))
+        targets, num = columns.pop("targets"), len(self._tokens)
+        if "advantages" in columns:
+            columns["loss_weights"] = columns["advantages"] != 0
         try:
-            batch = DatumBatch(
-                tokens=np.concatenate(self._tokens), offsets=_bounds([len(tokens) for tokens in self._tokens]),
-                target_offsets=_bounds(np.concatenate(self._counts)), losses=(self._loss,),
-                loss_ids=np.zeros(len(self._tokens), np.int64), **columns)
+            batch = Batch(
+                tokens=np.concatenate(self._tokens), offsets=bounds([len(tokens) for tokens in self._tokens]),
+                positions=np.repeat(np.arange(sum(map(len, self._counts))), np.concatenate(self._counts)), targets=targets, columns=columns,
+                sequences={"group_ids": np.arange(num), "prefix_lens": np.zeros(num, np.int64)}, losses=(self._loss,))
         except DataError as exc:
             raise BadRequestError(f"data is wrong: {exc}") from exc
         return TrainingData(batch, tuple(self._layouts))
@@ -198,7 +199,3 @@ def _cells(tensors: Sequence[Tensor]) -> np.ndarray | None:
         return first  # as clients send them; a union would take most of the time of reading thousands of small datums
     listed = [np.flatnonzero(tensor.values) if tensor.cells is None else tensor.cells for tensor in tensors]
     return np.unique(np.concatenate(listed))
-
-
-def _bounds(lengths: Any) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

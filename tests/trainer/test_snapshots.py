@@ -9,33 +9,37 @@ from peft import PeftModel
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
-from offbeat.config.model import LoraConfig
 from offbeat.errors import StorageError
+from offbeat.model.fingerprint import fingerprint
+from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import read_adapter
+from offbeat.model.tensors import named_bytes
 from ranks import run_alone
 from small_run import build_small_model
-from train_samples import build_engine, make_batch, train
+from train_samples import build_trainer, make_batch, train
 
-LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "up_proj"), dropout=0.1)
+LORA = {"rank": 3, "alpha": 6.0, "targets": ("q_proj", "up_proj"), "dropout": 0.1}
 TOKENS = [5, 6, 7, 8, 9]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with what an adapter's engine gave out after two steps, and its canary."""
+    """A folder with what an adapter's trainer gave out after two steps, and its canary."""
     folder = tmp_path_factory.mktemp("given")
     base = build_small_model(folder / "model", seed=1)
 
     def body(groups, _):
-        engine = build_engine(groups, base, lora=LORA)
-        train(engine, [make_batch(2, 2, seed=seed) for seed in range(2)])
-        fingerprint = engine.publish(folder / "published", dtype="float32")
-        assert engine.offer(folder / "offered", dtype="float32", host="127.0.0.1", num_receivers=1, timeout_s=5) == (fingerprint, None)
+        trainer = build_trainer(groups, base, lora=LORA)
+        train(trainer, [make_batch(2, 2, seed=seed) for seed in range(2)])
+        snapshot = trainer.snapshot("float32")
+        snapshot.write(folder / "published")
+        assert snapshot.offer(folder / "offered", host="127.0.0.1", num_receivers=1, timeout_s=5) is None
         for dtype in ("float32", "bfloat16"):
-            engine.export(folder / dtype, tokenizer_folder=Path(base), dtype=dtype)
+            trainer.snapshot(dtype).export(folder / dtype, tokenizer_folder=Path(base))
         with pytest.raises(StorageError, match="a version is written once"):
-            engine.publish(folder / "published", dtype="float32")
-        return fingerprint, engine.fingerprint("bfloat16"), engine.canary(TOKENS)
+            snapshot.write(folder / "published")
+        assert snapshot.num_bytes == 4 * sum(tensor.numel() for tensor in snapshot.adapter.named_tensors().values())
+        return snapshot.fingerprint(), trainer.snapshot("bfloat16").fingerprint(), trainer.canary(TOKENS)
 
     return folder, *run_alone(body)
 
@@ -51,7 +55,7 @@ def test_an_adapter_is_published_in_the_format_of_peft_with_its_fingerprint(trai
     assert fingerprint == same == read_adapter(folder / "published").fingerprint() == read_adapter(folder / "offered").fingerprint()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), folder / "published")
     assert logprobs_of(model) == pytest.approx(list(canary), abs=1e-5)
-    assert model.peft_config["default"].lora_dropout == LORA.dropout
+    assert model.peft_config["default"].lora_dropout == LORA["dropout"]
     assert model.peft_config["default"].base_model_name_or_path == str(folder / "model")
 
 
@@ -69,12 +73,13 @@ def test_a_whole_model_is_offered_under_the_fingerprint_it_is_published_with(tmp
     base = build_small_model(tmp_path / "model", seed=1)
 
     def body(groups, _):
-        engine = build_engine(groups, base)
-        fingerprint, offer = engine.offer(tmp_path / "offered", dtype="float32", host="127.0.0.1", num_receivers=1, timeout_s=5)
-        offer.close()
-        assert fingerprint == engine.publish(tmp_path / "published", dtype="float32")
+        trainer = build_trainer(groups, base)
+        snapshot = trainer.snapshot("float32")
+        snapshot.offer(tmp_path / "offered", host="127.0.0.1", num_receivers=1, timeout_s=5).close()
+        snapshot.write(tmp_path / "published")
+        assert snapshot.fingerprint() == fingerprint(named_bytes(load_causal_lm(str(tmp_path / "published"))))
         assert not (tmp_path / "offered").exists()
-        state = engine.copy("bfloat16").state
+        state = trainer.snapshot("bfloat16").state
         assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
         assert "lm_head.weight" not in state
         return True
@@ -87,7 +92,6 @@ def test_scoring_with_an_adapter_drops_nothing(tmp_path):
     batch = make_batch(2, 2)
 
     def scores(groups, dropout):
-        engine = build_engine(groups, base, lora=LORA.model_copy(update={"dropout": dropout}))
-        return engine.logprobs(batch, [np.arange(4)])
+        return build_trainer(groups, base, lora=LORA | {"dropout": dropout}).forward(batch).logprobs
 
     np.testing.assert_allclose(run_alone(scores, argument=0.5), run_alone(scores, argument=0.0), atol=1e-6)

@@ -1,10 +1,9 @@
-"""What a train engine gives out: the whole model, or the adapter that it trains. Chosen once, with the strategy.
+"""What a trainer gives out: the whole model, or an adapter, as it was at one moment.
 
-A product is copied out by all ranks together; afterwards rank 0 writes the copy, so that no peer waits in a collective for a disk.
+A snapshot is taken by all ranks together; afterwards rank 0 writes it, so that no peer waits in a collective for a disk.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,24 +18,29 @@ from offbeat.data.model_folder import check_model_folder
 from offbeat.dist.offer import Offer
 from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import fingerprint
-from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter, write_adapter
-from offbeat.trainer.state import Dtype, as_dtype, full_state, parameter_bytes, rounded
+from offbeat.trainer.messages import Dtype
+from offbeat.trainer.state import as_dtype, full_state, parameter_bytes
 
 
-class Copy(Protocol):
-    """A product as it was at one moment. Its methods are for rank 0 alone, and raise StorageError where nothing can be written."""
+class Snapshot(Protocol):
+    """What is trained, as it was at one moment. For rank 0 alone; its methods raise StorageError where nothing can be written."""
 
-    def fingerprint(self) -> str:
-        """What an engine finds in what `publish` writes."""
+    @property
+    def num_bytes(self) -> int:
+        """Size of its tensors."""
         ...
 
-    def publish(self, folder: Path) -> None:
+    def fingerprint(self) -> str:
+        """What an engine finds in what `write` writes."""
+        ...
+
+    def write(self, folder: Path) -> None:
         """Write what engines load."""
         ...
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> Offer | None:
-        """Offer it to engines by broadcast, once, after all else; None where it was published to `folder` instead.
+        """Offer it to engines by broadcast, once, after all else; None where it was written to `folder` instead.
 
         Args:
             folder: written for engines that cannot be reached otherwise.
@@ -49,20 +53,8 @@ class Copy(Protocol):
         ...
 
 
-class Product(Protocol):
-    """What is given out."""
-
-    def rounded(self, dtype: Dtype) -> AbstractContextManager[None]:
-        """Compute with the weights as they are published in `dtype` while the body runs."""
-        ...
-
-    def copy(self, dtype: Dtype, *, keep: bool) -> Copy:
-        """The present weights in `dtype`, for ranks that want to `keep` them; collective."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
-class ModelCopy:
+class ModelSnapshot:
     """A whole model.
 
     Attributes:
@@ -74,21 +66,26 @@ class ModelCopy:
     state: dict[str, Tensor]
     dtype: Dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """See `Snapshot.num_bytes`."""
+        return sum(tensor.nbytes for tensor in self.state.values())
+
     def fingerprint(self) -> str:
-        """See `Copy.fingerprint`."""
+        """See `Snapshot.fingerprint`."""
         return fingerprint(parameter_bytes(self.model, self.state))
 
-    def publish(self, folder: Path) -> None:
-        """See `Copy.publish`; a Hugging Face folder."""
+    def write(self, folder: Path) -> None:
+        """See `Snapshot.write`; a Hugging Face folder."""
         self._write(folder, published_names(self.model, self.state))
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> Offer:
-        """See `Copy.offer`."""
+        """See `Snapshot.offer`."""
         state = published_names(self.model, self.state)
         return Offer(state, host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder))
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
-        """See `Copy.export`."""
+        """See `Snapshot.export`."""
         state = published_names(self.model, self.state)
         export_folder(state, folder, model_folder=self.model_folder, tokenizer_folder=tokenizer_folder, dtype=self.dtype)
 
@@ -96,24 +93,8 @@ class ModelCopy:
         export_folder(state, folder, model_folder=self.model_folder, dtype=self.dtype)
 
 
-class WholeModel:
-    """The model of a strategy."""
-
-    def __init__(self, model: PreTrainedModel, model_folder: Path) -> None:
-        self._model = model
-        self._model_folder = model_folder
-
-    def rounded(self, dtype: Dtype) -> AbstractContextManager[None]:
-        """See `Product.rounded`."""
-        return rounded(self._model, dtype)
-
-    def copy(self, dtype: Dtype, *, keep: bool) -> ModelCopy:
-        """See `Product.copy`."""
-        return ModelCopy(self._model, self._model_folder, full_state(self._model, dtype=dtype, keep=keep), dtype)
-
-
 @dataclass(frozen=True, eq=False)
-class AdapterCopy:
+class AdapterSnapshot:
     """An adapter, always in float32, and the frozen model beside it; `base` names that in the adapter's folder."""
 
     adapter: Adapter
@@ -122,23 +103,28 @@ class AdapterCopy:
     dropout: float
     dtype: Dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """See `Snapshot.num_bytes`."""
+        return self.adapter.num_bytes
+
     def fingerprint(self) -> str:
-        """See `Copy.fingerprint`."""
+        """See `Snapshot.fingerprint`."""
         return self.adapter.fingerprint()
 
-    def publish(self, folder: Path) -> None:
-        """See `Copy.publish`; a PEFT folder."""
+    def write(self, folder: Path) -> None:
+        """See `Snapshot.write`; a PEFT folder."""
         write_adapter(self.adapter, folder, base_model=self.base, dropout=self.dropout)
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> None:  # noqa: ARG002
-        """See `Copy.offer`; an adapter is small, and always published to the folder."""
-        self.publish(folder)
+        """See `Snapshot.offer`; an adapter is small, and always written to the folder."""
+        self.write(folder)
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
-        """See `Copy.export`; the model with the adapter merged into it, and the adapter itself in `adapter` inside."""
+        """See `Snapshot.export`; the model with the adapter merged into it, and the adapter itself in `adapter` inside."""
 
         def add_adapter(part: Path) -> None:
-            self.publish(part / "adapter")
+            self.write(part / "adapter")
 
         export_folder(
             self.merged_state(), folder, model_folder=check_model_folder(self.base), tokenizer_folder=tokenizer_folder, dtype=self.dtype,
@@ -151,22 +137,3 @@ class AdapterCopy:
         for layer, (a, b) in self.adapter.pairs.items():
             state[f"{layer}.weight"].addmm_(b, a, alpha=self.adapter.scaling)
         return as_dtype(published_names(self.model, state), self.dtype)
-
-
-class AdapterOfModel:
-    """The adapter in one slot of a bank over a whole, frozen model."""
-
-    def __init__(self, bank: AdapterBank, slot: int, *, model: PreTrainedModel, base: str, dropout: float) -> None:
-        self._bank = bank
-        self._slot = slot
-        self._model = model
-        self._base = base
-        self._dropout = dropout
-
-    def rounded(self, dtype: Dtype) -> AbstractContextManager[None]:  # noqa: ARG002
-        """See `Product.rounded`; an adapter is published as it is."""
-        return nullcontext()
-
-    def copy(self, dtype: Dtype, *, keep: bool) -> AdapterCopy:  # noqa: ARG002
-        """See `Product.copy`; small enough to be kept by all."""
-        return AdapterCopy(self._bank.adapter(self._slot), self._model, self._base, self._dropout, dtype)

@@ -1,4 +1,4 @@
-"""One rank's step: the same numbers on one process, on two with DDP and on two with FSDP2, and as an independent computation gives."""
+"""A whole model's step: the same numbers on one process, on two with DDP and on two with FSDP2, and as an independent computation gives."""
 
 import math
 from dataclasses import replace
@@ -9,16 +9,18 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
+from offbeat.algorithms.adam import AdamParams, learning_rate
+from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.config.train import OptimizerConfig, TrainConfig
-from offbeat.data.batch import TokenBatch
+from offbeat.config.train import OptimizerConfig
+from offbeat.data.batch import Batch
+from offbeat.errors import ConfigError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.model.tensors import named_bytes
-from offbeat.trainer.engine import TrainEngine
-from offbeat.trainer.optim import learning_rate
+from offbeat.trainer.messages import Folder, OptimStep, WriteRequest
 from ranks import run_alone, run_ranks
-from train_samples import OPTIMIZER, build_engine, build_model, make_batch, share, temporary_model, train
+from train_samples import OPTIMIZER, build_model, build_trainer, imitated, make_batch, share, take_step, temporary_model, train
 
 # name -> groups, samples per group, tokens per micro-batch. On two ranks one sequence leaves one of them empty.
 CASES = {"many": (3, 4, 64), "small_budget": (3, 4, 14), "three_sequences": (3, 1, 64), "one_sequence": (1, 1, 64)}
@@ -27,6 +29,12 @@ CASES = {"many": (3, 4, 64), "small_budget": (3, 4, 14), "three_sequences": (3, 
 def batches_of(case):
     num_groups, group_size, _ = CASES[case]
     return [make_batch(num_groups, group_size, seed=seed) for seed in range(3)]
+
+
+def fingerprint_of(trainer, dtype="float32"):
+    """That of the published weights on rank 0, else ""."""
+    snapshot = trainer.snapshot(dtype)
+    return snapshot.fingerprint() if trainer.groups.rank == 0 else ""
 
 
 def _compare(groups, strategies):
@@ -38,41 +46,38 @@ def _compare_one(groups, strategy):
     with temporary_model() as folder:
         result = {}
         for case, (_, _, max_tokens) in CASES.items():
-            engine = build_engine(groups, folder, strategy=strategy)
-            result[case] = train(engine, batches_of(case), max_tokens=max_tokens)
+            trainer = build_trainer(groups, folder, strategy=strategy)
+            result[case] = train(trainer, batches_of(case), max_tokens=max_tokens)
         batch = make_batch(2, 3, seed=9)
-        minibatched = build_engine(groups, folder, strategy=strategy)
+        minibatched = build_trainer(groups, folder, strategy=strategy)
         parts = [share(batch.select(half), rank=groups.rank, world=groups.world) for half in (np.arange(3), np.arange(3, 6))]
-        mine = TokenBatch(**{
-            name: np.concatenate([getattr(part, name) for part, _ in parts])
-            for name in ("tokens", "loss_mask", "rollout_logprobs", "advantages", "loss_weights", "group_ids", "prefix_lens")},
-            offsets=np.concatenate([parts[0][0].offsets, parts[1][0].offsets[1:] + parts[0][0].num_tokens]))
+        mine = Batch.concatenate([part for part, _ in parts])
         shifted = [parts[0][1], [indices + len(parts[0][0]) for indices in parts[1][1]]]
-        result["minibatches"] = minibatched.train_step(mine, shifted).metrics
-        result["canary"] = engine.canary([3, 4, 5, 6, 7])
+        result["minibatches"] = take_step(minibatched, mine, shifted)
+        result["canary"] = trainer.canary([3, 4, 5, 6, 7])
         # After scoring, a step must still see the updated weights.
-        result["after_canary"] = train(engine, [make_batch(2, 2)])
-        result["fingerprint"] = engine.fingerprint("float32")
-        state = engine.copy().state
+        result["after_canary"] = train(trainer, [make_batch(2, 2)])
+        result["fingerprint"] = fingerprint_of(trainer)
+        state = trainer.snapshot("float32").state
         result["norm"] = sum(tensor.double().pow(2).sum().item() for tensor in state.values())
         result["names"] = list(state)
         if groups.world > 1:
-            result["poisoned"] = _poison(groups, build_engine(groups, folder, strategy=strategy))
+            result["poisoned"] = _poison(groups, build_trainer(groups, folder, strategy=strategy))
         return result
 
 
-def _poison(groups, engine):
+def _poison(groups, trainer):
     """A loss that is not finite, on rank 1 only."""
     part, micros = share(make_batch(2, 2), rank=groups.rank, world=groups.world)
-    before = engine.canary([3, 4, 5])
+    before = trainer.canary([3, 4, 5])
     if groups.rank == 1:
-        part.loss_weights[np.flatnonzero(part.loss_mask)[0]] = np.nan
-    skipped = engine.train_step(part, [micros]).metrics["train/skipped_steps"]
-    unchanged = engine.canary([3, 4, 5]) == before
-    loss = train(engine, [make_batch(2, 2)])[0][0]
+        part.columns["loss_weights"][0] = np.nan
+    skipped = take_step(trainer, part, [micros])["train/skipped_steps"]
+    unchanged = trainer.canary([3, 4, 5]) == before
+    loss = train(trainer, [make_batch(2, 2)])[0][0]
     return {
         "skipped": skipped, "unchanged": unchanged, "next_is_finite": math.isfinite(loss),
-        "next_changes": engine.canary([3, 4, 5]) != before, "step": engine.step}
+        "next_changes": trainer.canary([3, 4, 5]) != before, "step": trainer.step}
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +123,15 @@ def _one_sequence_at_a_time(folder, batches, config):
         for low, high in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
             tokens = torch.from_numpy(batch.tokens[low:high].astype(np.int64))
             logprobs = log_softmax(model(tokens[None], use_cache=False).logits[0, :-1].double(), dim=-1)
-            for t in range(1, len(tokens)):
-                if batch.loss_mask[low + t]:
-                    current = logprobs[t - 1, tokens[t]]
-                    weight = math.exp(current.item() - batch.rollout_logprobs[low + t])
-                    weight = weight if weight <= config.behave_cap else 0.0
-                    # With one update per batch the ratio to the proximal policy is 1 and never clipped.
-                    ratio = torch.exp(current - current.detach())
-                    total = total - ratio * float(batch.advantages[low + t]) * weight * float(batch.loss_weights[low + t])
+            for m in np.flatnonzero((batch.positions >= low) & (batch.positions < high)):
+                rollout, advantage, loss_weight = (
+                    float(batch.columns[name][m]) for name in ("rollout_logprobs", "advantages", "loss_weights"))
+                current = logprobs[batch.positions[m] - low, batch.targets[m]]
+                weight = math.exp(current.item() - rollout)
+                weight = weight if weight <= config.behave_cap else 0.0
+                # With one update per batch the ratio to the proximal policy is 1 and never clipped.
+                ratio = torch.exp(current - current.detach())
+                total = total - ratio * advantage * weight * loss_weight
         optimizer.zero_grad()
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
@@ -140,8 +146,9 @@ def test_steps_equal_an_independent_computation(alone, tmp_path):
     config = AlgorithmConfig(behave_cap=1.3)
     folder = build_model(tmp_path / "model")
     batches = batches_of("many")
-    engine_results = run_alone(lambda groups, _: train(build_engine(groups, folder, algorithm=config), batches))
-    np.testing.assert_allclose(engine_results, _one_sequence_at_a_time(folder, batches, config), rtol=2e-5, atol=1e-5)
+    capped = [replace(batch, losses=(policy_loss(config),)) for batch in batches]
+    results = run_alone(lambda groups, _: train(build_trainer(groups, folder), capped))
+    np.testing.assert_allclose(results, _one_sequence_at_a_time(folder, batches, config), rtol=2e-5, atol=1e-5)
     np.testing.assert_allclose(alone["many"], _one_sequence_at_a_time(folder, batches, AlgorithmConfig()), rtol=2e-5, atol=1e-5)
 
 
@@ -150,11 +157,11 @@ def test_sharing_prefixes_and_smaller_microbatches_change_nothing(tmp_path):
     batches = batches_of("many")
 
     def check(groups, _):
-        expected = train(build_engine(groups, folder), batches, max_tokens=1000)
+        expected = train(build_trainer(groups, folder), batches, max_tokens=1000)
         for max_tokens, share_prefix in ((1000, False), (30, True), (13, True), (13, False)):
-            engine = build_engine(groups, folder, share_prefix=share_prefix)
+            trainer = build_trainer(groups, folder, share_prefix=share_prefix)
             np.testing.assert_allclose(
-                train(engine, batches, max_tokens=max_tokens, share_prefix=share_prefix), expected, rtol=1e-5, atol=1e-5)
+                train(trainer, batches, max_tokens=max_tokens, share_prefix=share_prefix), expected, rtol=1e-5, atol=1e-5)
 
     run_alone(check)
 
@@ -164,27 +171,28 @@ def test_checkpointed_activations_change_nothing_and_bfloat16_little(tmp_path):
     batches = batches_of("many")
 
     def check(groups, _):
-        expected = train(build_engine(groups, folder), batches)
+        expected = train(build_trainer(groups, folder), batches)
         for strategy in ("ddp", "fsdp"):
             np.testing.assert_allclose(
-                train(build_engine(groups, folder, gradient_checkpointing=True, strategy=strategy), batches), expected, rtol=1e-6)
+                train(build_trainer(groups, folder, gradient_checkpointing=True, strategy=strategy), batches), expected, rtol=1e-6)
             np.testing.assert_allclose(
-                train(build_engine(groups, folder, autocast=True, strategy=strategy), batches), expected, rtol=2e-2, atol=2e-3)
+                train(build_trainer(groups, folder, autocast=True, strategy=strategy), batches), expected, rtol=2e-2, atol=2e-3)
 
     run_alone(check)
 
 
 def test_supervised_steps_lower_the_cross_entropy(tmp_path):
     folder = build_model(tmp_path / "model")
-    batch = make_batch(4, 2)
+    batch = imitated(make_batch(4, 2))
 
     def check(groups, _):
-        engine = build_engine(groups, folder, objective_name="sft", optimizer=OptimizerConfig(lr=1e-2))
-        losses = [loss for loss, _ in train(engine, [batch] * 12)]
+        trainer = build_trainer(groups, folder)
+        losses = [loss for loss, _ in train(trainer, [batch] * 12, optimizer=OptimizerConfig(lr=1e-2))]
+        scores = trainer.forward(batch)
         part, micros = share(batch, rank=0, world=1)
-        scores = engine.logprobs(part, micros)
-        metrics = engine.train_step(part, [micros]).metrics
-        assert metrics["train/loss"] == pytest.approx(-(scores * part.loss_weights).sum(), abs=1e-6)
+        metrics = take_step(trainer, part, [micros])
+        assert metrics["train/loss"] == pytest.approx(-(scores.logprobs * batch.columns["loss_weights"]).sum(), abs=1e-6)
+        assert metrics["train/loss"] == pytest.approx(scores.losses.sum(), abs=1e-6)
         assert not [name for name in metrics if name.startswith("policy/")]
         return losses
 
@@ -198,20 +206,33 @@ def test_logprobs_are_those_of_each_sequence_alone_at_the_sampling_temperature(t
     batch = make_batch(3, 2)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
-    def check(groups, _):
-        engine = build_engine(groups, folder)
-        engine._temperature = 0.7
-        return engine.logprobs(batch, [np.array([4, 0, 1]), np.array([], np.int64), np.array([5, 2, 3])])
-
-    scores = run_alone(check)
+    scores = run_alone(lambda groups, _: build_trainer(groups, folder, temperature=0.7, max_tokens_per_microbatch=14).forward(batch))
     for i in range(len(batch)):
-        tokens = torch.from_numpy(batch.select([i]).tokens.astype(np.int64))
+        one = batch.select([i])
         with torch.no_grad():
-            expected = log_softmax(model(tokens[None]).logits[0, :-1] / 0.7, dim=-1).gather(1, tokens[1:, None])[:, 0].numpy()
-        mine = scores[batch.offsets[i]:batch.offsets[i + 1]]
-        mask = batch.select([i]).loss_mask
-        np.testing.assert_allclose(mine[mask], expected[mask[1:]], atol=1e-5)
-        assert not mine[~mask].any()
+            rows = log_softmax(model(torch.from_numpy(one.tokens.astype(np.int64))[None]).logits[0] / 0.7, dim=-1).numpy()
+        mine = scores.logprobs[batch.target_offsets[i] : batch.target_offsets[i + 1]]
+        np.testing.assert_allclose(mine, rows[one.positions, one.targets], atol=1e-5)
+
+
+def test_gradients_of_several_passes_make_one_step(tmp_path):
+    folder = build_model(tmp_path / "model")
+    batch = make_batch(3, 2)
+    params = AdamParams(lr=3e-3, clip_norm=0.5)
+
+    def check(groups, _):
+        at_once, apart = build_trainer(groups, folder), build_trainer(groups, folder)
+        at_once.forward_backward(batch)
+        for indices in ([0, 3], [5, 1, 2, 4]):
+            apart.forward_backward(batch.select(indices))
+        expected, got = (trainer.optim_step(OptimStep({"": params})) for trainer in (at_once, apart))
+        assert got.grad_norms[""] == pytest.approx(expected.grad_norms[""], rel=1e-5) and got.steps == {"": 1}
+        assert at_once.canary([5, 6, 7]) == pytest.approx(apart.canary([5, 6, 7]), abs=1e-5)
+        assert apart.optim_step(OptimStep({"": params})).grad_norms == {"": 0.0}
+        with pytest.raises(ConfigError, match="there is no adapter 'alice' here; a whole model is trained"):
+            apart.optim_step(OptimStep({"alice": params}))
+
+    run_alone(check)
 
 
 def test_metrics_of_the_policy_compare_logprobs_before_the_update_with_the_rollouts(tmp_path):
@@ -219,13 +240,12 @@ def test_metrics_of_the_policy_compare_logprobs_before_the_update_with_the_rollo
     batch = make_batch(3, 2)
 
     def check(groups, _):
-        engine = build_engine(groups, folder)
-        scores = engine.logprobs(batch, [np.arange(6)])
-        metrics = engine.train_step(batch, [[np.arange(3), np.arange(3, 6)]]).metrics
-        gaps = np.abs(scores - batch.rollout_logprobs)[batch.loss_mask]
+        trainer = build_trainer(groups, folder)
+        gaps = np.abs(trainer.forward(batch).logprobs - batch.columns["rollout_logprobs"])
+        metrics = take_step(trainer, batch, [[np.arange(3), np.arange(3, 6)]])
         assert metrics["policy/logprob_gap_mean"] == pytest.approx(gaps.mean(), abs=1e-5)
         assert metrics["policy/logprob_gap_max"] == pytest.approx(gaps.max(), abs=1e-5)
-        assert metrics["train/tokens"] == batch.loss_mask.sum()
+        assert metrics["train/tokens"] == batch.num_targets
         assert metrics["policy/ratio_mean"] == 1.0
         assert 0 < metrics["train/entropy"] <= math.log(23)
 
@@ -236,12 +256,12 @@ def test_a_minibatch_has_a_gradient_as_large_as_the_batch(tmp_path):
     folder = build_model(tmp_path / "model")
     once = make_batch(3, 2)
     twice = once.select([*range(6), *range(6)])
-    twice = replace(twice, loss_weights=twice.loss_weights / 2)
+    twice = twice.with_columns(loss_weights=twice.columns["loss_weights"] / 2)
     still = OptimizerConfig(lr=1e-12)
 
     def check(groups, _):
-        one = build_engine(groups, folder, optimizer=still).train_step(once, [[np.arange(6)]]).metrics
-        two = build_engine(groups, folder, optimizer=still).train_step(twice, [[np.arange(6)], [np.arange(6, 12)]]).metrics
+        one = take_step(build_trainer(groups, folder), once, [[np.arange(6)]], optimizer=still)
+        two = take_step(build_trainer(groups, folder), twice, [[np.arange(6)], [np.arange(6, 12)]], optimizer=still)
         assert two["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-5)
         assert two["train/loss"] == pytest.approx(one["train/loss"], rel=1e-5)
 
@@ -253,11 +273,11 @@ def test_later_minibatches_see_a_ratio_to_the_weights_before_the_first(tmp_path)
     batch = make_batch(3, 2)
 
     def check(groups, _):
-        engine = build_engine(groups, folder, optimizer=OptimizerConfig(lr=1e-2))
-        metrics = engine.train_step(batch, [[np.arange(3)], [np.arange(3, 6)]]).metrics
+        trainer = build_trainer(groups, folder)
+        metrics = take_step(trainer, batch, [[np.arange(3)], [np.arange(3, 6)]], optimizer=OptimizerConfig(lr=1e-2))
         assert metrics["policy/ratio_mean"] != 1.0
         assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=0.5)
-        assert engine.step == 1
+        assert trainer.step == 1
 
     run_alone(check)
 
@@ -273,29 +293,29 @@ def test_a_batch_that_trains_on_nothing_leaves_the_weights_alone(tmp_path):
     folder = build_model(tmp_path / "model")
 
     def check(groups, _):
-        engine = build_engine(groups, folder)
-        train(engine, [make_batch(2, 2)])
-        before = engine.fingerprint("float32")
+        trainer = build_trainer(groups, folder)
+        train(trainer, [make_batch(2, 2)])
+        before = fingerprint_of(trainer)
         empty = make_batch(2, 2).select([])
-        metrics = engine.train_step(empty, [[np.array([], np.int64)]]).metrics
+        metrics = take_step(trainer, empty, [[np.array([], np.int64)]])
         assert metrics["train/skipped_steps"] == 1.0
         assert metrics["train/loss"] == 0.0
-        assert engine.fingerprint("float32") == before
+        assert fingerprint_of(trainer) == before
 
     run_alone(check)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_finds_the_fingerprint_and_the_canary_of_what_was_published(dtype, tmp_path):
+def test_an_trainer_finds_the_fingerprint_and_the_canary_of_what_was_published(dtype, tmp_path):
     folder = build_model(tmp_path / "model")
 
     def check(groups, _):
-        engine = build_engine(groups, folder)
-        before = engine.fingerprint(dtype)
-        train(engine, batches_of("many"))
-        published = engine.publish(tmp_path / "v1", dtype=dtype)
-        assert published == engine.fingerprint(dtype) != before
-        return published, engine.canary([5, 6, 7, 8], dtype=dtype)
+        trainer = build_trainer(groups, folder)
+        before = fingerprint_of(trainer, dtype)
+        train(trainer, batches_of("many"))
+        written = trainer.write_weights(WriteRequest(str(tmp_path / "v1"), dtype, (5, 6, 7, 8)))
+        assert written.fingerprint == fingerprint_of(trainer, dtype) != before
+        return written.fingerprint, written.canary_logprobs
 
     published, canary = run_alone(check)
     model = load_causal_lm(str(tmp_path / "v1"), dtype=dtype)
@@ -310,10 +330,10 @@ def test_training_does_not_change_what_was_copied_out(tmp_path):
     folder = build_model(tmp_path / "model")
 
     def check(groups, _):
-        engine = build_engine(groups, folder)
-        state = engine.copy().state
+        trainer = build_trainer(groups, folder)
+        state = trainer.snapshot("float32").state
         copies = {name: tensor.clone() for name, tensor in state.items()}
-        train(engine, batches_of("many"))
+        train(trainer, batches_of("many"))
         assert all(torch.equal(state[name], copies[name]) for name in state)
         assert "lm_head.weight" not in state
 
@@ -321,42 +341,43 @@ def test_training_does_not_change_what_was_copied_out(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_objective_set_after_scoring_trains_all_parameters_and_can_be_saved(strategy, tmp_path):
+def test_an_optimizer_made_after_scoring_trains_all_parameters_and_can_be_saved(strategy, tmp_path):
     def check(groups, _argument):
-        engine = build_engine(groups, build_model(tmp_path / "model"), strategy=strategy, objective_name="sft")
-        engine.canary([3, 4, 5, 6])
-        engine.set_objective("ppo", algorithm=AlgorithmConfig(), optimizer=OPTIMIZER, total_steps=5)
-        before = engine.copy().state
-        train(engine, [make_batch(2, 4)])
-        assert engine.step == 1
-        assert all(not torch.equal(tensor, before[name]) for name, tensor in engine.copy().state.items())
-        engine.save(tmp_path / "checkpoint")
+        trainer = build_trainer(groups, build_model(tmp_path / "model"), strategy=strategy)
+        trainer.canary([3, 4, 5, 6])
+        train(trainer, [imitated(make_batch(2, 4))])
+        trainer.restart_optimizer()
+        assert trainer.step == 0
+        before = trainer.snapshot("float32").state
+        train(trainer, [make_batch(2, 4)])
+        assert trainer.step == 1
+        assert all(not torch.equal(tensor, before[name]) for name, tensor in trainer.snapshot("float32").state.items())
+        trainer.save(Folder(str(tmp_path / "checkpoint")))
 
     run_alone(check)
 
 
 def test_supervised_losses_do_not_know_the_sampling_temperature(tmp_path):
     folder = build_model(tmp_path / "model")
-    batch = make_batch(4, 2)
+    batch = imitated(make_batch(4, 2))
 
     def losses(groups, temperature):
-        engine = TrainEngine.build(
-            folder, config=TrainConfig(), algorithm=AlgorithmConfig(), optimizer=OPTIMIZER, total_steps=10, groups=groups,
-            objective_name="sft", temperature=temperature)
-        return train(engine, [batch])[0]
+        return train(build_trainer(groups, folder, temperature=temperature), [batch])[0]
 
     assert run_alone(losses, argument=0.5) == run_alone(losses, argument=1.0)
 
 
-def test_a_resumed_engine_obeys_its_present_settings(tmp_path):
+def test_a_resumed_trainer_obeys_its_present_settings(tmp_path):
     folder = build_model(tmp_path / "model")
+    present = OptimizerConfig(lr=1e-3, weight_decay=0.5, beta2=0.5)
 
     def check(groups, _):
-        engine = build_engine(groups, folder)
-        train(engine, [make_batch(2, 2)])
-        engine.save(tmp_path / "checkpoint")
-        resumed = build_engine(groups, folder, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.5, beta2=0.5))
-        resumed.load(tmp_path / "checkpoint")
-        return [(group["weight_decay"], group["betas"]) for group in resumed._optimizer.param_groups], resumed.step
+        trainer = build_trainer(groups, folder)
+        train(trainer, [make_batch(2, 2)])
+        trainer.save(Folder(str(tmp_path / "checkpoint")))
+        resumed = build_trainer(groups, folder)
+        assert resumed.load(Folder(str(tmp_path / "checkpoint"))).step == resumed.step == 1
+        train(resumed, [make_batch(2, 2)], optimizer=present)
+        return [(group["lr"], group["weight_decay"], group["betas"]) for group in resumed._optimizer.param_groups]
 
-    assert run_alone(check) == ([(0.5, (0.9, 0.5)), (0.0, (0.9, 0.5))], 1)
+    assert run_alone(check) == [(1e-3, 0.5, (0.9, 0.5)), (1e-3, 0.0, (0.9, 0.5))]

@@ -9,13 +9,13 @@ import pytest
 from offbeat.aio import SideThread
 from offbeat.algorithms.experience import make_batch
 from offbeat.cluster.assemble import make_launcher
-from offbeat.cluster.messages import Objective
-from offbeat.cluster.rank_engine import RankEngine
+from offbeat.cluster.ranks import WorkerRanks
 from offbeat.cluster.shards import Sharder
-from offbeat.cluster.spmd_trainers import HeadsLoad, OneRankLoads, RankTrainers, _pad
-from offbeat.cluster.train_group import TrainGroup
+from offbeat.cluster.spmd_ranks import HeadsLoad, OneRankLoads, OwnRank, _pad
+from offbeat.cluster.train_worker import build_trainer
+from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
-from offbeat.data.batch import TokenBatch
+from offbeat.data.batch import Batch
 from offbeat.data.trajectory import Group, Trajectory
 from ranks import run_alone, run_ranks
 from small_run import small_config
@@ -41,7 +41,7 @@ def groups_of(count: int, *, seed: int) -> list[Group]:
     return groups
 
 
-def batch_of(groups: list[Group], config: Config) -> TokenBatch:
+def batch_of(groups: list[Group], config: Config) -> Batch:
     return make_batch(groups, config=config.algorithm, max_new_tokens=16)
 
 
@@ -60,12 +60,12 @@ def on_a_rank(groups, argument):
     rank, world = groups.rank, groups.world
 
     async def steps(kind: type) -> list[dict[str, float]]:
-        engine = RankEngine.build(config.model.path, config, groups)
+        trainer = build_trainer(config.model.path, config, groups)
         one_loads = kind is OneRankLoads
         sharder = Sharder.of(config, model=config.model.path, num_ranks=world if one_loads else 1)
         thread = SideThread("rank")
-        trainers = RankTrainers(engine, kind(groups.sync, sharder), config, thread, on_span=lambda *_: None)
-        await trainers.set_objective(Objective("ppo", 10))
+        trainers = Trainers(OwnRank(trainer, kind(groups.sync, sharder), thread), config)
+        await trainers.restart_optimizer(config.train.optimizer, total_steps=10)
         stats = []
         for seed in range(2):
             drawn = groups_of(num_groups, seed=seed)
@@ -80,9 +80,8 @@ def on_a_rank(groups, argument):
 
 async def with_workers(config: Config, num_groups: int, folder: Path) -> list[list[float]]:
     async with make_launcher(config) as launcher:
-        group = await TrainGroup.start(
-            launcher, config, model=config.model.path, build=None, log_dir=folder, on_span=lambda *_: None)
-        await group.set_objective(Objective("ppo", 10))
+        group = Trainers(await WorkerRanks.start(launcher, config, model=config.model.path, build=None, log_dir=folder), config)
+        await group.restart_optimizer(config.train.optimizer, total_steps=10)
         stats = [await group.train_step(batch_of(groups_of(num_groups, seed=seed), config)) for seed in range(2)]
         return figures([*stats, await group.train_step(batch_of([], config))])
 

@@ -1,0 +1,297 @@
+"""The trainer of adapters over one frozen model: each trains at its own pace, and any of them together in one pass.
+
+A run with `model.lora` has a single one, whose name is "". A service adds and removes as many as it likes: gradients add up in their
+adapters until `optim_step`, and what an adapter that is not named has, weights, moments and step count, keeps every bit.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.algorithms.objectives import OBJECTIVES
+from offbeat.checkpoint import shards
+from offbeat.checkpoint.adapters import AdapterState, read_adapter_state, write_adapter_state
+from offbeat.config.root import Config
+from offbeat.data.batch import Batch
+from offbeat.data.packing import PackedRow, plan_microbatches
+from offbeat.dist.mesh import ProcessGroups
+from offbeat.dist.platform import current_platform
+from offbeat.errors import ConfigError, ModelError, StorageError, UserError
+from offbeat.model.logprobs import dummy_row, packs_rows
+from offbeat.model.lora import AdapterBank
+from offbeat.model.peft_io import Adapter, read_adapter
+from offbeat.pulse import progress
+from offbeat.trainer.messages import Canary, CanaryScores, Dtype, Folder, Loaded, Names, NewAdapter
+from offbeat.trainer.optim import RowAdam
+from offbeat.trainer.policy import canary_logprobs, load_policy, row_of
+from offbeat.trainer.snapshots import AdapterSnapshot
+from offbeat.trainer.trainer import WHOLE, Trainer
+from offbeat.weights.adapters import check_adapter
+
+T = TypeVar("T")
+
+
+class BankTrainer(Trainer):
+    """A frozen model, a bank of named adapters, and an optimizer for each."""
+
+    def __init__(self, model: PreTrainedModel, *, base: str, config: Config, groups: ProcessGroups) -> None:
+        """`base` names the model in the folders of its adapters."""
+        lora = config.model.lora
+        super().__init__(model.to(current_platform.device), config, groups)  # pyright: ignore[reportArgumentType]
+        self._model = model
+        self._bank = AdapterBank(model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout, seed=(config.run.seed, groups.rank))
+        self._adam = RowAdam(self._bank.weights.detach())
+        self._base = base
+        self._slots: dict[str, int] = {}
+        self._norms: dict[str, float] = {}
+
+    @classmethod
+    def build(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
+        """Load the model, for a run that trains one adapter.
+
+        Args:
+            folder: Hugging Face folder or hub id, the same on all ranks.
+
+        Raises:
+            ModelError: no such model, or a target matches none of its layers.
+        """
+        progress("load_model")
+        lora = config.model.lora
+        trainer = cls(load_policy(folder, config=config.train, dtype=config.model.dtype), base=folder, config=config, groups=groups)
+        trainer._enter(WHOLE, trainer._bank.add(rank=lora.rank, scaling=lora.alpha / lora.rank, seed=config.run.seed))
+        return trainer
+
+    @classmethod
+    def build_empty(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
+        """Load the model, for adapters that come and go.
+
+        Args:
+            config: `model.lora.rank` is the largest of an adapter here; targets are those of all, alpha is each one's own.
+
+        Raises:
+            ConfigError: model.lora.rank is 0, or model.lora.dropout is not.
+            ModelError: no such model, it cannot pack its rows, or it has none of the targets.
+        """
+        lora = config.model.lora
+        if not lora.rank:
+            raise ConfigError("model.lora.rank must be at least 1 to train adapters, got 0; give the largest rank of any of them")
+        if lora.dropout:
+            raise ConfigError(
+                f"model.lora.dropout must be 0 to train many adapters, got {lora.dropout}; what one drops would depend on the others")
+        model = load_policy(folder, config=config.train, dtype=config.model.dtype)
+        if not packs_rows(model):
+            raise ModelError(f"{type(model).__name__} cannot pack its rows, which many adapters in one pass need; train one at a time")
+        return cls(model, base=folder, config=config, groups=groups)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the adapters that are here."""
+        return tuple(self._slots)
+
+    # -- adapters ----------------------------------------------------------------------------------------------------------------------
+
+    def add(self, request: NewAdapter) -> None:
+        """Make an adapter that changes nothing yet; or from a PEFT folder, with a fresh optimizer, which is collective.
+
+        Raises:
+            ConfigError: the name is taken, or cannot be one.
+            ModelError: the rank exceeds the bank's, there are no layers of these kinds, or the folder is no adapter that fits here.
+            StorageError: another rank cannot read the folder.
+        """
+        self._check_new(request.name)
+        if not request.folder:
+            scaling = request.alpha / request.rank if request.rank else 0.0
+            self._enter(
+                request.name, self._bank.add(rank=request.rank, scaling=scaling, seed=request.seed, kinds=request.modules))
+            return
+
+        def read() -> Adapter:
+            adapter = read_adapter(Path(request.folder))
+            self._bank.check(adapter)
+            return adapter
+
+        self._enter(request.name, self._bank.put(self._on_all("load_adapter", read, request.folder)))
+
+    def remove(self, request: Names) -> None:
+        """Forget adapters.
+
+        Raises:
+            ConfigError: there is none of such a name.
+        """
+        self._check(request.names)
+        for name in request.names:
+            slot = self._slots.pop(name)
+            self._bank.remove(slot)
+            self._adam.clear(slot)
+
+    def discard(self, request: Names) -> None:
+        """Drop the gradients that wait for a step, as after a pass that failed on some rank. Raises as `remove`."""
+        self._check(request.names)
+        self._clear(request.names)
+
+    def score_base(self, request: Canary) -> CanaryScores:
+        """Score tokens under the base model alone, at temperature 1; equal on all ranks."""
+        with torch.no_grad():
+            return CanaryScores(canary_logprobs(self._module, request.tokens))
+
+    # -- weights -----------------------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> AdapterSnapshot:
+        """See `Trainer.snapshot`; small enough to be kept by all."""
+        return AdapterSnapshot(self._bank.adapter(self._slot(name)), self._model, self._base, self._run.model.lora.dropout, dtype)
+
+    def restart_optimizer(self, request: None = None) -> None:  # noqa: ARG002
+        """See `Trainer.restart_optimizer`; of all adapters."""
+        self.step = 0
+        for slot in self._slots.values():
+            self._adam.clear(slot)
+
+    def save(self, request: Folder) -> None:
+        """See `Trainer.save`; a run's state on all ranks together, a named adapter from rank 0."""
+        if request.name == WHOLE:
+            shards.save(request.folder, self._run_state(), groups=self.groups)
+            return
+        slot = self._slot(request.name)
+        if self.groups.rank == 0:
+            write_adapter_state(AdapterState(
+                self._steps(request.name), self._bank.adapter(slot), self._bank.unpack(self._adam.exp_avg[slot], slot),
+                self._bank.unpack(self._adam.exp_avg_sq[slot], slot)), request.folder)
+
+    def load(self, request: Folder) -> Loaded:
+        """See `Trainer.load`; a named adapter takes the place of the one of this name if there is one."""
+        if request.name == WHOLE:
+            return self._load_run(request)
+        if request.name not in self._slots:
+            self._check_new(request.name)
+
+        def read() -> tuple[AdapterState, Tensor, Tensor]:
+            state = read_adapter_state(request.folder)
+            self._bank.check(state.weights)
+            return state, self._bank.pack(state.exp_avg), self._bank.pack(state.exp_avg_sq)
+
+        state, exp_avg, exp_avg_sq = self._on_all("restore_adapter", read, request.path)
+        if request.name in self._slots:
+            self.remove(Names((request.name,)))
+        self._enter(request.name, self._bank.put(state.weights))
+        if request.optimizer:
+            self._adam.set(self._slots[request.name], exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=state.step)
+        return Loaded(self._steps(request.name))
+
+    def _run_state(self) -> dict[str, Any]:
+        """Copies, by the names that a module and its optimizer have in a checkpoint."""
+        moments = {"step": self._adam.steps[0], "exp_avg": self._adam.exp_avg, "exp_avg_sq": self._adam.exp_avg_sq}
+        return {
+            "model": {"weights": self._bank.weights.detach().clone(), "num_passes": self._bank.num_passes.clone()},
+            "optimizer": {"state": {"weights": {name: tensor.clone() for name, tensor in moments.items()}}}, "step": self.step}
+
+    def _load_run(self, request: Folder) -> Loaded:
+        state = shards.load(request.folder, self._run_state(), groups=self.groups)
+        model, moments = state["model"], state["optimizer"]["state"]["weights"]
+        with torch.no_grad():
+            self._bank.weights.copy_(model["weights"])
+            self._bank.num_passes.copy_(model["num_passes"])
+        self._adam.set(0, exp_avg=moments["exp_avg"][0], exp_avg_sq=moments["exp_avg_sq"][0], step=moments["step"])
+        self.step = state["step"]
+        return Loaded(self.step)
+
+    # -- see `Trainer` -----------------------------------------------------------------------------------------------------------------
+
+    def _check(self, names: Collection[str]) -> None:
+        for name in names:
+            self._slot(name)
+
+    def _rows(self, batch: Batch, microbatches: Sequence[np.ndarray]) -> list[PackedRow]:
+        slots = self._slots_of(batch)
+        return [row if len(row) else dummy_row() for row in self._packed(_apart(batch, slots), slots, microbatches)]
+
+    def _own_rows(self, batch: Batch) -> list[PackedRow]:
+        slots = self._slots_of(batch)
+        apart = _apart(batch, slots)
+        plan = plan_microbatches(
+            apart, num_ranks=1, max_tokens=self._config.max_tokens_per_microbatch, share_prefix=self._config.share_prefix)
+        return [row for row in self._packed(apart, slots, plan.microbatches[0]) if len(row)]
+
+    def _packed(self, apart: Batch, slots: np.ndarray, microbatches: Sequence[np.ndarray]) -> Iterator[PackedRow]:
+        return (row_of(apart, indices, share_prefix=self._config.share_prefix, families=slots) for indices in microbatches)
+
+    @contextmanager
+    def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> Iterator[None]:  # noqa: ARG002
+        route = self._bank.route(row, self._slots_of(batch)) if len(row.target) else self._bank.route_all(min(self._slots.values()))
+        drops = learn and any(OBJECTIVES[loss.name].drops_inputs for loss in batch.losses)
+        with self._bank.using(route, drops=drops), nullcontext() if learn else torch.no_grad():
+            yield
+
+    @contextmanager
+    def _published(self, name: str, dtype: Dtype) -> Iterator[None]:  # noqa: ARG002
+        with torch.no_grad(), self._bank.using(self._bank.route_all(self._slot(name))):
+            yield
+
+    def _gradient_norms(self, names: Sequence[str]) -> dict[str, float]:
+        slots = [self._slot(name) for name in names]
+        gradients = [self._bank.gradients[slot] for slot in slots]
+        if self.groups.world > 1 and names:
+            summed = torch.stack(gradients)
+            dist.all_reduce(summed, group=self.groups.mesh.get_group("dp"))
+            self._bank.gradients[slots] = summed
+            gradients = list(summed)
+        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).tolist() if names else []
+        self._norms = dict(zip(names, norms, strict=True))
+        return self._norms
+
+    def _step(self, name: str, params: AdamParams) -> None:
+        slot = self._slot(name)
+        self._adam.update(slot, self._bank.gradients[slot], params, norm=self._norms[name])
+
+    def _steps(self, name: str) -> int:
+        return int(self._adam.steps[self._slot(name)])
+
+    def _clear(self, names: Collection[str]) -> None:
+        for name in names:
+            self._bank.gradients[self._slot(name)] = 0.0
+
+    def _slot(self, name: str) -> int:
+        if name not in self._slots:
+            raise ConfigError(f"there is no adapter {name[:120]!r} here, only {', '.join(self._slots) or 'none'}; add it first")
+        return self._slots[name]
+
+    def _slots_of(self, batch: Batch) -> np.ndarray:
+        """[N] int64, the slot of each sequence's adapter."""
+        names = batch.adapters or ((WHOLE,) if len(batch) else ())
+        return np.array([self._slot(name) for name in names], np.int64)[batch.ids("adapter_ids")]
+
+    def _check_new(self, name: str) -> None:
+        if check_adapter(name) in self._slots:
+            raise ConfigError(f"there is an adapter {name!r} already; choose another name, or remove it first")
+
+    def _enter(self, name: str, slot: int) -> None:
+        self._adam.follow(self._bank.weights.detach())
+        self._slots[name] = slot
+
+    def _on_all(self, point: str, read: Callable[[], T], folder: str) -> T:
+        """What `read` gives, once it has given it on every rank, so that no rank goes on alone; collective."""
+        try:
+            result, error = read(), None
+        except UserError as exc:
+            result, error = None, exc
+        num_failed = int(self.groups.sync.sum_scalars(point, {"failed": error is not None})["failed"])
+        if error is not None:
+            raise error
+        if num_failed:
+            raise StorageError(
+                f"{num_failed} of {self.groups.world} ranks could not read {folder}; it must lie on a disk that all ranks see")
+        return result  # pyright: ignore[reportReturnType]
+
+
+def _apart(batch: Batch, slots: np.ndarray) -> Batch:
+    """The batch with groups of one adapter each: what two adapters make of one prompt differs, so that they never share it."""
+    _, group_ids = np.unique(np.stack([batch.group_ids, slots]), axis=1, return_inverse=True)
+    return replace(batch, sequences={**batch.sequences, "group_ids": group_ids.reshape(-1)})

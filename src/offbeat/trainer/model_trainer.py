@@ -1,0 +1,128 @@
+"""The trainer of a whole model, which lies over the ranks as its strategy says."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.checkpoint import shards
+from offbeat.config.root import Config
+from offbeat.data.batch import Batch
+from offbeat.data.model_folder import check_model_folder
+from offbeat.data.packing import PackedRow, plan_microbatches
+from offbeat.dist.mesh import ProcessGroups
+from offbeat.errors import ConfigError
+from offbeat.model.logprobs import dummy_row
+from offbeat.pulse import progress
+from offbeat.trainer.messages import Dtype, Folder, Loaded
+from offbeat.trainer.optim import build_optimizer, set_params
+from offbeat.trainer.policy import load_policy, row_of
+from offbeat.trainer.snapshots import ModelSnapshot
+from offbeat.trainer.state import full_state, rounded
+from offbeat.trainer.strategies import Strategy, choose, whole
+from offbeat.trainer.trainer import WHOLE, Trainer
+
+
+class ModelTrainer(Trainer):
+    """A model and its optimizer. It has one thing to train, whose name is ""."""
+
+    def __init__(self, model: PreTrainedModel, strategy: Strategy, *, folder: str, config: Config, groups: ProcessGroups) -> None:
+        """`strategy` is how `model`, from the folder or hub id `folder`, lies over the ranks."""
+        super().__init__(strategy.forward, config, groups)
+        self._model = model
+        self._model_folder = check_model_folder(folder)
+        self._strategy = strategy
+        self._optimizer = build_optimizer(strategy.model)
+        self._updates = 0
+        self._norm: Tensor = torch.zeros(())
+
+    @classmethod
+    def build(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
+        """Load weights in float32 and lay them over the ranks; collective.
+
+        Args:
+            folder: Hugging Face folder or hub id, the same on all ranks.
+        """
+        progress("load_model")
+        check_model_folder(folder)
+        model = load_policy(folder, config=config.train)
+        return cls(model, choose(config.train.strategy, model, groups=groups), folder=folder, config=config, groups=groups)
+
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> ModelSnapshot:
+        """See `Trainer.snapshot`."""
+        self._check([name])
+        return ModelSnapshot(self._model, self._model_folder, full_state(self._model, dtype=dtype, keep=self.groups.rank == 0), dtype)
+
+    def restart_optimizer(self, request: None = None) -> None:  # noqa: ARG002
+        """See `Trainer.restart_optimizer`."""
+        self._optimizer = build_optimizer(self._strategy.model)
+        self.step = self._updates = 0
+
+    def save(self, request: Folder) -> None:
+        """See `Trainer.save`."""
+        shards.save(request.folder, self._state(), groups=self.groups)
+
+    def load(self, request: Folder) -> Loaded:
+        """See `Trainer.load`."""
+        state = shards.load(request.folder, self._state(), groups=self.groups)
+        set_state_dict(
+            self._strategy.model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.step = state["step"]
+        return Loaded(self.step)
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._strategy.model, self._optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def _check(self, names: Collection[str]) -> None:
+        if others := set(names) - {WHOLE}:
+            raise ConfigError(f"there is no adapter {min(others)[:120]!r} here; a whole model is trained")
+
+    def _rows(self, batch: Batch, microbatches: Sequence[np.ndarray]) -> list[PackedRow]:
+        rows = (row_of(batch, indices, share_prefix=self._config.share_prefix) for indices in microbatches)
+        return [row if len(row) else dummy_row() for row in rows]
+
+    def _own_rows(self, batch: Batch) -> list[PackedRow]:
+        plan = plan_microbatches(
+            batch, num_ranks=1, max_tokens=self._config.max_tokens_per_microbatch, share_prefix=self._config.share_prefix)
+        rows = self._rows(batch, plan.microbatches[0])
+        most = self.groups.sync.max_scalars("forward_rows", {"rows": len(rows)})["rows"]  # each is a collective of FSDP and DDP
+        return rows + [dummy_row()] * (int(most) - len(rows))
+
+    def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> AbstractContextManager:  # noqa: ARG002
+        return self._strategy.accumulate(last=last) if learn else self._strategy.scoring()
+
+    @contextmanager
+    def _published(self, name: str, dtype: Dtype) -> Iterator[None]:  # noqa: ARG002
+        with rounded(self._model, dtype), self._strategy.scoring():
+            yield
+
+    @property
+    def _gradient_scale(self) -> int:
+        """DDP and FSDP average over ranks; the loss weights want a sum."""
+        return self.groups.world
+
+    def _gradient_norms(self, names: Sequence[str]) -> dict[str, float]:
+        self._norm = get_total_norm([p.grad for p in self._strategy.model.parameters() if p.grad is not None])
+        return {name: whole(self._norm).item() for name in names}
+
+    def _step(self, name: str, params: AdamParams) -> None:  # noqa: ARG002
+        if params.clip_norm:
+            clip_grads_with_norm_(self._strategy.model.parameters(), params.clip_norm, self._norm)
+        set_params(self._optimizer, params)
+        self._optimizer.step()
+        self._updates += 1
+
+    def _steps(self, name: str) -> int:  # noqa: ARG002
+        return self._updates
+
+    def _clear(self, names: Collection[str]) -> None:
+        if names:
+            self._optimizer.zero_grad(set_to_none=True)

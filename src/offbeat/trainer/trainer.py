@@ -1,0 +1,300 @@
+"""One rank's trainer: called by the train worker, or in SPMD mode beside the loop itself, with one dataclass for each call.
+
+`ModelTrainer` trains a whole model, `BankTrainer` adapters on a frozen one; what both do in the same way is here. All ranks call the same
+methods with their own share of a batch. Loss weights hold global denominators, so gradients are *summed* over ranks, and any split of a
+batch over ranks and micro-batches gives the same step. A rank never raises between two collectives for what its data did: a loss or
+gradient that is not finite is seen by all ranks, which all leave the update out and report it.
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from offbeat.algorithms.adam import AdamParams
+from offbeat.algorithms.objectives import OBJECTIVES
+from offbeat.config.root import Config
+from offbeat.data.batch import Batch
+from offbeat.data.packing import PackedRow, find_prompts
+from offbeat.dist.mesh import ProcessGroups
+from offbeat.dist.offer import Offer
+from offbeat.dist.platform import current_platform
+from offbeat.model.logprobs import token_logprobs
+from offbeat.pulse import progress
+from offbeat.telemetry.tracker import StatsTracker, reduce
+from offbeat.trainer.heap import Heap
+from offbeat.trainer.messages import (
+    Dtype,
+    ExportRequest,
+    Folder,
+    Loaded,
+    OptimStep,
+    Scores,
+    Stepped,
+    Trained,
+    TrainStep,
+    WriteRequest,
+    Written,
+)
+from offbeat.trainer.policy import autocast, canary_logprobs, score_row
+from offbeat.trainer.snapshots import Snapshot
+from offbeat.trainer.stats import Update, merge
+
+WHOLE = ""
+"""The name of all that a run trains."""
+
+
+class Trainer(ABC):
+    """Weights, their gradients and an optimizer.
+
+    Attributes:
+        step: training steps done since the optimizer was fresh.
+        groups: this rank and its peers.
+    """
+
+    def __init__(self, module: nn.Module, config: Config, groups: ProcessGroups) -> None:
+        """`module` is what a forward pass calls."""
+        self.step = 0
+        self.groups = groups
+        self._module = module
+        self._run = config
+        self._config = config.train
+        self._heap = Heap()
+        self._offer: Offer | None = None
+
+    # -- training ----------------------------------------------------------------------------------------------------------------------
+
+    def train_step(self, request: TrainStep) -> Trained:
+        """Update all that a run trains once per minibatch; collective.
+
+        With one minibatch the proximal policy is the current one and costs nothing; with several, its log-probabilities are computed first.
+        Each of K minibatches holds about 1/K of the loss weights, so its loss is scaled by K.
+        """
+        start_s, busy_before_s = time.time(), current_platform.busy_clock()
+        batch = request.batch
+        plan = [self._rows(batch, microbatches) for microbatches in request.minibatches]
+        with self.groups.sync.region("train_step"):
+            if len(plan) > 1 and any("prox_logprobs" in OBJECTIVES[loss.name].reads for loss in batch.losses):
+                batch = batch.with_columns(prox_logprobs=self._logprobs(batch, [row for rows in plan for row in rows]))
+            updates = [self._update(batch, rows, request.params, scale=len(plan)) for rows in plan]
+        self.step += 1
+        metrics = merge(updates, lr=request.params.lr)
+        return Trained(metrics, start_s, time.time(), current_platform.busy_clock() - busy_before_s)
+
+    def forward(self, batch: Batch) -> Scores:
+        """Score a batch. Raises as `forward_backward`."""
+        return self._pass(batch, learn=False)
+
+    def forward_backward(self, batch: Batch) -> Scores:
+        """Score a batch and add the gradients of its loss to those gathered.
+
+        Args:
+            batch: this rank's share, which may be empty; sequences that begin alike share that part, whatever their group ids say.
+
+        Raises:
+            ConfigError: there is no such adapter.
+            DataError: a sequence is longer than a micro-batch may be. In both cases nothing was computed.
+        """
+        return self._pass(batch, learn=True)
+
+    @torch.no_grad()
+    def optim_step(self, request: OptimStep) -> Stepped:
+        """Update what is named with the gradients of all ranks; collective. Gradients of zero are a step like any other.
+
+        Where the norm of a gradient is not finite, its weights, moments and step count stay as they are; the gradient is gone all the same.
+
+        Raises:
+            ConfigError: there is no such adapter.
+        """
+        names = sorted(request.params)
+        self._check(names)
+        self.groups.sync.arrive("optim_step", keys=names)
+        with self.groups.sync.region("optim_step_gradients") if self.groups.world > 1 and names else nullcontext():
+            norms = self._gradient_norms(names)
+        for name, norm in norms.items():
+            if math.isfinite(norm):
+                self._step(name, request.params[name])
+        self._clear(names)
+        return Stepped(norms, {name: self._steps(name) for name in names})
+
+    # -- weights -----------------------------------------------------------------------------------------------------------------------
+
+    def write_weights(self, request: WriteRequest) -> Written:
+        """Score the canary, and write or offer the weights on rank 0: last, so that no peer waits in a collective for a disk; collective.
+
+        An offer stands until the next weights are written.
+
+        Raises:
+            StorageError: on rank 0, after the last collective: the folder is there already, or could not be written.
+            PortBusyError: on rank 0, after the last collective: nothing can be served on this host.
+        """
+        self._check([request.name])
+        if self._offer is not None:
+            self._offer.close()
+        logprobs = self.canary(request.canary, dtype=request.dtype, name=request.name)
+        with self.groups.sync.region("publish"):
+            snapshot = self.snapshot(request.dtype, name=request.name)
+        if self.groups.rank != 0:
+            return Written("", logprobs)
+        folder, broadcast = Path(request.folder), request.broadcast
+        if broadcast is None:
+            snapshot.write(folder)
+            return Written(snapshot.fingerprint(), logprobs, num_bytes=snapshot.num_bytes)
+        progress("offer_weights")
+        fingerprint = snapshot.fingerprint()
+        self._offer = snapshot.offer(folder, host=broadcast.host, num_receivers=broadcast.num_receivers, timeout_s=broadcast.timeout_s)
+        return Written(fingerprint, logprobs, self._offer.address if self._offer else "", snapshot.num_bytes)
+
+    def export(self, request: ExportRequest) -> None:
+        """Write a Hugging Face folder for others from rank 0, tokenizer included; collective. Raises as `write_weights`.
+
+        An adapter is merged into the model, and also written by itself, as `adapter` in the folder.
+        """
+        with self.groups.sync.region("save_hf"):
+            snapshot = self.snapshot(request.dtype)
+        if self.groups.rank == 0:
+            snapshot.export(Path(request.path), tokenizer_folder=Path(request.tokenizer))
+
+    def canary(self, tokens: Sequence[int], *, dtype: Dtype = "float32", name: str = WHOLE) -> tuple[float, ...]:
+        """Log-probability at temperature 1, without autocast, of each given token but the first; collective, equal on all ranks.
+
+        Args:
+            dtype: under the weights as they are published in this number format.
+        """
+        with self.groups.sync.region("canary"), self._published(name, dtype):
+            return canary_logprobs(self._module, tokens)
+
+    @abstractmethod
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> Snapshot:
+        """What is trained, as it is now, on rank 0; collective."""
+
+    @abstractmethod
+    def restart_optimizer(self, request: None) -> None:
+        """Start over with a fresh optimizer, at training step 0; the weights stay."""
+
+    @abstractmethod
+    def save(self, request: Folder) -> None:
+        """Write what `load` needs to go on exactly from here; gradients that wait for a step are not part of it. Collective.
+
+        Raises:
+            StorageError: it cannot be written; what was there before is intact.
+        """
+
+    @abstractmethod
+    def load(self, request: Folder) -> Loaded:
+        """Go on from what `save` wrote, by however many ranks; collective.
+
+        Raises:
+            StorageError: there is no checkpoint that all ranks can read; nothing is changed.
+            ModelError: an adapter does not fit here.
+        """
+
+    # -- what the two kinds do differently ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _check(self, names: Collection[str]) -> None:
+        """Raise ConfigError for a name that is not here, on all ranks alike and before any of them waits for another."""
+
+    @abstractmethod
+    def _rows(self, batch: Batch, microbatches: Sequence[np.ndarray]) -> list[PackedRow]:
+        """The row of each micro-batch [n] of sequence indices; the dummy row for one that scores nothing."""
+
+    @abstractmethod
+    def _own_rows(self, batch: Batch) -> list[PackedRow]:
+        """The rows of this rank's whole share."""
+
+    @abstractmethod
+    def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> AbstractContextManager:
+        """Surrounds the forward pass of a row, and its backward if it is to `learn`; with the `last` one ranks may share gradients."""
+
+    @abstractmethod
+    def _published(self, name: str, dtype: Dtype) -> AbstractContextManager:
+        """Surrounds forward passes without gradient under the weights as they are published."""
+
+    @abstractmethod
+    def _gradient_norms(self, names: Sequence[str]) -> dict[str, float]:
+        """Norms of the gradients of all ranks, which are summed here at the latest."""
+
+    @abstractmethod
+    def _step(self, name: str, params: AdamParams) -> None:
+        """Update with the gradient whose norm was computed last, scaled down to `clip_norm`."""
+
+    @abstractmethod
+    def _steps(self, name: str) -> int:
+        """Updates done."""
+
+    @abstractmethod
+    def _clear(self, names: Collection[str]) -> None:
+        """Drop gradients."""
+
+    @property
+    def _gradient_scale(self) -> int:
+        """What losses are multiplied by because the reduction over ranks divides by it."""
+        return 1
+
+    # -- passes ------------------------------------------------------------------------------------------------------------------------
+
+    def _pass(self, batch: Batch, *, learn: bool) -> Scores:
+        rows = self._own_rows(batch := find_prompts(batch))
+        logprobs, losses = np.zeros(batch.num_targets, np.float32), np.zeros(len(batch), np.float64)
+        try:
+            for number, row in enumerate(rows):
+                progress("forward")
+                with self._using(batch, row, learn=learn, last=number == len(rows) - 1), torch.set_grad_enabled(learn):
+                    with autocast(self._config):
+                        scored = score_row(self._module, batch, row, temperature=self._temperature(batch))
+                    if learn:
+                        (scored.losses.sum() * self._gradient_scale).backward()
+                logprobs[row.batch_index] = scored.logprobs.detach().cpu().numpy()
+                losses += np.bincount(
+                    batch.target_sequences[row.batch_index], scored.losses.detach().cpu().numpy(), minlength=len(batch))
+        finally:
+            self._heap.settle()
+        return Scores(logprobs, losses.astype(np.float32))
+
+    def _logprobs(self, batch: Batch, rows: Sequence[PackedRow]) -> np.ndarray:
+        """[M] float32 log-probabilities of the targets in some rows, 0 of others."""
+        result = np.zeros(batch.num_targets, np.float32)
+        for row in rows:
+            progress("forward")
+            with self._using(batch, row, learn=False), autocast(self._config):
+                result[row.batch_index] = token_logprobs(self._module, row, temperature=self._temperature(batch)).cpu().numpy()
+        return result
+
+    def _update(self, batch: Batch, rows: Sequence[PackedRow], params: AdamParams, *, scale: int) -> Update:
+        tracker = StatsTracker()
+        for number, row in enumerate(rows):
+            # The last micro-batch reduces gradients over ranks; earlier ones only accumulate.
+            with self._using(batch, row, learn=True, last=number == len(rows) - 1):
+                progress("forward")
+                with autocast(self._config):
+                    scored = score_row(self._module, batch, row, temperature=self._temperature(batch), with_entropy=True)
+                with tracker.scope("train"):
+                    tracker.denominator(tokens=torch.ones_like(scored.losses))
+                    tracker.stat(reduce="sum", loss=scored.losses)
+                    tracker.stat(denominator="tokens", entropy=scored.entropy)
+                tracker.stat(scored.means, denominator="train/tokens")
+                tracker.stat(scored.maxima, reduce="max")
+                progress("backward")
+                (scored.losses.sum() * (scale * self._gradient_scale)).backward()
+        with torch.no_grad():
+            norm = self._gradient_norms([WHOLE])[WHOLE]
+            update = Update(reduce(tracker.take(), self.groups.sync, point="train_stats"), grad_norm=norm)
+            # Every rank has the same numbers here, so all take the same branch.
+            if update.is_sound:
+                progress("optimizer")
+                self._step(WHOLE, params)
+        # Here rather than before the next step: a checkpoint of an optimizer with pending gradients has no state to resume from.
+        self._clear([WHOLE])
+        return update
+
+    def _temperature(self, batch: Batch) -> float:
+        """Of the log-probabilities that the batch's losses want: that of the sampling, or 1."""
+        sampled = any(OBJECTIVES[loss.name].at_temperature for loss in batch.losses)
+        return (self._run.rollout.temperature or 1.0) if sampled else 1.0
