@@ -9,14 +9,14 @@ from offbeat.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class AdamParams:
-    """AdamW (Loshchilov and Hutter 2019, Algorithm 2), with a clip of the gradient's norm before it.
+    """AdamW (Loshchilov and Hutter 2019, Algorithm 2), after clipping the gradient by its norm.
 
     Attributes:
         lr: step size.
         beta1, beta2: decay of the first and the second moment.
         eps: added to the root of the second moment.
-        weight_decay: decoupled; lr * weight_decay of the weights is taken off.
-        clip_norm: the gradient is scaled down to this norm; 0 is off.
+        weight_decay: decoupled; each step subtracts lr * weight_decay times the weights.
+        clip_norm: a gradient of a larger norm is scaled down to it; 0 disables clipping.
     """
 
     lr: float
@@ -36,17 +36,17 @@ class AdamParams:
 
 
 def adam_params(step: int, *, config: OptimizerConfig, total_steps: int) -> AdamParams:
-    """The settings of training step `step`, counted from 0, of a schedule that spans `total_steps`."""
+    """Return the settings of training step `step`, counted from 0, in a schedule of `total_steps`."""
     return AdamParams(
         lr=learning_rate(step, config=config, total_steps=total_steps), beta1=config.beta1, beta2=config.beta2, eps=config.eps,
         weight_decay=config.weight_decay, clip_norm=config.clip_norm)
 
 
 def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> float:
-    """The learning rate of step `step`, counted from 0.
+    """Return the learning rate of step `step`, counted from 0.
 
-    The warm-up rises in equal parts and reaches the peak with its last step; the decay starts at the peak and reaches
-    `min_lr_ratio` times the peak with step `total_steps - 1`, where it stays.
+    The warm-up rises linearly and reaches the peak with its last step; the decay starts at the peak and reaches `min_lr_ratio` times the
+    peak with step `total_steps - 1`, where it stays.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

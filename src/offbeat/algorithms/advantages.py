@@ -1,4 +1,4 @@
-"""How much better a trajectory was than the others of its prompt. Numpy alone: the controller computes it."""
+"""Advantages: how much better a trajectory was than the others of its prompt. Numpy only; computed in the controller."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def group_advantages(rewards: np.ndarray, *, group_ids: np.ndarray, scale_by_std
         raise ValueError(f"rewards must be finite, got {rewards[~np.isfinite(rewards)][0]}")
     _, group, counts = np.unique(group_ids, return_inverse=True, return_counts=True)
     centered = rewards - (np.bincount(group, rewards, minlength=len(counts)) / counts)[group]
-    # The mean of equal numbers may round to another number; what is equal must be exactly 0 to be dropped.
+    # The mean of equal numbers may be rounded to another number; their advantages must be exactly 0 to be dropped.
     lowest, highest = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
     np.minimum.at(lowest, group, rewards)
     np.maximum.at(highest, group, rewards)

@@ -1,7 +1,7 @@
-"""From finished groups to the batch that the trainer sees, and to the numbers that a person sees. Numpy alone; the controller calls it.
+"""Turns finished groups into the batch that the trainer sees, and into the metrics that people see. Numpy only; called by the controller.
 
-Every denominator is put into `loss_weights` here, over the whole batch, so that how sequences are later spread over ranks, micro-batches
-and kept or dropped rows cannot change the loss.
+Every denominator is put into `loss_weights` here, over the whole batch, so the loss does not depend on how sequences are later spread over
+ranks and micro-batches, or on rows that are dropped.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,18 @@ from offbeat.types import PROMPT_VERSION, Version
 
 
 def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> Batch:
-    """Flatten groups, with the advantage of each trajectory on each of its generated tokens.
+    """Flatten groups into a batch; each generated token has the advantage of its trajectory.
 
-    An unusable trajectory (see `Trajectory.unusable`) counts nowhere: not in its group's baseline, and in no denominator.
-    Sequences with nothing to train on, and with `config.drop_zero_advantage` those of advantage 0, are left out but counted in the
-    denominators.
+    An unusable trajectory (see `Trajectory.unusable`) counts neither in its group's baseline nor in a denominator. Sequences without loss
+    tokens, and with `config.drop_zero_advantage` those of advantage 0, are left out but count in the denominators.
 
     Args:
-        groups: rejected ones, being empty, contribute nothing.
+        groups: rejected groups are empty and contribute nothing.
         max_new_tokens: denominator per sequence of `loss_aggregation = "fixed_length"`.
 
     Returns:
-        `group_ids` are positions in `groups`. Where all prompts of a group are equal, `prefix_lens` is their length. With N usable ones of
-        n_i generated tokens, a token of trajectory i weighs 1 / sum(n) (token_mean), 1 / (N n_i) (sequence_mean) or
+        A batch whose `group_ids` are positions in `groups`. If all prompts of a group are equal, `prefix_lens` is their length. With N
+        usable trajectories of n_i generated tokens, a token of trajectory i weighs 1 / sum(n) (token_mean), 1 / (N n_i) (sequence_mean) or
         1 / (N max_new_tokens) (fixed_length).
 
     Raises:
@@ -63,10 +62,10 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
 
 
 def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    """A batch whose loss is the mean negative log-likelihood over all tokens in the loss masks.
+    """Make a batch whose loss is the mean negative log-likelihood over all tokens in the loss masks.
 
     Args:
-        sequences: pairs of tokens [L] int32 and loss_mask [L] bool, as from `sft_sequence`.
+        sequences: pairs of tokens [L] int32 and loss_mask [L] bool, as `sft_sequence` returns them.
 
     Returns:
         A batch of cross-entropy, whose weights average over all of its targets; no prompt is shared.
@@ -79,12 +78,12 @@ def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
 
 
 def split_minibatches(batch: Batch, num_minibatches: int, *, seed: int) -> list[Batch]:
-    """Deal the groups of a batch at random into minibatches, one optimizer step each; a group stays whole.
+    """Deal the groups of a batch at random into minibatches, one for each optimizer step; groups stay whole.
 
-    Weights stay as they are: the losses of the minibatches add up to the loss of the batch. The trainer scales each step by their number.
+    Loss weights do not change: the losses of the minibatches add up to the loss of the batch. The trainer scales each step by their number.
 
     Returns:
-        `num_minibatches` batches, fewer if there are fewer groups; numbers of groups differ by at most 1.
+        `num_minibatches` batches, fewer if there are fewer groups; their numbers of groups differ by at most 1.
     """
     groups = np.unique(batch.group_ids)
     count = max(min(num_minibatches, len(groups)), 1)
@@ -93,10 +92,10 @@ def split_minibatches(batch: Batch, num_minibatches: int, *, seed: int) -> list[
 
 
 def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
-    """What a batch of groups was like, in a form that adds up over the processes that drew one; `batch_metrics` finishes it.
+    """Collect statistics of a batch of groups, which add up over the processes that drew one; `batch_metrics` finishes them.
 
     Args:
-        version: that of the step that trains on it; staleness counts from there to the oldest token of each trajectory.
+        version: version of the step that trains on it; staleness is its distance to the oldest token of each trajectory.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories if t.unusable is None], dtype=np.float64)
@@ -119,10 +118,10 @@ def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
 
 
 def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
-    """The metrics of a batch from `batch_stats` of all who drew a part of it.
+    """Compute the metrics of a batch from the `batch_stats` of all processes that drew a part of it.
 
     Returns:
-        Means and shares are over trajectories, except `zero_advantage_group_share`; those of nothing are left out.
+        Metrics by name. Means and shares are over trajectories, except `zero_advantage_group_share`; those of nothing are left out.
     """
     metrics = combine(parts).values()
     if (mean_square := metrics.pop("reward/mean_square", None)) is not None:
@@ -135,7 +134,7 @@ def _is_flat(group: Group) -> bool:
 
 
 def _token_weights(num_generated: np.ndarray, aggregation: str, max_new_tokens: int) -> tuple[np.ndarray, float]:
-    """[N] float64, the weight of each generated token of each trajectory, and the denominator over all trajectories in it."""
+    """Return [N] float64, the weight of one generated token of each trajectory, and the denominator that the weights contain."""
     num_sequences = len(num_generated)
     match aggregation:
         case "token_mean":
@@ -150,7 +149,7 @@ def _token_weights(num_generated: np.ndarray, aggregation: str, max_new_tokens: 
 
 
 def _shared_prompt_len(trajectories: Sequence[Trajectory]) -> int:
-    """Length of the prompt that all trajectories begin with; 0 if they differ. Loss tokens begin after it."""
+    """Return the length of the prompt with which all trajectories begin; 0 if prompts differ. Loss tokens begin after it."""
     lengths = {t.prompt_len for t in trajectories}
     if len(lengths) != 1:
         return 0

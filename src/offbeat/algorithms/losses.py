@@ -1,6 +1,6 @@
 """Losses per target, by the names of `objectives.OBJECTIVES`. Called by the trainer for each micro-batch.
 
-With lp the trained log-probability, q `rollout_logprobs`, A `advantages`, r = exp(lp - q) and sg what has no gradient:
+With lp the trained log-probability, q `rollout_logprobs`, A `advantages`, r = exp(lp - q), and sg the stop of the gradient:
 
     cross_entropy        -lp
     importance_sampling  -r * A
@@ -11,7 +11,7 @@ With lp the trained log-probability, q `rollout_logprobs`, A `advantages`, r = e
     decoupled_ppo        see `decoupled_ppo`
 
 `target_losses` multiplies them by `loss_weights`, which hold all denominators; none is applied here. In the first six, a target whose
-weight or advantage is 0, or that is outside of gspo's mask, adds exactly 0 to loss and gradient, whatever else it holds.
+weight or advantage is 0, or that is outside gspo's mask, adds exactly 0 to loss and gradient, whatever its other values are.
 
 Source: cispo, arXiv:2506.13585; dro, arXiv:2405.19107; gspo, arXiv:2507.18071 (its token variant); decoupled PPO, arXiv:2505.24298.
 """
@@ -31,7 +31,7 @@ from offbeat.data.batch import Batch, LossSpec
 
 @dataclass(frozen=True, eq=False)
 class TargetLosses:
-    """Losses of M targets, and what to report about them.
+    """Losses of M targets, and values to report.
 
     Attributes:
         losses: [M] float32 with gradient.
@@ -46,13 +46,13 @@ class TargetLosses:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What a formula sees of M targets of one loss.
+    """Inputs of a formula: M targets of one loss.
 
     Attributes:
         logprobs: [M] float32 with gradient.
-        columns: `loss_weights` and those that the loss reads, [M] float32 each; `prox_logprobs` may be missing.
-        constants: of the loss.
-        sequences: [M] int64, rising from 0, the sequence of each target; empty for losses that are not `by_sequence`.
+        columns: `loss_weights` and the columns that the loss reads, [M] float32 each; `prox_logprobs` may be missing.
+        constants: constants of the loss.
+        sequences: [M] int64, ascending from 0, the sequence of each target; empty for losses that are not `by_sequence`.
     """
 
     logprobs: Tensor
@@ -70,26 +70,26 @@ class Targets:
 
     @property
     def prox_logprobs(self) -> Tensor:
-        """Those of this pass where the batch has none."""
+        """[M] float32, those of this pass if the batch has none."""
         prox = self.columns.get("prox_logprobs")
         return self.logprobs.detach() if prox is None else prox
 
 
 def target_losses(logprobs: Tensor, batch: Batch, index: np.ndarray) -> TargetLosses:
-    """The losses of some targets, each by its sequence's own formula, times their loss weights.
+    """Compute the losses of some targets, each by its sequence's own formula, multiplied by loss weights.
 
     Args:
         logprobs: [m] float32 with gradient, of these targets.
-        batch: has what its losses read.
-        index: [m] int64, rising: which of the batch's M targets they are.
+        batch: has the columns that its losses read.
+        index: [m] int64, ascending, indices of these targets among the batch's M.
 
     Returns:
-        [m]; what is to be reported is left out where they have several losses.
+        [m] losses; values to report are left out if the batch has several losses.
     """
     if len(batch.losses) == 1:
         return _one_loss(logprobs, batch, index, batch.losses[0])
     loss_ids = batch.ids("loss_ids")[batch.target_sequences[index]]
-    # The sum of nothing: a row without targets, too, has a backward pass, in which its rank meets the others.
+    # The empty sum gives a row without targets a backward pass, too, in which its rank meets the others.
     losses = torch.zeros_like(logprobs) + logprobs[:0].sum()
     for loss_id in np.unique(loss_ids):
         where = np.flatnonzero(loss_ids == loss_id)
@@ -111,28 +111,28 @@ def _one_loss(logprobs: Tensor, batch: Batch, index: np.ndarray, spec: LossSpec)
 
 
 def cross_entropy(targets: Targets) -> TargetLosses:
-    """Negative log-likelihood."""
+    """Compute the negative log-likelihood."""
     return TargetLosses(-_only(targets.columns["loss_weights"] != 0, targets.logprobs))
 
 
 def importance_sampling(targets: Targets) -> TargetLosses:
-    """The policy gradient, weighted by the ratio to the policy that sampled."""
+    """Compute the policy gradient loss, weighted by the ratio to the policy that sampled."""
     return TargetLosses(-_ratios(targets) * targets.advantages)
 
 
 def ppo(targets: Targets) -> TargetLosses:
-    """PPO-clip, with the ratio to the policy that sampled."""
+    """Compute PPO-clip, with the ratio to the policy that sampled."""
     return _clipped(_ratios(targets), targets.advantages, targets)
 
 
 def cispo(targets: Targets) -> TargetLosses:
-    """The policy gradient, weighted by the clipped ratio as a constant."""
+    """Compute the policy gradient loss, weighted by the clipped ratio as a constant."""
     ratios = _clip(_ratios(targets).detach(), targets)
     return TargetLosses(-ratios * _only(targets.advantages != 0, targets.logprobs) * targets.advantages)
 
 
 def dro(targets: Targets) -> TargetLosses:
-    """The policy gradient with a squared penalty on how far log-probabilities have moved."""
+    """Compute the policy gradient loss with a squared penalty on how far log-probabilities have moved."""
     trained = targets.advantages != 0
     gap = _only(trained, targets.logprobs - targets.rollout_logprobs)
     return TargetLosses(
@@ -140,7 +140,7 @@ def dro(targets: Targets) -> TargetLosses:
 
 
 def gspo(targets: Targets) -> TargetLosses:
-    """PPO-clip with one ratio for a whole sequence, whose gradient each of its targets carries."""
+    """Compute PPO-clip with one ratio for a whole sequence, whose gradient is spread over its targets."""
     mask = targets.columns["ratio_mask"] != 0
     gaps = _only(mask, (targets.logprobs - targets.rollout_logprobs).detach())
     zeros = gaps.new_zeros(int(targets.sequences.max()) + 1 if len(gaps) else 0)
@@ -152,14 +152,14 @@ def gspo(targets: Targets) -> TargetLosses:
 
 
 def decoupled_ppo(targets: Targets) -> TargetLosses:
-    """Decoupled PPO-clip, with an optional bound on targets of negative advantage.
+    """Compute decoupled PPO-clip, with an optional bound on targets of negative advantage.
 
         r = exp(logprobs - prox_logprobs)
         loss = -min(r * A, clip(r) * A), at most dual_clip * |A| where A < 0
         loss *= behaviour weight, a constant
 
     Returns:
-        Losses, and by metric name: `train/clip_fraction` (tokens whose gradient the clip removed), `policy/ratio_mean` (of r),
+        Losses, and metrics by name: `train/clip_fraction` (tokens whose gradient the clip removed), `policy/ratio_mean` (of r),
         `policy/kl_mean` (k3 of rollout to current policy), `policy/behave_masked_fraction` (tokens dropped for their behaviour weight),
         `policy/logprob_gap_mean` and `_max` (|prox_logprobs - rollout_logprobs|).
 
@@ -189,7 +189,7 @@ def decoupled_ppo(targets: Targets) -> TargetLosses:
 
 
 def _ratios(targets: Targets) -> Tensor:
-    """[M] r; 1 where the advantage is 0."""
+    """Return [M] ratios r, 1 where the advantage is 0."""
     gap = _only(targets.advantages != 0, targets.logprobs - targets.rollout_logprobs)
     return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -203,7 +203,7 @@ def _clipped(ratios: Tensor, advantages: Tensor, targets: Targets) -> TargetLoss
 
 
 def _only(condition: Tensor, values: Tensor) -> Tensor:
-    """The values where the condition holds, else 0 with no gradient, even where a value is not finite."""
+    """Return the values where the condition holds, else 0 without gradient, even where a value is not finite."""
     return torch.where(condition, values, 0.0)
 
 

@@ -1,6 +1,6 @@
-"""What every loss reads and which constants it has, in one table; the formulas are in `losses`, under the same names. Torch-free.
+"""One table of all losses: what each reads, and which constants it has. The formulas are in `losses`, under the same names. Torch-free.
 
-The controller and the service choose a loss here and write it into their batches as a `LossSpec`; the trainer computes it.
+The controller and the service choose a loss here and put it into their batches as a `LossSpec`; the trainer computes it.
 """
 
 import math
@@ -15,15 +15,15 @@ from offbeat.errors import DataError
 
 @dataclass(frozen=True)
 class Objective:
-    """What a loss needs.
+    """One kind of loss.
 
     Attributes:
-        reads: columns of a batch, beside `loss_weights`. `prox_logprobs`, under the weights at the start of a training step, are computed
-            by the trainer where a step has several updates; with one they are those of its own forward pass.
-        constants: by name, what each is where nobody says otherwise.
+        reads: columns of the batch, besides `loss_weights`. The trainer computes `prox_logprobs`, under the weights at the start of a step,
+            if the step has several updates; with one update they are those of its own forward pass.
+        constants: default values by name.
         by_sequence: whether a target's loss depends on the other targets of its sequence.
-        at_temperature: whether its log-probabilities are those of the sampling temperature, or of temperature 1.
-        drops_inputs: whether an adapter's dropout applies. A ratio is between the policy and the one that sampled, and neither drops any.
+        at_temperature: whether its log-probabilities are at the sampling temperature; otherwise at temperature 1.
+        drops_inputs: whether an adapter's dropout applies. A ratio compares the policy with the one that sampled, and neither uses dropout.
     """
 
     reads: tuple[str, ...] = ()
@@ -40,13 +40,13 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     "ppo": Objective(_POLICY, {"clip_low": 0.8, "clip_high": 1.2}),
     "cispo": Objective(_POLICY, {"clip_low": 0.0, "clip_high": 4.0}),
     "dro": Objective(_POLICY, {"beta": 0.05}),
-    # The paper's range is 0.9997 to 1.0004; that of PPO, which nobody is surprised by, stops only steps that went far astray.
+    # The paper's range is 0.9997 to 1.0004; PPO's, which users expect, stops only steps that went far astray.
     "gspo": Objective((*_POLICY, "ratio_mask"), {"clip_low": 0.8, "clip_high": 1.2}, by_sequence=True),
     "decoupled_ppo": Objective(
         (*_POLICY, "prox_logprobs"),
         {"clip_low": 0.8, "clip_high": 1.2, "dual_clip": 0.0, "behave_weight": "mask", "behave_cap": 5.0}, at_temperature=True),
 })
-"""By name. Bounds of a ratio are absolute: `clip_low` and `clip_high` are the smallest and the largest that is not clipped."""
+"""All losses by name. Bounds of a ratio are absolute: `clip_low` and `clip_high` are the smallest and the largest unclipped ratio."""
 
 CLIENT_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Losses that clients of the service may ask for."""
@@ -55,17 +55,17 @@ CROSS_ENTROPY = LossSpec("cross_entropy")
 
 
 def policy_loss(config: AlgorithmConfig) -> LossSpec:
-    """The loss of reinforcement learning that [algorithm] describes."""
+    """Return the loss of reinforcement learning that [algorithm] describes."""
     return LossSpec("decoupled_ppo", {
         "clip_low": 1.0 - config.clip_low, "clip_high": 1.0 + config.clip_high, "dual_clip": config.dual_clip,
         "behave_weight": config.behave_weight, "behave_cap": config.behave_cap})
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:
-    """A loss with its default constants, but for those that are given.
+    """Return a loss with its default constants, except those given.
 
     Raises:
-        DataError: clients can ask for no such loss, or it has no such constant, or the value cannot be one.
+        DataError: clients cannot ask for such a loss, or it has no such constant, or a value is out of bounds.
     """
     if name not in CLIENT_LOSSES:
         raise DataError(f"there is no loss {name[:80]!r}; use one of {', '.join(CLIENT_LOSSES)}")

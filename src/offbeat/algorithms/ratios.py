@@ -1,4 +1,4 @@
-"""How far two policies are apart on the sampled tokens, and what weight a token of an older policy deserves.
+"""How far two policies differ on the sampled tokens, and which weights tokens of an older policy get.
 
 Pure torch functions on [M] tensors of log-probabilities, used by `losses`.
 """
@@ -13,7 +13,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(new_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """log(new / old) per token, within +-MAX_LOG_RATIO; 0 where it is not finite, which says nothing about either policy.
+    """Return log(new / old) per token, within +-MAX_LOG_RATIO; 0 where it is not finite, which says nothing about either policy.
 
     Args:
         new_logprobs: [M] float; gradients flow through it.
@@ -48,6 +48,6 @@ def behave_weights(
 
 
 def k3(new_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Per-token estimate of KL(old || new), >= 0, unbiased for tokens sampled from old (http://joschu.net/blog/kl-approx.html)."""
+    """Estimate KL(old || new) per token, >= 0; unbiased for tokens sampled from old (http://joschu.net/blog/kl-approx.html)."""
     log_ratios = log_ratio(new_logprobs, old_logprobs)
     return log_ratios.exp() - 1.0 - log_ratios

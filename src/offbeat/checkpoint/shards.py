@@ -22,7 +22,7 @@ def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> None:
     """Write weights, optimizer state and the step to `folder`, replacing what is there; a collective call.
 
     Args:
-        state: values under "model", "optimizer" and "step"; tensors may lie in shards.
+        state: values under "model", "optimizer" and "step"; tensors may be in shards.
 
     Raises:
         StorageError: on every rank, when some rank could not write; `folder` is unchanged.

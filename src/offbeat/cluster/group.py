@@ -185,7 +185,7 @@ async def _explained(failures: Mapping[str, Exception], method: str, unanswered:
 
 
 class Service:
-    """The worker's end: each public method takes one frozen dataclass, or None, and returns one. Types are read from its annotations."""
+    """The worker's end: each public method takes a frozen dataclass or None, and returns one. Types are read from its annotations."""
 
     def handle(self, method: str, payload: bytes) -> bytes:
         """Decode, call, encode."""
@@ -193,7 +193,7 @@ class Service:
 
 
 def answer(service: object, method: str, payload: bytes) -> bytes:
-    """What a public method of `service` says to an encoded request.
+    """Call a public method of `service` with an encoded request; returns its encoded answer.
 
     Raises:
         LookupError: there is no such method.

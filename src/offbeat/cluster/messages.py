@@ -1,4 +1,4 @@
-"""What crosses between the controller and its workers, beside `trainer.messages`. Torch-free, so that both ends can import it."""
+"""Messages between the controller and its workers, besides `trainer.messages`. Torch-free, so that both ends can import it."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from offbeat.dist.peers import Card
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where rank 0 serves the store that ranks meet through, and its process; None in the question where."""
+    """Where rank 0 serves the store through which ranks meet, and its process; None in the request that asks for it."""
 
     host: str
     port: int
@@ -16,7 +16,7 @@ class StoreAddress:
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """Write a tiny model with random weights into `folder`, beside the tokenizer that is there; `tiny` is a `TinyConfig` as JSON."""
+    """Write a tiny model with random weights to `folder`, beside the tokenizer in it; `tiny` is a `TinyConfig` as JSON."""
 
     folder: str
     tiny: str
@@ -27,7 +27,7 @@ class BuildRequest:
 
     @property
     def origin(self) -> list[str | int | None]:
-        """All that the weights depend on."""
+        """Everything that the weights depend on."""
         return [self.tiny, self.vocab_size, self.eos_token_id, self.pad_token_id, self.seed]
 
 
@@ -38,7 +38,7 @@ class JoinRequest:
     Attributes:
         config: the whole configuration as JSON.
         model: folder or hub id of the initial weights.
-        many: train adapters that come and go on the model, instead of what the configuration says.
+        many: whether it trains adapters that come and go on the model, instead of what the configuration says.
     """
 
     rank: int
@@ -65,8 +65,8 @@ class ServerStart:
     Attributes:
         command: program and arguments.
         env: environment variables added to the worker's, the key among them.
-        timeout_s: until it must answer.
-        key: that the server wants; empty for none.
+        timeout_s: seconds within which it must answer.
+        key: the key that the server requires; empty for none.
     """
 
     command: tuple[str, ...]
@@ -85,7 +85,7 @@ class EngineAddress:
 
 @dataclass(frozen=True)
 class EngineAddresses:
-    """Where a run's engines listen, by name, and the key that all of them want; empty for none."""
+    """Where a run's engines listen, by name, and the key that all of them require; empty for none."""
 
     urls: dict[str, str]
     key: str = field(repr=False)

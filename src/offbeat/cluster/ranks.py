@@ -1,7 +1,7 @@
 """The train ranks as one to call, whatever the mode: `WorkerRanks` here, `cluster.spmd_ranks` where each rank runs the loop. Torch-free.
 
-A call goes to all ranks, one after the other and in the same order on every rank. When a worker has died, or has lost step with the others,
-every call fails until `restart`.
+A call goes to all ranks. Calls run one after another, in the same order on every rank. When a worker has died, or is out of step with the
+others, every call fails until `restart`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class Ranks(Protocol):
     """All train ranks.
 
     Attributes:
-        num_called: ranks that this process calls; in SPMD mode each calls its own.
+        num_called: number of ranks that this process calls; in SPMD mode each process calls only its own rank.
         alive: whether calls can succeed.
         host: rank 0's machine, as engines reach it.
     """
@@ -48,16 +48,16 @@ class Ranks(Protocol):
             requests: one for each rank that this process calls.
 
         Returns:
-            Answers by rank; in SPMD mode of all ranks where that is worth a meeting, else this rank's alone.
+            The answers of all ranks, in order; in SPMD mode only this rank's, unless the ranks share theirs anyway.
         """
         ...
 
     async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
-        """Shares of a training step for the ranks that this process calls, given what it has drawn; see `Sharder.shards`."""
+        """Return the shares of a training step for the ranks that this process calls, from what it has drawn; see `Sharder.shards`."""
         ...
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
-        """Metrics of the balance of the step that was spread last, from the seconds that each rank computed; see `Sharder.observe`."""
+        """Return balance metrics of the last step, from the seconds that each rank computed; see `Sharder.observe`."""
         ...
 
 
@@ -67,7 +67,7 @@ class WorkerRanks:
     def __init__(
         self, workers: Sequence[Worker], config: Config, *, sharder: Sharder, start_anew: Callable[[], Awaitable[Sequence[Worker]]],
     ) -> None:
-        """`sharder` spreads batches over the workers; `start_anew` gives other ranks on the same model."""
+        """`sharder` spreads batches over the workers; `start_anew` starts new ranks on the same model."""
         self._workers = workers
         self._config = config
         self._sharder = sharder
@@ -104,10 +104,10 @@ class WorkerRanks:
         return tuple(worker.name for worker in self._workers if not worker.alive)
 
     async def restart(self, *, on_gone: Callable[[], None]) -> None:
-        """End all ranks, at once also those that hang, and start them anew. Calls in flight fail.
+        """End all ranks at once, including those that hang, and start new ones. Calls in flight fail.
 
         Args:
-            on_gone: hears that all that the ranks had is gone.
+            on_gone: called when everything that the ranks held is gone.
 
         Raises:
             WorkerError, DeathError, DeadlineError: they do not start; may be called again.
@@ -115,14 +115,14 @@ class WorkerRanks:
         self._failed = True
         await end_ranks(self._workers)
         async with self._turn:
-            if self._failed:  # else another call has done it
+            if self._failed:  # otherwise, another call has done it
                 on_gone()
                 self._workers = await self._start_anew()
                 self._failed = False
 
     async def call(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:
         """See `Ranks.call`."""
-        # Ranks that miss one of them at a sync point say so themselves, with more to say than the controller's own deadline has.
+        # Ranks that miss a peer at a sync point report it themselves, in more detail than the controller's own deadline could.
         patience_s = self._config.dist.sync_timeout_s
         async with self._turn:
             if self._failed:
@@ -130,7 +130,7 @@ class WorkerRanks:
             try:
                 return await ask_all(self._workers, method, requests, reply, timeout_s=timeout_s + patience_s, patience_s=patience_s)
             except RunError as exc:
-                # A rank alone is in step with itself, unless it is still busy with what nobody waits for any more.
+                # A single rank is always in step, unless it is still busy with a call that nobody waits for any more.
                 self._failed = len(self._workers) > 1 or isinstance(exc, DeadlineError)
                 raise
 
@@ -146,12 +146,12 @@ class WorkerRanks:
 async def start_ranks(
     launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, many: bool = False,
 ) -> list[Worker]:
-    """Start `train.num_ranks` workers and wait until they have met and loaded the model. Where that fails, none of them is left.
+    """Start `train.num_ranks` workers and wait until they have met and loaded the model. If that fails, all of them are ended.
 
     Args:
         model: folder or hub id of the initial weights.
-        build: how rank 0 makes them first; None where they are there.
-        many: they are to train adapters that come and go.
+        build: how rank 0 first builds them; None if they exist.
+        many: whether they are to train adapters that come and go.
     """
     timeout_s = config.cluster.start_timeout_s
     names = [f"rank {rank}" for rank in range(config.train.num_ranks)]
@@ -184,5 +184,5 @@ async def start_ranks(
 
 
 async def end_ranks(workers: Iterable[Worker]) -> None:
-    """End ranks that have failed, those that hang included."""
+    """End ranks that have failed, including those that hang."""
     await gather_all(worker.stop(timeout_s=FAILED_STOP_S) for worker in workers)

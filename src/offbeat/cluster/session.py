@@ -1,6 +1,6 @@
 """What the loop is given, whatever the mode: trainers, publisher, rollouts, and the peers that run the same loop beside it.
 
-Single-controller mode fills it with groups of workers and `Solo` peers; SPMD mode (`cluster.spmd`) with this rank's engine and the other
+Single-controller mode fills it with groups of workers and `Solo` peers; SPMD mode (`cluster.spmd`) with this rank's trainer and the other
 ranks. The loop calls the same methods in the same order on every rank and has no branch on the mode. Torch-free.
 """
 
@@ -23,8 +23,6 @@ from offbeat.telemetry.tracker import StatsPart
 from offbeat.types import Version
 
 T = TypeVar("T")
-
-
 
 
 class Publishing(Protocol):
@@ -73,27 +71,27 @@ class Stage(Protocol):
     """Where this process plays rollouts and draws data."""
 
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> Rollouts:
-        """Rollouts that feed the training steps from `version` to `last_version`."""
+        """Return the rollouts that feed the training steps from `version` to `last_version`."""
         ...
 
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:
-        """The next `count` rows as supervised sequences."""
+        """Return the next `count` rows as supervised sequences."""
         ...
 
 
 class Peers(Protocol):
-    """The processes that run the same loop, this one included. Every one calls the same method under the same name."""
+    """All processes that run the same loop, including this one. All of them call the same method under the same name."""
 
     async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any) -> T:
-        """The leader does `work`, and everyone gets what it gave, of type `kind`."""
+        """Let the leader do `work`; returns its result, of type `kind`, to every process."""
         ...
 
     async def gather(self, name: str, value: T) -> list[T]:
-        """Everyone's value, by rank; a frozen dataclass."""
+        """Return the values of all processes, frozen dataclasses, by rank."""
         ...
 
     async def meet(self, name: str) -> None:
-        """Return when everyone is here and its device is idle."""
+        """Return when all processes have come and their devices are idle."""
         ...
 
 
@@ -119,8 +117,8 @@ class Session:
     Attributes:
         config: limits in [rollout] and [sft] are this process's share.
         watch: runs beside the loop until cancelled; raises when the run cannot go on, because of engines.
-        num_heads: processes that draw data and roll out.
-        head: which of them's data this process goes on with; 0 where it draws none.
+        num_heads: number of processes that draw data and roll out.
+        head: index of the head whose data this process continues with; 0 if it draws none.
     """
 
     config: Config

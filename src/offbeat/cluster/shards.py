@@ -1,8 +1,8 @@
 """Spreads each training step's batch over the ranks, and learns from their times to spread the next one better.
 
-Used wherever a batch is at hand as a whole: by `WorkerRanks` in the controller, by rank 0 in SPMD mode. Torch-free and free of I/O: the
-caller hands out the shards and brings back the times. How a batch is spread cannot change its loss or gradient, because every denominator
-is in the loss weights.
+Used wherever a whole batch is available: by `WorkerRanks` in the controller, by rank 0 in SPMD mode. Torch-free, without I/O: the caller
+hands out the shards and returns the times. How a batch is spread cannot change its loss or gradient, because every denominator is in the
+loss weights.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from offbeat.trainer.messages import TrainStep
 class Sharder:
     """Per training step: `shards`, then `observe` once all ranks are done. A step that failed is not observed.
 
-    With `rollout.balance_batch` ranks get shares of like predicted cost, counts may differ, and a rank may get none; without it groups are
-    dealt in their order.
+    With `rollout.balance_batch`, ranks get shares of similar predicted cost; numbers of sequences may differ, and a rank may get none.
+    Without it, groups are dealt in their order.
     """
 
     def __init__(self, config: Config, *, num_ranks: int, prior: CostModel) -> None:
@@ -37,7 +37,7 @@ class Sharder:
 
     @classmethod
     def of(cls, config: Config, *, model: str, num_ranks: int) -> Self:
-        """Begin with the prior of a model's configuration; raises as `read_model_config`."""
+        """Start with the prior of a model's configuration; raises as `read_model_config`."""
         return cls(config, num_ranks=num_ranks, prior=prior(read_model_config(model)))
 
     @property
@@ -46,16 +46,16 @@ class Sharder:
         return self._fit.model
 
     def shards(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
-        """Every rank's share, cut into micro-batches under the token budget, equally many on every rank.
+        """Return every rank's share, cut into micro-batches within the token budget, equally many on every rank.
 
         Args:
             batch: may be empty; a rank without sequences gets empty micro-batches.
-            params: of each optimizer step.
-            num_minibatches: optimizer steps; fewer where there are fewer groups.
+            params: settings of each optimizer step.
+            num_minibatches: number of optimizer steps; fewer if there are fewer groups.
             seed: of the deal into minibatches.
 
         Raises:
-            DataError: one sequence alone exceeds the budget.
+            DataError: a single sequence exceeds the budget.
         """
         minibatches = split_minibatches(batch, num_minibatches, seed=seed)
         self._plans = [
@@ -68,10 +68,10 @@ class Sharder:
             for rank in range(self._num_ranks)]
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
-        """Learn from the step that `shards` spread last, and describe it.
+        """Learn from the step that `shards` spread last, and return metrics of it.
 
         Args:
-            busy_s: [R] seconds that each rank computed, without waiting for others.
+            busy_s: [R] seconds that each rank computed, excluding waits for others.
 
         Returns:
             balance/gap: busiest rank's predicted load over the lower bound of any split of the same units, less 1.
@@ -81,7 +81,7 @@ class Sharder:
             balance/lost_s: busiest rank's measured seconds less the mean of all.
 
         Raises:
-            DataError: not one finite time, none negative, per rank.
+            DataError: there is not one finite, non-negative time for each rank.
         """
         assert self._plans, "observe follows shards"
         cost, plans, self._plans = self.cost, self._plans, []
@@ -100,7 +100,7 @@ class Sharder:
 
 
 def _shard(minibatches: Sequence[tuple[Batch, list[np.ndarray]]], params: AdamParams) -> TrainStep:
-    """One rank's micro-batches of each minibatch, as indices into the sequences that it gets, in the order of use."""
+    """Return one rank's share: micro-batches of each minibatch, as indices into its sequences, in order of use."""
     parts, steps, start = [], [], 0
     for minibatch, microbatches in minibatches:
         parts.append(minibatch.select(np.concatenate(microbatches)))

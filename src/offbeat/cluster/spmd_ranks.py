@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a head has drawn: the denominator of its loss weights, and its micro-batches per minibatch."""
+    """What a head has drawn: the denominator of its loss weights, and the number of its micro-batches in each minibatch."""
 
     denominator: float
     num_microbatches: tuple[int, ...]
@@ -35,11 +35,11 @@ class Loading(Protocol):
     """How the batch of a step comes to this rank."""
 
     def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
-        """This rank's share, given what it has drawn; collective."""
+        """Return this rank's share, given what it has drawn; collective."""
         ...
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
-        """Metrics of the balance of a step, from the seconds each rank computed."""
+        """Return balance metrics of a step, from the seconds that each rank computed."""
         ...
 
 
@@ -51,19 +51,19 @@ class OneRankLoads:
         self._sharder = sharder
 
     def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
-        """See `Loading.share`; what other ranks give is not looked at."""
+        """See `Loading.share`; the batches of other ranks are ignored."""
         parts = None
         if self._sync.rank == 0:
             parts = [wire.encode(share) for share in self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)]
         return wire.decode(TrainStep, self._sync.scatter("distributed_batch", parts))
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
-        """See `Loading.observe`; empty but on rank 0."""
+        """See `Loading.observe`; empty except on rank 0."""
         return self._sharder.observe(busy_s) if self._sync.rank == 0 else {}
 
 
 class HeadsLoad:
-    """Every rank has drawn its own batch; its loss weights are brought to the denominator of all."""
+    """Every rank has drawn its own batch, whose loss weights are rescaled to the common denominator."""
 
     def __init__(self, sync: Sync, sharder: Sharder) -> None:
         """`sharder` is for one rank."""
@@ -88,7 +88,7 @@ class HeadsLoad:
 
 
 class OwnRank:
-    """This rank's trainer, and what its peers answer; calls run in the rank's thread."""
+    """This rank's trainer as `Ranks`; calls run in the rank's thread."""
 
     num_called = 1
 
@@ -101,7 +101,7 @@ class OwnRank:
 
     @property
     def alive(self) -> bool:
-        """This rank is."""
+        """Always true of the rank that asks."""
         return True
 
     async def call(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:  # noqa: ARG002
@@ -128,7 +128,7 @@ class OwnRank:
 
 
 def _pad(minibatches: tuple[tuple[np.ndarray, ...], ...], counts: Sequence[int]) -> tuple[tuple[np.ndarray, ...], ...]:
-    """Minibatches of `counts` micro-batches each, with empty ones at the end: all ranks run as many forward passes."""
+    """Pad minibatches to `counts` micro-batches each with empty ones, so that all ranks run equally many forward passes."""
     empty = np.zeros(0, np.int64)
     given = [*minibatches, *([()] * (len(counts) - len(minibatches)))]
     return tuple((*own, *([empty] * (count - len(own)))) for own, count in zip(given, counts, strict=True))

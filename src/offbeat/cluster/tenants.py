@@ -1,8 +1,8 @@
 """Many tenants in one process: each trains an adapter of its own on one base model, and samples from what it has published.
 
 `open_tenants` starts the ranks and the engines; services and programs call `Tenants`. Any of the tenants train together in one pass, a
-publish of one never waits for another, and what fails for one is an error of its own call. Trainers that die take all adapters in training
-with them, but no engine: `restart_trainers`, and then `restore` of each tenant, goes on from what was saved.
+publish of one never waits for another, and a failure of one is an error of its own call. When trainers die, all adapters in training are
+lost, but engines go on serving: `restart_trainers`, and then `restore` of each tenant, goes on from what was saved.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ from offbeat.weights.protocol import Manifest
 
 @dataclass
 class Tenant:
-    """One tenant's standing.
+    """State of one tenant.
 
     Attributes:
-        newest: its newest version, also of an earlier tenant of this name; -1 before the first.
-        publishing: one publish at a time.
+        newest: its newest version, including those of an earlier tenant of this name; -1 before the first.
+        publishing: held while it publishes, one version at a time.
     """
 
     newest: Version = -1
@@ -51,12 +51,12 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the base model takes, and where its samples end.
+    """What the base model accepts, and where its samples end.
 
     Attributes:
         vocab_size: token ids are below it.
-        context: tokens of a prompt and its continuation.
-        end_token_ids: the tokenizer's, the model's and the chat template's; engines by themselves know the first alone.
+        context: most tokens of a prompt and its continuation.
+        end_token_ids: those of the tokenizer, the model and the chat template; engines by themselves know only the first.
     """
 
     vocab_size: int
@@ -89,12 +89,12 @@ class Tenants:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tenants."""
+        """Names of all tenants."""
         return tuple(self._tenants)
 
     @property
     def trainers_alive(self) -> bool:
-        """Whether the ranks can train; where they cannot, every call that needs them raises until `restart_trainers`."""
+        """Whether the ranks can train; if not, every call that needs them raises until `restart_trainers`."""
         return self._ranks.alive
 
     @property
@@ -103,7 +103,7 @@ class Tenants:
         return self._ranks.dead
 
     async def restart_trainers(self) -> None:
-        """End all ranks, at once also those that hang, and start them anew, while the engines go on serving.
+        """End all ranks at once, including those that hang, and start new ones, while the engines go on serving.
 
         All adapters in training are gone: `restore` or `add` each tenant. What was published is sampled as before.
 
@@ -116,12 +116,12 @@ class Tenants:
         self, tenant: str, *, rank: int | None = None, alpha: float | None = None, seed: int = 0, train_attn: bool = True,
         train_mlp: bool = True, train_unembed: bool = True, folder: str | Path = "",
     ) -> None:
-        """Give a tenant a fresh adapter that changes nothing yet, or one that goes on from a PEFT folder, with its rank, alpha and layers.
+        """Give a tenant a fresh adapter, which changes nothing yet, or one from a PEFT folder, with its rank, alpha and layers.
 
         Args:
             rank: at most `model.lora.rank`, which is the default; alpha likewise from the configuration.
-            train_attn, train_mlp, train_unembed: which of the layers in `model.lora.targets` it has weights for. The output head is never
-                among them, so that the last changes nothing.
+            train_attn, train_mlp, train_unembed: for which of the layers in `model.lora.targets` it has weights. The output head is never
+                among them, so the last has no effect.
 
         Raises:
             ConfigError: the name is taken or cannot be one, or the rank is out of range.
@@ -139,7 +139,7 @@ class Tenants:
         self._enter(tenant)
 
     async def remove(self, tenant: str) -> None:
-        """Forget a tenant; its requests in flight finish."""
+        """Remove a tenant; its requests in flight finish."""
         async with self._find(tenant).publishing:
             del self._tenants[tenant]
             self.serving.adapters.remove(tenant)
@@ -147,18 +147,18 @@ class Tenants:
                 await self._trainers.remove(tenant)
 
     async def forward(self, batches: Mapping[str, Batch]) -> dict[str, Scores]:
-        """Score the batches of all tenants in one pass, each under its tenant's adapter as it is now; raises as `forward_backward`."""
+        """Score the batches of all tenants in one pass, each under its tenant's current adapter; raises as `forward_backward`."""
         return await self._pass(self._trainers.forward, batches)
 
     async def forward_backward(self, batches: Mapping[str, Batch]) -> dict[str, Scores]:
-        """Score the batches of all tenants in one pass, and add the gradients of their losses to those gathered.
+        """Score the batches of all tenants in one pass, and accumulate the gradients of their losses.
 
         Args:
-            batches: by tenant. A loss is a sum over targets times their `loss_weights`, which hold all denominators there are to be.
+            batches: by tenant. The loss is the sum over targets of `loss_weights` times loss; the weights hold all denominators.
 
         Raises:
             DataError: a batch cannot be used; names its tenant. Nothing was added for any.
-            WorkerError: a rank failed. What these tenants had gathered is gone, of earlier passes, too.
+            WorkerError: a rank failed. The accumulated gradients of these tenants are gone, including those of earlier passes.
         """
         return await self._pass(self._trainers.forward_backward, batches)
 
@@ -176,31 +176,31 @@ class Tenants:
             for i, tenant in enumerate(batches)}
 
     async def discard(self, tenants: Sequence[str]) -> None:
-        """Drop the gradients that these tenants have gathered since their last step."""
+        """Drop the gradients that these tenants have accumulated since their last step."""
         for tenant in tenants:
             self._find_training(tenant)
         await self._trainers.discard(tenants)
 
     async def optim_step(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
-        """One optimizer step for each tenant named, also for one that has gathered nothing: momentum and weight decay act.
+        """Run one optimizer step of each tenant named, even without accumulated gradients: momentum and weight decay act.
 
         Returns:
-            Norms of their gradients before clipping; not finite where the update was left out.
+            Gradient norms before clipping, by tenant; a norm is not finite where the update was skipped.
         """
         for tenant in params:
             self._find_training(tenant)
         return await self._trainers.optim_step(params)
 
     def step_of(self, tenant: str) -> int:
-        """Optimizer steps that the tenant's adapter has taken, those before its last `restore` included."""
+        """Return the number of optimizer steps that the tenant's adapter has taken, including those before its last `restore`."""
         self._find_training(tenant)
         return self._trainers.steps[tenant]
 
     async def publish(self, tenant: str) -> PublishReport:
-        """Make the tenant's adapter as it is now its next version, and bring that to the engines.
+        """Write the tenant's current adapter as its next version, and bring that to the engines.
 
         Raises:
-            PublishError: no engine serves it; each engine's reason. Its older version, and all other tenants, go on.
+            PublishError: no engine serves it; gives each engine's reason. Its older version, and all other tenants, go on.
         """
         state = self._find_training(tenant)
         async with state.publishing:
@@ -209,10 +209,10 @@ class Tenants:
             return await self.serving.publisher.publish(manifest)
 
     async def write(self, tenant: str, folder: Path, *, version: Version | None = None) -> Manifest:
-        """Write the tenant's adapter as it is now into a new PEFT folder, with its proof, for engines to load or for anyone to keep.
+        """Write the tenant's current adapter to a new PEFT folder, with its proof, for engines to load or for anyone to keep.
 
         Args:
-            version: its number; None takes the next. The number is used up, even where this fails.
+            version: its number; None takes the next. The number is used up even if this fails.
 
         Raises:
             StorageError: the folder is there already, or cannot be written.
@@ -225,7 +225,7 @@ class Tenants:
     async def sample(
         self, tenant: str, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, version: Version | None = None, session: str = "",
     ) -> list[Sample]:
-        """n continuations by the tenant's newest published version, or by an older one whose folder is still kept.
+        """Sample n continuations by the tenant's newest published version, or by an older one whose folder is still kept.
 
         Raises:
             RefusedError: there is no such version, or the engine says that the request is wrong.
@@ -235,21 +235,21 @@ class Tenants:
         return await self.serving.dispatcher.generate(tuple(prompt), sampling, n=n, session=session, adapter=name)
 
     async def save(self, tenant: str, folder: Path) -> None:
-        """Write all that the tenant's training needs to go on exactly."""
+        """Write everything that the tenant's training needs to go on exactly."""
         self._find_training(tenant)
         await self._trainers.save_adapter(tenant, folder)
 
     async def restore(self, tenant: str, folder: Path, *, optimizer: bool = True) -> None:
-        """Go on from what `save` wrote, in place of the tenant's adapter if there is one.
+        """Load what `save` wrote, in place of the tenant's adapter if there is one.
 
         Args:
-            optimizer: with its moments and step count; otherwise with fresh ones.
+            optimizer: whether to load its moments and step count; otherwise they are fresh.
         """
         await self._trainers.load_adapter(check_adapter(tenant), folder, optimizer=optimizer)
         self._enter(tenant)
 
     def _check(self, tenant: str, batch: Batch) -> None:
-        """Before any rank computes: a pass that fails half-way would take the others' gradients with it."""
+        """Check a batch before any rank computes: a pass that fails half-way would drop the others' gradients, too."""
         self._find_training(tenant)
         longest, limit = int(batch.lengths.max(initial=0)), min(self.limits.context, self._config.train.max_tokens_per_microbatch)
         if longest > limit:
@@ -281,13 +281,13 @@ class Tenants:
 
 
 def _of_one(batch: Batch) -> dict[str, np.ndarray]:
-    """The batch's columns of sequences, all of its first adapter."""
+    """Return the per-sequence columns of a batch, with every sequence assigned to its only adapter."""
     return {**batch.sequences, "adapter_ids": np.zeros(len(batch), np.int64)}
 
 
 @asynccontextmanager
 async def open_tenants(config: Config, record: RunRecord) -> AsyncIterator[Tenants]:
-    """Start `train.num_ranks` ranks and the engines on one base model; all is gone when the body ends.
+    """Start `train.num_ranks` ranks and the engines on one base model; all of them end with the body.
 
     Raises:
         ConfigError: `model.lora.rank` is 0, or `model.lora.dropout` is not.

@@ -1,6 +1,6 @@
-"""The process of one train rank: joins its peers, builds its trainer, and passes calls on to that. Torch lives here; started by name.
+"""The process of one train rank: joins its peers, builds its trainer, and passes calls on to it. Imports torch; started by name.
 
-Calls come to all ranks at once, in one order. What a user got wrong is raised with no peer left in a collective.
+Calls reach all ranks at once, in the same order. User errors are raised while no peer waits in a collective.
 """
 
 import gc
@@ -24,24 +24,24 @@ _STORE_TIMEOUT_S = 60.0
 
 
 def build_model(request: BuildRequest) -> None:
-    """Make the tiny model that all ranks and engines then load; on one rank."""
+    """Build the tiny model that all ranks and engines then load; runs on one rank."""
     build_tiny(
         Path(request.folder), tiny=TinyConfig.model_validate_json(request.tiny), vocab_size=request.vocab_size,
         eos_token_id=request.eos_token_id, pad_token_id=request.pad_token_id, seed=request.seed)
 
 
 def build_trainer(model: str, config: Config, groups: ProcessGroups, *, many: bool = False) -> Trainer:
-    """Load the model, a folder or hub id, for what a run trains or for `many` adapters; collective."""
+    """Load a model, given as a folder or hub id, and build the trainer of a run or of `many` adapters; collective."""
     if many:
         trainer = BankTrainer.build_empty(model, config=config, groups=groups)
     else:
         trainer = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
-    gc.freeze()  # what libraries loaded stays for good; walking it again and again costs 0.1 s each time
+    gc.freeze()  # what libraries have loaded stays forever; each collection that walks it costs 0.1 s
     return trainer
 
 
 class TrainWorker(Service):
-    """One rank."""
+    """One train rank."""
 
     lifeline: Lifeline | None = None
 
@@ -52,7 +52,7 @@ class TrainWorker(Service):
         self._trainer: Trainer | None = None
 
     def handle(self, method: str, payload: bytes) -> bytes:
-        """Answer one call; the other ranks hear of a failure of this one at their next sync point, or where they wait."""
+        """Answer one call; if it fails, the other ranks are told at their next sync point, or where they wait."""
         try:
             with work(method):
                 return answer(self if hasattr(TrainWorker, method) or self._trainer is None else self._trainer, method, payload)
@@ -69,7 +69,7 @@ class TrainWorker(Service):
         return StoreAddress(address.host, self._store.port, own_card(0, hosts_store=True))
 
     def build_model(self, request: BuildRequest) -> Nothing:
-        """Rank 0: make the tiny model that all ranks and engines then load."""
+        """Rank 0: build the tiny model that all ranks and engines then load."""
         build_model(request)
         return Nothing()
 
@@ -92,7 +92,7 @@ class TrainWorker(Service):
         return Nothing()
 
     def _give_up(self, error: StuckError) -> None:
-        """The present call ends for the controller, though its thread may hang, or wait in a collective for one that does."""
+        """End the current call for the controller, though its thread may hang, or wait in a collective for a rank that does."""
         if self.lifeline is not None:
             self.lifeline.give_up(error)
 

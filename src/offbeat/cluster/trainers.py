@@ -43,11 +43,11 @@ class Trainers:
     """R ranks that train one policy, or many adapters. In SPMD mode every rank calls the same methods.
 
     Attributes:
-        steps: by adapter that is here, the optimizer steps that it has taken; empty where one policy is trained.
+        steps: number of optimizer steps that each adapter has taken, by name; empty where one policy is trained.
     """
 
     def __init__(self, ranks: Ranks, config: Config, *, on_span: OnSpan = lambda *_: None) -> None:
-        """`on_span(name, track, start_s, end_s)` hears what each rank did."""
+        """`on_span(name, track, start_s, end_s)` is called with what each rank did."""
         self.steps: dict[str, int] = {}
         self._ranks = ranks
         self._config = config
@@ -60,15 +60,15 @@ class Trainers:
     # -- one policy --------------------------------------------------------------------------------------------------------------------
 
     async def restart_optimizer(self, optimizer: OptimizerConfig, *, total_steps: int) -> None:
-        """Start over with a fresh optimizer, at the beginning of a schedule of so many training steps; the weights stay."""
+        """Start over with a fresh optimizer, at the beginning of a schedule of `total_steps` training steps; the weights stay."""
         self._step, self._held = 0, None
         self._optimizer, self._total_steps = optimizer, total_steps
         await self._all("restart_optimizer", None, NoneType)
 
     async def train_step(self, batch: Batch, *, num_minibatches: int = 1) -> dict[str, float]:
-        """One training step on what this process has drawn; the metrics are over all ranks.
+        """Run one training step on what this process has drawn; returns metrics over all ranks.
 
-        A batch without sequences is a step that changes nothing.
+        A step on a batch without sequences changes nothing.
 
         Raises:
             DataError: a sequence exceeds the token budget.
@@ -82,7 +82,7 @@ class Trainers:
         return answers[0].metrics | self._ranks.observe([answer.busy_s for answer in answers])
 
     async def write_weights(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
-        """See `offbeat.weights.channels.WriteVersion`; in SPMD mode only rank 0's answer has a fingerprint."""
+        """Write or offer the weights; see `offbeat.weights.channels.WriteVersion`. In SPMD mode only rank 0 gives a fingerprint."""
         self._held = version
         timeout_s = self._config.weights.stage_timeout_s
         broadcast = BroadcastRequest(self._ranks.host, num_receivers, timeout_s) if num_receivers else None
@@ -91,7 +91,7 @@ class Trainers:
         return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast)
 
     def holds(self, version: Version) -> bool:
-        """Whether the ranks have the weights of this version, and no call that changes them is on its way."""
+        """Tell whether the ranks have the weights of this version, and no call that changes them is on its way."""
         return self._held == version
 
     async def save(self, folder: Path) -> None:
@@ -99,7 +99,7 @@ class Trainers:
         await self._all("save", Folder(str(folder)), NoneType, timeout_s=self._config.checkpoint.timeout_s)
 
     async def load(self, folder: Path) -> int:
-        """Go on from a checkpoint; gives the training step at which it stands."""
+        """Load a checkpoint to go on from; returns its training step."""
         self._held = None
         self._step = (await self._all("load", Folder(str(folder)), Loaded, timeout_s=self._config.checkpoint.timeout_s)).step
         return self._step
@@ -112,8 +112,8 @@ class Trainers:
     # -- many adapters -----------------------------------------------------------------------------------------------------------------
 
     async def add(self, adapter: NewAdapter) -> None:
-        """Make an adapter: a fresh one, or one that goes on from a PEFT folder."""
-        self.steps[adapter.name] = 0  # its name is taken while it is made
+        """Add an adapter: a fresh one, or one loaded from a PEFT folder."""
+        self.steps[adapter.name] = 0  # the name is taken from here on
         try:
             await self._all("add", adapter, NoneType)
         except BaseException:
@@ -121,7 +121,7 @@ class Trainers:
             raise
 
     async def remove(self, name: str) -> None:
-        """Forget an adapter."""
+        """Remove an adapter."""
         await self._all("remove", Names((name,)), NoneType)
         self.steps.pop(name, None)
 
@@ -130,9 +130,9 @@ class Trainers:
         return await self._pass("forward", batch)
 
     async def forward_backward(self, batch: Batch) -> Scores:
-        """Score a batch and add the gradients of its losses to those that its adapters have gathered.
+        """Score a batch and accumulate the gradients of its losses in its adapters.
 
-        Where that fails, none of its adapters keeps a gradient, for another rank may have added its part.
+        If that fails, none of its adapters keeps a gradient, as another rank may have added its part.
         """
         try:
             return await self._pass("forward_backward", batch)
@@ -142,31 +142,31 @@ class Trainers:
             raise
 
     async def discard(self, names: Sequence[str]) -> None:
-        """Drop the gradients that adapters have gathered."""
+        """Drop the accumulated gradients of these adapters."""
         await self._all("discard", Names(tuple(names)), NoneType)
 
     async def optim_step(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
-        """One optimizer step for each adapter named; norms of their gradients, not finite where the update was left out."""
+        """Run one optimizer step of each adapter named. Returns gradient norms by name, not finite where the update was skipped."""
         stepped = await self._all("optim_step", OptimStep(dict(params)), Stepped)
         self.steps.update(stepped.steps)
         return stepped.grad_norms
 
     async def score_base(self, canary: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probability of each of canary[1:] under the base model."""
+        """Return the log-probability of each of canary[1:] under the base model."""
         return (await self._all("score_base", Canary(canary), CanaryScores)).logprobs
 
     async def write_adapter(self, name: str, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
-        """Write an adapter into a new PEFT folder."""
+        """Write an adapter to a new PEFT folder."""
         written = await self._all("write_weights", WriteRequest(str(folder), self._config.model.dtype, canary, name), Written)
         return Manifest(
             version, str(folder), written.fingerprint, canary, written.canary_logprobs, adapter=name, num_bytes=written.num_bytes)
 
     async def save_adapter(self, name: str, folder: Path) -> None:
-        """Write all that an adapter's training needs to go on exactly."""
+        """Write everything that an adapter's training needs to go on exactly."""
         await self._all("save", Folder(str(folder), name), NoneType)
 
     async def load_adapter(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Go on from what `save_adapter` wrote, with its optimizer or with a fresh one."""
+        """Load what `save_adapter` wrote, with its optimizer state or with a fresh optimizer."""
         self.steps[name] = (await self._all("load", Folder(str(folder), name, optimizer), Loaded)).step
 
     # -- calls -------------------------------------------------------------------------------------------------------------------------
@@ -182,14 +182,14 @@ class Trainers:
         return Scores(logprobs, losses)
 
     def _shares(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """[n] int64 indices of each rank's sequences, rising, balanced by tokens; a rank may get none."""
+        """Return [n] int64 indices of each rank's sequences, ascending, balanced by tokens; a rank may get none."""
         num_ranks = self._ranks.num_called
         if num_ranks == 1 or len(lengths) == 0:
             return [np.arange(len(lengths)), *([np.zeros(0, np.int64)] * (num_ranks - 1))]
         return [np.sort(np.asarray(part, np.int64)) for part in partition(lengths.astype(np.float64), num_ranks).parts]
 
     async def _all(self, method: str, request: Any, reply: type[T], *, timeout_s: float | None = None) -> T:
-        """Rank 0's answer to what all ranks are asked; in SPMD mode this rank's."""
+        """Send one request to all ranks; returns rank 0's answer, or in SPMD mode this rank's."""
         answer, *_ = await self._ranks.call(
             method, [request] * self._ranks.num_called, reply, timeout_s=timeout_s or self._config.train.step_timeout_s)
         return answer

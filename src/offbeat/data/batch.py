@@ -1,6 +1,6 @@
-"""A training batch as plain numpy: sequences back to back, and the targets that losses read, with what they need beside each.
+"""A training batch in plain numpy: sequences back to back, the targets that they are to predict, and what losses read for each target.
 
-Made from rollouts and supervised rows by `algorithms.experience` and from clients' datums by the service, cut into shares by `cluster`,
+Made from rollouts and supervised rows by `algorithms.experience`, and from clients' datums by the service; cut into shares by `cluster`;
 computed by the trainer. A worked example, one sequence [7, 8, 9] that is to predict 8, then 5 or 6, and nothing at its end:
 
     tokens     [7, 8, 9]
@@ -22,7 +22,7 @@ from offbeat.errors import DataError
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss of `offbeat.algorithms.objectives`, by its name there, with its constants."""
+    """A loss by its name in `offbeat.algorithms.objectives`, with its constants."""
 
     name: str
     constants: dict[str, float | str] = field(default_factory=dict)
@@ -30,23 +30,23 @@ class LossSpec:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """N sequences of together T tokens, with M targets.
+    """N sequences with T tokens in total, and M targets.
 
-    The loss of a batch is the sum over targets of `loss_weights` times the target's loss. All denominators are inside the weights, so any
-    split of the sequences over ranks, micro-batches and passes has the same total loss and gradient.
+    The loss of a batch is the sum over targets of `loss_weights` times the target's loss. All denominators are in the weights, so any split
+    of the sequences over ranks, micro-batches and passes has the same total loss and gradient.
 
     Attributes:
         tokens: [T] int32.
         offsets: [N + 1] int64, sequence i is tokens[offsets[i]:offsets[i + 1]].
-        positions: [M] int64, rising: the token whose output predicts each target, as an index into `tokens`.
+        positions: [M] int64, ascending, indices into `tokens`: the token whose output predicts each target.
         targets: [M] int32, token ids.
-        columns: by name, [M] float32 each: `loss_weights` always, and what the losses read: `rollout_logprobs` (under the policy that
+        columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
             sampled), `advantages`, `prox_logprobs`, `ratio_mask` (1 or 0).
-        sequences: by name, [N] int64 each: `group_ids`, where sequences with equal ids share their first `prefix_lens` tokens, and
-            `prefix_lens` always; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, where there are several.
-        losses: those of the sequences.
-        adapters: names of those that the sequences are of; none where a trainer has only one thing to train.
-        denominator: targets or sequences that the loss weights average over, so that batches drawn apart can be weighed against each other.
+        sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
+            `prefix_lens` tokens; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
+        losses: losses of the sequences.
+        adapters: names of the adapters that the sequences train; empty if the trainer has only one thing to train.
+        denominator: number of targets or sequences over which the loss weights average, to weigh batches that were drawn separately.
     """
 
     tokens: np.ndarray
@@ -85,17 +85,17 @@ class Batch:
         cls, tokens: np.ndarray, trained: np.ndarray, *, lengths: Sequence[int] | np.ndarray, columns: Mapping[str, np.ndarray],
         losses: tuple[LossSpec, ...], group_ids: np.ndarray | None = None, prefix_lens: np.ndarray | None = None, denominator: float = 1.0,
     ) -> Self:
-        """A batch in which some tokens are targets, each predicted by the output of the token before it.
+        """Make a batch in which some tokens are targets, each predicted by the output of the token before it.
 
         Args:
             tokens: [T] int32.
             trained: [T] bool, which tokens are targets.
-            lengths: [N], of the sequences.
-            columns: by name, [T]; only what stands at trained tokens is looked at.
-            group_ids, prefix_lens: [N]; None shares no prompt.
+            lengths: [N], lengths of the sequences.
+            columns: [T] each, by name; only values at trained tokens are used.
+            group_ids, prefix_lens: [N] each; None shares no prompt.
 
         Raises:
-            DataError: the first token of a sequence is trained on, which nothing predicts; or arrays do not fit each other.
+            DataError: the first token of a sequence, which nothing predicts, is trained on; or arrays do not fit each other.
         """
         offsets = bounds(lengths)
         trained = np.asarray(trained, np.bool_)
@@ -126,35 +126,35 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[N] int64, tokens of each sequence."""
+        """[N] int64, number of tokens of each sequence."""
         return np.diff(self.offsets)
 
     @property
     def group_ids(self) -> np.ndarray:
-        """[N] int64, sequences with equal ids share their first `prefix_lens` tokens."""
+        """[N] int64; sequences with equal ids share their first `prefix_lens` tokens."""
         return self.sequences["group_ids"]
 
     @property
     def prefix_lens(self) -> np.ndarray:
-        """[N] int64, length of that shared prompt; 0 where nothing is shared."""
+        """[N] int64, length of the shared prompt; 0 where nothing is shared."""
         return self.sequences["prefix_lens"]
 
     @cached_property
     def target_offsets(self) -> np.ndarray:
-        """[N + 1] int64, sequence i has the targets between entries i and i + 1."""
+        """[N + 1] int64; sequence i has the targets from entry i up to entry i + 1."""
         return np.searchsorted(self.positions, self.offsets)
 
     @cached_property
     def target_sequences(self) -> np.ndarray:
-        """[M] int64, rising: the sequence of each target."""
+        """[M] int64, ascending: the sequence of each target."""
         return np.repeat(np.arange(len(self)), np.diff(self.target_offsets))
 
     def with_columns(self, **columns: np.ndarray) -> "Batch":
-        """The same batch with further columns, [M] each, or others in place of those of these names."""
+        """Return the batch with columns, [M] each, added or replaced."""
         return replace(self, columns={**self.columns, **columns})
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Batch":
-        """The given sequences, in the given order; weights stay as they are. An empty selection is a batch of no sequences."""
+        """Select sequences in the given order; loss weights do not change. An empty selection gives a batch without sequences."""
         indices = np.asarray(indices, dtype=np.int64)
         tokens, targets = gather_ranges(self.offsets, indices), gather_ranges(self.target_offsets, indices)
         offsets = bounds(self.lengths[indices])
@@ -166,7 +166,7 @@ class Batch:
 
     @classmethod
     def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":
-        """The sequences of all parts, at least one; equal losses and adapters become one, and group ids distinct between parts.
+        """Concatenate one or more batches; equal losses and adapters are merged, and group ids are made distinct between parts.
 
         A column that a part lacks, because its losses do not read it, is 0 there. The denominator is that of the first part.
         """
@@ -188,24 +188,24 @@ class Batch:
             sequences=sequences, losses=losses, adapters=adapters, denominator=parts[0].denominator)
 
     def ids(self, name: str) -> np.ndarray:
-        """[N] int64, `loss_ids` or `adapter_ids`; zeros where there is only one of them."""
+        """Return [N] int64, `loss_ids` or `adapter_ids`; zeros if the batch does not have them."""
         return self.sequences.get(name, np.zeros(len(self), np.int64))
 
 
 def gather_ranges(offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """[K] int64, positions of the ranges offsets[i]:offsets[i + 1] of the given i, one range after the other."""
+    """Return [K] int64, the positions in the ranges offsets[i]:offsets[i + 1] of the given i, one range after another."""
     lengths = np.diff(offsets)[indices]
     starts = np.cumsum(lengths) - lengths
     return np.repeat(offsets[indices] - starts, lengths) + np.arange(lengths.sum())
 
 
 def bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """[N + 1] int64, where ranges of these lengths begin and end that stand back to back."""
+    """Return [N + 1] int64, the bounds of consecutive ranges of these lengths."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def _merged(pools: Sequence[tuple[Any, ...]], ids: Sequence[np.ndarray]) -> tuple[tuple[Any, ...], np.ndarray]:
-    """All entries of the pools once, and the ids as indices of those."""
+    """Merge pools without duplicates; returns the entries, and all ids as indices into them."""
     merged: list[Any] = []
     for entry in (entry for pool in pools for entry in pool):
         if entry not in merged:

@@ -1,8 +1,9 @@
 """Packing: which sequences share a micro-batch, and how a micro-batch becomes one row of tokens without padding.
 
-Called by `cluster/shards.py` to plan (`plan_microbatches`) and by the trainer before each forward (`pack_row`); numpy only. A row holds no
-token that no loss depends on: what follows the last predicting token of a sequence is left out, and with `share_prefix` samples of one
-prompt run that prompt once. The plan counts exactly the tokens that `pack_row` lays out, so its budget is a hard cap on memory.
+Called by `cluster/shards.py` to plan (`plan_microbatches`) and by the trainer before each forward pass (`pack_row`); numpy only. A row
+holds only tokens on which some loss depends: what follows the last predicting token of a sequence is left out, and with `share_prefix`
+samples of one prompt run that prompt once. The plan counts exactly the tokens that `pack_row` lays out, so its budget is a hard cap on
+memory.
 
 A worked example, prompt [7, 8] shared by the answers [1, 2] and [3] (answer tokens are trained on):
 
@@ -31,7 +32,7 @@ class Segments:
     Attributes:
         starts: [S] int64, first row token of the run; runs follow one another and cover the row.
         lengths: [S] int64, at least 1.
-        prefix: [S] int64, the earlier segment whose tokens stand before this run's; -1 for none. A prefix has no prefix itself.
+        prefix: [S] int64, the earlier segment whose tokens precede this run's; -1 for none. A prefix has no prefix itself.
     """
 
     starts: np.ndarray
@@ -43,12 +44,12 @@ class Segments:
 
     @property
     def prefix_lengths(self) -> np.ndarray:
-        """[S] int64, 0 where there is no prefix."""
+        """[S] int64, length of each run's prefix; 0 where there is none."""
         return np.where(self.prefix >= 0, self.lengths[self.prefix], 0) if len(self) else self.lengths
 
     @property
     def longest_span(self) -> int:
-        """Most tokens that one token attends to, itself included."""
+        """Largest number of tokens that one token attends to, including itself."""
         return int((self.lengths + self.prefix_lengths).max(initial=0))
 
 
@@ -62,8 +63,8 @@ class PackedRow:
         segments: who attends to whom.
         source: [M] int64, row index of the hidden state that predicts each target; repeats where several targets share it.
         target: [M] int64, id of the target's token.
-        batch_index: [M] int64, rising; which of the batch's targets each is.
-        owner: [S] int64, the sequence of the batch whose tokens each segment runs; of a shared prefix, one of those that share it.
+        batch_index: [M] int64, ascending, indices of the targets in the batch.
+        owner: [S] int64, the sequence of the batch whose tokens each segment runs; for a shared prefix, one of those that share it.
     """
 
     tokens: np.ndarray
@@ -83,10 +84,10 @@ class Plan:
     """Which rank trains what in one optimizer step.
 
     Attributes:
-        microbatches: for each rank the same number (at least 1) of arrays [n] int64 of sequence indices, rising; some may be empty. Every
+        microbatches: for each rank the same number (at least 1) of arrays [n] int64 of ascending sequence indices; some may be empty. Every
             sequence appears exactly once.
-        work: [R, 2] work of each rank, as in `data/cost.py`.
-        work_in_order: [R, 2], the same if the groups were dealt in their order.
+        work: [R, 2], work of each rank, as in `data/cost.py`.
+        work_in_order: [R, 2], work of each rank if the groups were dealt in their order.
         lower_bound: no split of the same units gives its busiest rank a smaller load than this.
     """
 
@@ -102,11 +103,11 @@ def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = 
     Args:
         batch: the sequences of one micro-batch.
         share_prefix: run a prompt once for the sequences of a group whose first `prefix_lens` tokens really are equal.
-        families: [N] int64, sequences of one number stand together, families in rising order; None puts all into one. A group lies
-            within one family.
+        families: [N] int64; sequences of equal number are adjacent, and families ascend; None puts all into one. A group lies within one
+            family.
 
     Returns:
-        The row; it has no tokens when nothing in the batch is scored (see `offbeat.model.logprobs.dummy_row`).
+        The row; it has no tokens if nothing in the batch is scored (see `offbeat.model.logprobs.dummy_row`).
     """
     used = _used_lengths(batch)
     own_from, host = _shared_prefixes(batch, used) if share_prefix else (np.zeros(len(batch), np.int64), np.full(len(batch), -1))
@@ -152,10 +153,10 @@ def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = 
 
 
 def find_prompts(batch: Batch) -> Batch:
-    """The batch with other group ids and prefix lengths, found in its tokens.
+    """Replace group ids and prefix lengths of a batch by those found in its tokens.
 
-    Sequences that have the same tokens up to where their first target of a weight other than 0 is predicted form a group, whose prompt can
-    run once. A sequence without one shares nothing.
+    Sequences with the same tokens up to the one that predicts their first target of nonzero weight form a group, whose prompt can run once.
+    A sequence without such a target shares nothing.
     """
     trained = np.flatnonzero(batch.columns["loss_weights"])
     sequences, first = np.unique(batch.target_sequences[trained], return_index=True)
@@ -173,20 +174,20 @@ def plan_microbatches(
 ) -> Plan:
     """Divide a batch over the ranks, and each rank's share into micro-batches.
 
-    What cannot be parted is a *unit*: the sequences of a group that share a prompt, as far as they fit into one micro-batch, or else a
-    single sequence.
+    A *unit* cannot be split: the sequences of a group that share a prompt, as far as they fit into one micro-batch, or else a single
+    sequence.
 
     Args:
         batch: all sequences of one optimizer step.
         num_ranks: data-parallel ranks.
-        max_tokens: hard cap on the row cost of one micro-batch.
+        max_tokens: hard cap on the tokens in the row of one micro-batch.
         share_prefix: keep the sequences of a group together, and count their prompt once.
-        cost: what a rank's load is.
-        balance: give all ranks like loads, however many groups that takes, in as few micro-batches as first-fit-decreasing finds. False
-            deals whole groups in their order, to each rank as many, or one more.
+        cost: the model of a rank's load.
+        balance: give all ranks similar loads, regardless of the number of groups, in as few micro-batches as first-fit-decreasing finds.
+            False deals whole groups in their order, equally many to each rank, or one more.
 
     Raises:
-        DataError: num_ranks < 1, or one sequence alone exceeds max_tokens.
+        DataError: num_ranks < 1, or a single sequence exceeds max_tokens.
     """
     if num_ranks < 1:
         raise DataError(f"the number of ranks must be at least 1, got {num_ranks}")
@@ -211,7 +212,7 @@ def plan_microbatches(
 
 
 def _used_lengths(batch: Batch) -> np.ndarray:
-    """[N] int64: how many leading tokens of each sequence some loss depends on, those up to the one that predicts its last target."""
+    """Return [N] int64, the number of leading tokens on which a loss depends, up to the one that predicts a sequence's last target."""
     used = np.zeros(len(batch), np.int64)
     sequence = batch.target_sequences
     used[sequence] = batch.positions - batch.offsets[sequence] + 1  # positions rise, so the last one written is the largest
@@ -219,11 +220,11 @@ def _used_lengths(batch: Batch) -> np.ndarray:
 
 
 def _shared_prefixes(batch: Batch, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which sequences leave their prompt to another of their group.
+    """Find the sequences that leave their prompt to another of their group.
 
     Returns:
-        own_from: [N] int64, first token that a sequence runs itself; 0 where it shares nothing.
-        host: [N] int64, the sequence whose tokens stand for the shared prompt; -1 where nothing is shared.
+        own_from: [N] int64, first token that a sequence runs itself; 0 if it shares nothing.
+        host: [N] int64, the sequence that runs the shared prompt; -1 if nothing is shared.
     """
     own_from, host = np.zeros(len(batch), np.int64), np.full(len(batch), -1)
     # A sequence that uses less than its prompt gains nothing from sharing it.
@@ -241,14 +242,14 @@ def _shared_prefixes(batch: Batch, used: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _groups(batch: Batch, candidates: np.ndarray) -> list[np.ndarray]:
-    """Candidates with equal (group id, prefix length), each an array of sequence indices, rising."""
+    """Split candidates by (group id, prefix length) into arrays of ascending sequence indices."""
     order = candidates[np.lexsort((candidates, batch.prefix_lens[candidates], batch.group_ids[candidates]))]
     keys = np.stack([batch.group_ids[order], batch.prefix_lens[order]])
     return np.split(order, np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1) if len(order) else []
 
 
 def _units(batch: Batch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Sequences that must stay together, with their work [2]: groups cut to max_tokens, or single sequences."""
+    """Yield sequences that must stay together, with their work [2]: groups cut to max_tokens, or single sequences."""
     used = _used_lengths(batch)
     if used.max(initial=0) > max_tokens:
         worst = int(used.argmax())
@@ -272,20 +273,20 @@ def _units(batch: Batch, *, max_tokens: int, share_prefix: bool) -> Iterator[tup
 
 
 def _group_of_units(batch: Batch, units: list[np.ndarray]) -> np.ndarray:
-    """[U] int64, the position of each unit's group among the groups of the batch, in order of appearance."""
+    """Return [U] int64, the position of each unit's group among the groups of the batch, in order of appearance."""
     _, first, group = np.unique(batch.group_ids, return_index=True, return_inverse=True)
     position = np.argsort(np.argsort(first))
     return position[group[[members[0] for members in units]]] if units else np.zeros(0, np.int64)
 
 
 def _in_order(group_of_units: np.ndarray, num_ranks: int) -> list[list[int]]:
-    """Units of each rank where groups are dealt in contiguous chunks whose sizes differ by at most 1."""
+    """Return the units of each rank if groups are dealt in contiguous chunks whose sizes differ by at most 1."""
     num_groups = int(group_of_units.max(initial=-1)) + 1
     return [np.flatnonzero(np.isin(group_of_units, chunk)).tolist() for chunk in np.array_split(np.arange(num_groups), num_ranks)]
 
 
 def _evenly(parts: list[list[int]], tokens: list[int], num_rounds: int, max_tokens: int) -> list[list[list[int]]] | None:
-    """Balance each rank's units over its micro-batches by tokens; None when they do not fit.
+    """Balance each rank's units over its micro-batches by tokens; returns None if they do not fit.
 
     By tokens, not by a fitted cost, so that the same units make the same micro-batches, and the same sums, in every run.
     """
@@ -332,5 +333,5 @@ def _join(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _ranges(lengths: np.ndarray) -> np.ndarray:
-    """0 .. length - 1 for each length, back to back."""
+    """Return 0 .. length - 1 for each length, back to back."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,7 +1,7 @@
-"""The trainer of adapters over one frozen model: each trains at its own pace, and any of them together in one pass.
+"""The trainer of adapters on one frozen model: each trains at its own pace, and any of them train together in one pass.
 
-A run with `model.lora` has a single one, whose name is "". A service adds and removes as many as it likes: gradients add up in their
-adapters until `optim_step`, and what an adapter that is not named has, weights, moments and step count, keeps every bit.
+A run with `model.lora` has a single adapter, whose name is "". A service adds and removes adapters as it likes: gradients accumulate in
+each adapter until `optim_step`, which leaves weights, moments and step count of all others unchanged, to the bit.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class BankTrainer(Trainer):
-    """A frozen model, a bank of named adapters, and an optimizer for each."""
+    """A frozen model, a bank of named adapters, and an optimizer for each of them."""
 
     def __init__(self, model: PreTrainedModel, *, base: str, config: Config, groups: ProcessGroups) -> None:
         """`base` names the model in the folders of its adapters."""
@@ -56,13 +56,13 @@ class BankTrainer(Trainer):
 
     @classmethod
     def build(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
-        """Load the model, for a run that trains one adapter.
+        """Load the model for a run that trains one adapter.
 
         Args:
             folder: Hugging Face folder or hub id, the same on all ranks.
 
         Raises:
-            ModelError: no such model, or a target matches none of its layers.
+            ModelError: there is no such model, or a target matches none of its layers.
         """
         progress("load_model")
         lora = config.model.lora
@@ -72,14 +72,14 @@ class BankTrainer(Trainer):
 
     @classmethod
     def build_empty(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
-        """Load the model, for adapters that come and go.
+        """Load the model for adapters that come and go.
 
         Args:
-            config: `model.lora.rank` is the largest of an adapter here; targets are those of all, alpha is each one's own.
+            config: `model.lora.rank` is the largest rank of any adapter; targets apply to all adapters, and each has its own alpha.
 
         Raises:
             ConfigError: model.lora.rank is 0, or model.lora.dropout is not.
-            ModelError: no such model, it cannot pack its rows, or it has none of the targets.
+            ModelError: there is no such model, it cannot pack its rows, or it has none of the targets.
         """
         lora = config.model.lora
         if not lora.rank:
@@ -94,17 +94,17 @@ class BankTrainer(Trainer):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the adapters that are here."""
+        """Names of all adapters."""
         return tuple(self._slots)
 
     # -- adapters ----------------------------------------------------------------------------------------------------------------------
 
     def add(self, request: NewAdapter) -> None:
-        """Make an adapter that changes nothing yet; or from a PEFT folder, with a fresh optimizer, which is collective.
+        """Add an adapter with a fresh optimizer: one that changes nothing yet, or one from a PEFT folder, which is collective.
 
         Raises:
             ConfigError: the name is taken, or cannot be one.
-            ModelError: the rank exceeds the bank's, there are no layers of these kinds, or the folder is no adapter that fits here.
+            ModelError: the rank exceeds the bank's, there are no layers of these kinds, or the folder holds no adapter that fits.
             StorageError: another rank cannot read the folder.
         """
         self._check_new(request.name)
@@ -122,10 +122,10 @@ class BankTrainer(Trainer):
         self._enter(request.name, self._bank.put(self._on_all("load_adapter", read, request.folder)))
 
     def remove(self, request: Names) -> None:
-        """Forget adapters.
+        """Remove adapters.
 
         Raises:
-            ConfigError: there is none of such a name.
+            ConfigError: there is no adapter of such a name.
         """
         self._check(request.names)
         for name in request.names:
@@ -134,7 +134,7 @@ class BankTrainer(Trainer):
             self._adam.clear(slot)
 
     def discard(self, request: Names) -> None:
-        """Drop the gradients that wait for a step, as after a pass that failed on some rank. Raises as `remove`."""
+        """Drop accumulated gradients, such as those of a pass that failed on some rank. Raises as `remove`."""
         self._check(request.names)
         self._clear(request.names)
 
@@ -146,17 +146,17 @@ class BankTrainer(Trainer):
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> AdapterSnapshot:
-        """See `Trainer.snapshot`; small enough to be kept by all."""
+        """See `Trainer.snapshot`; complete on every rank, as an adapter is small."""
         return AdapterSnapshot(self._bank.adapter(self._slot(name)), self._model, self._base, self._run.model.lora.dropout, dtype)
 
     def restart_optimizer(self, request: None = None) -> None:  # noqa: ARG002
-        """See `Trainer.restart_optimizer`; of all adapters."""
+        """See `Trainer.restart_optimizer`; applies to all adapters."""
         self.step = 0
         for slot in self._slots.values():
             self._adam.clear(slot)
 
     def save(self, request: Folder) -> None:
-        """See `Trainer.save`; a run's state on all ranks together, a named adapter from rank 0."""
+        """See `Trainer.save`; all ranks write a run's state together, rank 0 alone writes a named adapter."""
         if request.name == WHOLE:
             shards.save(request.folder, self._run_state(), groups=self.groups)
             return
@@ -167,7 +167,7 @@ class BankTrainer(Trainer):
                 self._bank.unpack(self._adam.exp_avg_sq[slot], slot)), request.folder)
 
     def load(self, request: Folder) -> Loaded:
-        """See `Trainer.load`; a named adapter takes the place of the one of this name if there is one."""
+        """See `Trainer.load`; a named adapter replaces the one of this name if there is one."""
         if request.name == WHOLE:
             return self._load_run(request)
         if request.name not in self._slots:
@@ -187,7 +187,7 @@ class BankTrainer(Trainer):
         return Loaded(self._steps(request.name))
 
     def _run_state(self) -> dict[str, Any]:
-        """Copies, by the names that a module and its optimizer have in a checkpoint."""
+        """Return copies of the state, under the names that a module and its optimizer have in a checkpoint."""
         moments = {"step": self._adam.steps[0], "exp_avg": self._adam.exp_avg, "exp_avg_sq": self._adam.exp_avg_sq}
         return {
             "model": {"weights": self._bank.weights.detach().clone(), "num_passes": self._bank.num_passes.clone()},
@@ -264,7 +264,7 @@ class BankTrainer(Trainer):
         return self._slots[name]
 
     def _slots_of(self, batch: Batch) -> np.ndarray:
-        """[N] int64, the slot of each sequence's adapter."""
+        """Return [N] int64, the slot of each sequence's adapter."""
         names = batch.adapters or ((WHOLE,) if len(batch) else ())
         return np.array([self._slot(name) for name in names], np.int64)[batch.ids("adapter_ids")]
 
@@ -277,7 +277,7 @@ class BankTrainer(Trainer):
         self._slots[name] = slot
 
     def _on_all(self, point: str, read: Callable[[], T], folder: str) -> T:
-        """What `read` gives, once it has given it on every rank, so that no rank goes on alone; collective."""
+        """Call `read` on every rank and return its result, unless it fails on some rank, so that no rank goes on alone; collective."""
         try:
             result, error = read(), None
         except UserError as exc:
@@ -292,6 +292,6 @@ class BankTrainer(Trainer):
 
 
 def _apart(batch: Batch, slots: np.ndarray) -> Batch:
-    """The batch with groups of one adapter each: what two adapters make of one prompt differs, so that they never share it."""
+    """Split groups by adapter: adapters compute different states of the same prompt, so they never share it."""
     _, group_ids = np.unique(np.stack([batch.group_ids, slots]), axis=1, return_inverse=True)
     return replace(batch, sequences={**batch.sequences, "group_ids": group_ids.reshape(-1)})

@@ -1,8 +1,8 @@
-"""Gives memory that a large pass has left behind back to the system.
+"""Returns memory that a large pass has freed to the system.
 
-The C library of a rank keeps all that is freed, for activations come and go at every layer; see `offbeat.cluster.group`. So a single large
-pass would stay with the process for good. Asked once for each pass, the C library gives back what is free wherever it lies, which takes
-less than the mapping of the same pages at every layer would. Called by `Trainer`.
+The C library of a rank keeps all freed memory, because activations come and go at every layer; see `offbeat.cluster.group`. So the process
+would keep the memory of a single large pass for good. When asked once per pass, the C library returns free memory wherever it is, which
+costs less than mapping the same pages at every layer would. Called by `Trainer`.
 """
 
 import ctypes
@@ -11,11 +11,11 @@ import sys
 import psutil
 
 SLACK_BYTES = 512 << 20
-"""That a process may have grown by before anything is given back."""
+"""Bytes by which a process may grow before memory is returned."""
 
 
 class Heap:
-    """This process's memory. Elsewhere than with glibc nothing is ever given back."""
+    """This process's memory. It is returned only with glibc."""
 
     def __init__(self, *, slack_bytes: int = SLACK_BYTES) -> None:
         self._slack_bytes = slack_bytes
@@ -25,11 +25,11 @@ class Heap:
 
     @property
     def resident_bytes(self) -> int:
-        """Of the process."""
+        """Resident memory of the process."""
         return self._process.memory_info().rss
 
     def settle(self) -> bool:
-        """Give back what is free if the process has grown by more than the slack since it last did; whether it was so."""
+        """Return free memory if the process has grown by more than the slack since the last time; tells whether it has."""
         if self._trim is None or self.resident_bytes <= self._least_bytes + self._slack_bytes:
             return False
         self._trim(0)

@@ -1,4 +1,4 @@
-"""What a `Trainer` is asked and what it answers, one dataclass for each call; they cross processes. Torch-free for the asking end."""
+"""Requests to a `Trainer` and its answers, which cross processes. Torch-free, so that the caller can import it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,13 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-    """One rank's share of one training step.
+    """One rank's share of a training step.
 
     Attributes:
         batch: the rank's sequences. Its loss weights hold denominators over the shares of all ranks.
-        minibatches: per optimizer step, its micro-batches: arrays [n] int64 of indices into `batch`. Counts are equal on all ranks.
-        params: of each optimizer step.
+        minibatches: the micro-batches of each optimizer step: arrays [n] int64 of indices into `batch`. Their numbers are equal on all
+            ranks.
+        params: settings of each optimizer step.
     """
 
     batch: Batch
@@ -34,8 +35,8 @@ class Trained:
 
     Attributes:
         metrics: over all ranks; see `offbeat.trainer.stats.merge`.
-        start_s, end_s: wall-clock seconds of its begin and end on this rank.
-        busy_s: seconds that this rank computed, without waiting for its peers.
+        start_s, end_s: time of its start and end on this rank, in seconds since the epoch.
+        busy_s: seconds that this rank computed, excluding waits for its peers.
     """
 
     metrics: dict[str, float]
@@ -46,11 +47,11 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A forward, or forward and backward, pass over a batch.
+    """Result of a pass over a batch.
 
     Attributes:
-        logprobs: [M] float32, of the batch's targets under the weights of the pass.
-        losses: [N] float32, the sum of the weighted losses of each sequence's targets.
+        logprobs: [M] float32, log-probabilities of the targets under the weights of the pass.
+        losses: [N] float32, sum of the weighted losses of each sequence's targets.
     """
 
     logprobs: np.ndarray
@@ -59,14 +60,19 @@ class Scores:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """One optimizer step with the gradients gathered, by name of what is updated; "" is all that a run trains."""
+    """One optimizer step with the accumulated gradients, with settings by name of what is updated; "" is everything that a run trains."""
 
     params: dict[str, AdamParams]
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """By name, the norm of the gradient before clipping, not finite where the update was left out, and the updates done so far."""
+    """Result of an optimizer step, by name.
+
+    Attributes:
+        grad_norms: norm of each gradient before clipping; not finite where the update was skipped.
+        steps: number of updates so far.
+    """
 
     grad_norms: dict[str, float]
     steps: dict[str, int]
@@ -74,19 +80,19 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Names:
-    """Some of the adapters that a trainer has."""
+    """Names of some of a trainer's adapters."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """A fresh adapter, or one that goes on from the PEFT folder `folder`.
+    """A fresh adapter, or one from the PEFT folder `folder`.
 
     Attributes:
-        alpha: over the rank, what its output is scaled by.
+        alpha: the adapter's output is scaled by alpha / rank.
         seed: equal seeds give equal weights.
-        modules: kinds of layers that a fresh one trains, of `offbeat.model.lora.LAYER_KINDS`; it has no weights for others.
+        modules: kinds of layers, of `offbeat.model.lora.LAYER_KINDS`, for which a fresh adapter has weights.
     """
 
     name: str
@@ -102,8 +108,8 @@ class Folder:
     """A folder to save to or load from.
 
     Attributes:
-        name: of the adapter that is saved or loaded; "" is all that a run trains.
-        optimizer: whether an adapter is loaded with its moments and step count, too, or gets fresh ones.
+        name: name of the adapter that is saved or loaded; "" is everything that a run trains.
+        optimizer: whether an adapter's moments and step count are loaded, too; otherwise they are fresh.
     """
 
     path: str
@@ -117,18 +123,18 @@ class Folder:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The step at which a loaded checkpoint stands: training steps of a run, optimizer steps of an adapter."""
+    """Step of a loaded checkpoint: number of training steps of a run, or of optimizer steps of an adapter."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class BroadcastRequest:
-    """Offer a version to so many engines.
+    """Offer a version to `num_receivers` engines.
 
     Attributes:
-        host: of rank 0's machine, as engines reach it.
-        timeout_s: for one engine to get the version.
+        host: address of rank 0's machine, as engines reach it.
+        timeout_s: seconds within which an engine must receive the version.
     """
 
     host: str
@@ -138,12 +144,12 @@ class BroadcastRequest:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """Write the weights into a new folder, or offer them by broadcast, and score the canary under them.
+    """Write the weights to a new folder, or offer them by broadcast, and score the canary under them.
 
     Attributes:
         folder: will hold the whole model in Hugging Face's format, or an adapter in PEFT's.
-        dtype: of a whole model; an adapter is float32.
-        name: of the adapter; "" is all that a run trains.
+        dtype: number format of a whole model; an adapter is always float32.
+        name: name of the adapter; "" is everything that a run trains.
     """
 
     folder: str
@@ -155,7 +161,7 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class Written:
-    """What rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks."""
+    """The weights that rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks."""
 
     fingerprint: str
     canary_logprobs: tuple[float, ...]
@@ -165,7 +171,7 @@ class Written:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Write the model as a Hugging Face folder, with the tokenizer of another."""
+    """Write the model as a Hugging Face folder, with the tokenizer from the folder `tokenizer`."""
 
     path: str
     tokenizer: str
@@ -174,13 +180,13 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class Canary:
-    """Tokens to be scored under the base model alone."""
+    """Tokens to be scored under the base model, without any adapter."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class CanaryScores:
-    """Log-probability of each of a canary's tokens but the first."""
+    """Log-probability of each of the canary's tokens but the first."""
 
     logprobs: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""The trainer of a whole model, which lies over the ranks as its strategy says."""
+"""The trainer of a whole model, which its strategy distributes over the ranks."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,10 +31,10 @@ from offbeat.trainer.trainer import WHOLE, Trainer
 
 
 class ModelTrainer(Trainer):
-    """A model and its optimizer. It has one thing to train, whose name is ""."""
+    """A model and its optimizer; the only name is ""."""
 
     def __init__(self, model: PreTrainedModel, strategy: Strategy, *, folder: str, config: Config, groups: ProcessGroups) -> None:
-        """`strategy` is how `model`, from the folder or hub id `folder`, lies over the ranks."""
+        """`strategy` distributes `model`, which was loaded from the folder or hub id `folder`, over the ranks."""
         super().__init__(strategy.forward, config, groups)
         self._model = model
         self._model_folder = check_model_folder(folder)
@@ -45,7 +45,7 @@ class ModelTrainer(Trainer):
 
     @classmethod
     def build(cls, folder: str, *, config: Config, groups: ProcessGroups) -> Self:
-        """Load weights in float32 and lay them over the ranks; collective.
+        """Load weights in float32 and distribute them over the ranks; collective.
 
         Args:
             folder: Hugging Face folder or hub id, the same on all ranks.
@@ -93,7 +93,7 @@ class ModelTrainer(Trainer):
         plan = plan_microbatches(
             batch, num_ranks=1, max_tokens=self._config.max_tokens_per_microbatch, share_prefix=self._config.share_prefix)
         rows = self._rows(batch, plan.microbatches[0])
-        most = self.groups.sync.max_scalars("forward_rows", {"rows": len(rows)})["rows"]  # each is a collective of FSDP and DDP
+        most = self.groups.sync.max_scalars("forward_rows", {"rows": len(rows)})["rows"]  # with FSDP and DDP, each is a collective
         return rows + [dummy_row()] * (int(most) - len(rows))
 
     def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> AbstractContextManager:  # noqa: ARG002
@@ -106,7 +106,7 @@ class ModelTrainer(Trainer):
 
     @property
     def _gradient_scale(self) -> int:
-        """DDP and FSDP average over ranks; the loss weights want a sum."""
+        """Number of ranks: DDP and FSDP average over them, and the loss weights need a sum."""
         return self.groups.world
 
     def _gradient_norms(self, names: Sequence[str]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""AdamW over a model's parameters or over the rows of a matrix."""
+"""AdamW for a model's parameters, or for the rows of a matrix."""
 
 import torch
 from torch import Tensor, nn
@@ -9,39 +9,40 @@ from offbeat.model.lora import doubled
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """Fused AdamW; `set_params` says how it is to step."""
+    """Build a fused AdamW; `set_params` sets the parameters of its steps."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [[p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]]
     return torch.optim.AdamW([{"params": group} for group in groups if group], fused=True)
 
 
 def set_params(optimizer: torch.optim.Optimizer, params: AdamParams) -> None:
-    """Prepare the next step; weight decay leaves out norms and biases, which are the parameters of one dimension."""
+    """Set the parameters of the next step; weight decay excludes norms and biases, the parameters of one dimension."""
     for group in optimizer.param_groups:
         decay = params.weight_decay if group["params"][0].ndim > 1 else 0.0
         group.update(lr=params.lr, betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=decay)
 
 
 class RowAdam:
-    """AdamW whose every row has its own moments, step count and settings; rows that are not updated keep every bit.
+    """AdamW in which every row has its own moments, step count and settings; rows that are not updated keep every bit.
 
     Attributes:
         exp_avg, exp_avg_sq: [N, P] float32, the moments.
-        steps: [N] float32, updates done.
+        steps: [N] float32, number of updates.
     """
 
     def __init__(self, weights: Tensor) -> None:
-        """`weights` is [N, P] float32 and updated in place."""
+        """`weights` is [N, P] float32, and is updated in place."""
         self._weights = weights
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(weights), torch.zeros_like(weights)
         self.steps = torch.zeros(len(weights), device=weights.device)
 
     @torch.no_grad()
     def update(self, row: int, gradient: Tensor, params: AdamParams, *, norm: float) -> None:
-        """One step of one row.
+        """Update one row.
 
         Args:
-            gradient: [P] float32, of this norm; changed by the clip.
+            gradient: [P] float32; clipped in place.
+            norm: its norm.
         """
         if params.clip_norm:  # as torch's clip_grads_with_norm_ does it, to the last bit
             gradient.mul_((params.clip_norm / (torch.tensor(norm, device=gradient.device) + 1e-6)).clamp(max=1.0))
@@ -51,16 +52,16 @@ class RowAdam:
             maximize=False)
 
     def set(self, row: int, *, exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> None:
-        """Go on from elsewhere's moments [P] and step count."""
+        """Set the moments, [P] float32, and the step count of a row."""
         self.exp_avg[row], self.exp_avg_sq[row], self.steps[row] = exp_avg, exp_avg_sq, step
 
     def clear(self, row: int) -> None:
-        """Start over."""
+        """Reset a row."""
         for state in (self.exp_avg, self.exp_avg_sq, self.steps):
             state[row] = 0.0
 
     def follow(self, weights: Tensor) -> None:
-        """Go on with weights that have more rows than before."""
+        """Continue with weights that have more rows than before."""
         self._weights = weights
         while len(self.steps) < len(weights):
             self.exp_avg, self.exp_avg_sq, self.steps = map(doubled, (self.exp_avg, self.exp_avg_sq, self.steps))

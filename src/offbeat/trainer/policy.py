@@ -1,4 +1,4 @@
-"""The policy in training: loaded without dropout, its rows, log-probabilities and losses. Shared by both trainers."""
+"""The policy in training: loading it without dropout, its rows, log-probabilities and losses. Shared by both trainers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ from offbeat.model.rows import settle_rows
 
 @dataclass(frozen=True, eq=False)
 class ScoredRow:
-    """M targets of a row after a forward pass.
+    """The M targets of a row after a forward pass.
 
     Attributes:
         logprobs: [M] float32 with gradient.
-        losses: [M] float32 with gradient, times their loss weights.
-        entropy: [M] float32, nats; empty where it was not asked for.
-        means, maxima: what else is to be reported, see `TargetLosses`.
+        losses: [M] float32 with gradient, multiplied by loss weights.
+        entropy: [M] float32, nats; empty if it was not requested.
+        means, maxima: further values to report; see `TargetLosses`.
     """
 
     logprobs: Tensor
@@ -37,14 +37,14 @@ class ScoredRow:
 
 
 def load_policy(model_folder: str, *, config: TrainConfig, dtype: str = "float32") -> PreTrainedModel:
-    """A model on the CPU, with rows that are proven to give each sequence its own log-probabilities.
+    """Load a model to the CPU, with rows proven to give each sequence its own log-probabilities.
 
     Raises:
         ModelError: as `load_causal_lm` and `settle_rows`.
     """
     model = load_causal_lm(model_folder, dtype=dtype, attention=None)
     _silence_dropout(model)
-    # Some families route experts at random in training mode, as no engine does; but gradients are checkpointed in no other.
+    # In training mode, some families route experts at random, as no engine does; but gradients are checkpointed in no other mode.
     model.train(config.gradient_checkpointing)
     settle_rows(model, share_prefix=config.share_prefix)
     if config.gradient_checkpointing:
@@ -53,22 +53,22 @@ def load_policy(model_folder: str, *, config: TrainConfig, dtype: str = "float32
 
 
 def row_of(batch: Batch, indices: np.ndarray, *, share_prefix: bool, families: np.ndarray | None = None) -> PackedRow:
-    """The row of some sequences, whose `batch_index` and `owner` point into the whole batch; no tokens when they score nothing.
+    """Pack some sequences into a row whose `batch_index` and `owner` refer to the whole batch; it is empty if they score nothing.
 
     Args:
-        indices: [n] int64.
-        families: [N] int64, of the whole batch; see `pack_row`.
+        indices: [n] int64, the sequences.
+        families: [N] int64, for the whole batch; see `pack_row`.
     """
     row = pack_row(batch.select(indices), share_prefix=share_prefix, families=None if families is None else families[indices])
     return replace(row, batch_index=gather_ranges(batch.target_offsets, indices)[row.batch_index], owner=indices[row.owner])
 
 
 def score_row(model: nn.Module, batch: Batch, row: PackedRow, *, temperature: float, with_entropy: bool = False) -> ScoredRow:
-    """Forward, and the losses of the row's targets.
+    """Run a forward pass, and compute the losses of the row's targets.
 
     Args:
-        batch: that the row was made of.
-        temperature: of the log-probabilities.
+        batch: the batch that the row was packed from.
+        temperature: temperature of the log-probabilities.
     """
     if with_entropy:
         logprobs, entropy = token_logprobs(model, row, temperature=temperature, with_entropy=True)
@@ -80,7 +80,7 @@ def score_row(model: nn.Module, batch: Batch, row: PackedRow, *, temperature: fl
 
 
 def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...]:
-    """Log-probability at temperature 1, in the model's own number format, of each given token but the first."""
+    """Return the log-probability, at temperature 1 and in the model's own number format, of each token but the first."""
     length = len(tokens)
     batch = Batch.of_next_tokens(
         np.asarray(tokens, np.int32), np.arange(length) > 0, lengths=[length], columns={}, losses=())
@@ -88,12 +88,12 @@ def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...
 
 
 def autocast(config: TrainConfig) -> torch.autocast:
-    """Surrounds a forward pass: bfloat16 where the configuration says so."""
+    """Return the context of a forward pass: bfloat16 if the configuration says so."""
     return torch.autocast(current_platform.device_type, torch.bfloat16, enabled=config.autocast)
 
 
 def _silence_dropout(model: PreTrainedModel) -> None:
-    """Trained log-probabilities must be those of the policy that the engines sample, which have no dropout."""
+    """Turn dropout off: trained log-probabilities must be those of the policy that engines sample, which have none."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

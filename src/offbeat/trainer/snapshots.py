@@ -1,6 +1,6 @@
-"""What a trainer gives out: the whole model, or an adapter, as it was at one moment.
+"""Snapshots of what is trained: consistent copies of the whole model, or of an adapter, to be published or exported.
 
-A snapshot is taken by all ranks together; afterwards rank 0 writes it, so that no peer waits in a collective for a disk.
+All ranks take a snapshot together; afterwards rank 0 writes it, so that no peer waits in a collective for a disk.
 """
 
 from collections.abc import Mapping
@@ -24,32 +24,32 @@ from offbeat.trainer.state import as_dtype, full_state, parameter_bytes
 
 
 class Snapshot(Protocol):
-    """What is trained, as it was at one moment. For rank 0 alone; its methods raise StorageError where nothing can be written."""
+    """A copy of what is trained. Only for rank 0; its methods raise StorageError if they cannot write."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of its tensors."""
+        """Size of the tensors."""
         ...
 
     def fingerprint(self) -> str:
-        """What an engine finds in what `write` writes."""
+        """Return the fingerprint that an engine computes from what `write` writes."""
         ...
 
     def write(self, folder: Path) -> None:
-        """Write what engines load."""
+        """Write the files that engines load."""
         ...
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> Offer | None:
-        """Offer it to engines by broadcast, once, after all else; None where it was written to `folder` instead.
+        """Offer the snapshot to engines by broadcast, as the last use of it; returns None if it was written to `folder` instead.
 
         Args:
             folder: written for engines that cannot be reached otherwise.
-            host, num_receivers, timeout_s: see `Offer`, as for what else it raises.
+            host, num_receivers, timeout_s: see `Offer`, which may also raise.
         """
         ...
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
-        """Write a Hugging Face folder for others."""
+        """Write a Hugging Face folder for other programs."""
         ...
 
 
@@ -58,7 +58,7 @@ class ModelSnapshot:
     """A whole model.
 
     Attributes:
-        state: all weights as CPU tensors by the names of their modules, tied ones once; empty where they were not kept.
+        state: all weights as CPU tensors, by the names of their modules, tied ones once; empty on ranks that do not keep them.
     """
 
     model: PreTrainedModel
@@ -76,7 +76,7 @@ class ModelSnapshot:
         return fingerprint(parameter_bytes(self.model, self.state))
 
     def write(self, folder: Path) -> None:
-        """See `Snapshot.write`; a Hugging Face folder."""
+        """See `Snapshot.write`; writes a Hugging Face folder."""
         self._write(folder, published_names(self.model, self.state))
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> Offer:
@@ -95,7 +95,7 @@ class ModelSnapshot:
 
 @dataclass(frozen=True, eq=False)
 class AdapterSnapshot:
-    """An adapter, always in float32, and the frozen model beside it; `base` names that in the adapter's folder."""
+    """An adapter, always in float32, with its frozen model, which the adapter's folder names `base`."""
 
     adapter: Adapter
     model: PreTrainedModel
@@ -113,15 +113,15 @@ class AdapterSnapshot:
         return self.adapter.fingerprint()
 
     def write(self, folder: Path) -> None:
-        """See `Snapshot.write`; a PEFT folder."""
+        """See `Snapshot.write`; writes a PEFT folder."""
         write_adapter(self.adapter, folder, base_model=self.base, dropout=self.dropout)
 
     def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> None:  # noqa: ARG002
-        """See `Snapshot.offer`; an adapter is small, and always written to the folder."""
+        """See `Snapshot.offer`; an adapter is small, and is always written to the folder."""
         self.write(folder)
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
-        """See `Snapshot.export`; the model with the adapter merged into it, and the adapter itself in `adapter` inside."""
+        """See `Snapshot.export`; writes the model with the adapter merged into it, and the adapter itself to `adapter` inside."""
 
         def add_adapter(part: Path) -> None:
             self.write(part / "adapter")
@@ -132,7 +132,7 @@ class AdapterSnapshot:
 
     @torch.no_grad()
     def merged_state(self) -> dict[str, Tensor]:
-        """The weights of a plain model that computes the same; summed in float32 and rounded once."""
+        """Return the weights of a plain model that computes the same; sums are in float32 and rounded once."""
         state = full_state(self.model, dtype="float32", keep=True)
         for layer, (a, b) in self.adapter.pairs.items():
             state[f"{layer}.weight"].addmm_(b, a, alpha=self.adapter.scaling)

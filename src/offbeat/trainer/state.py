@@ -1,4 +1,4 @@
-"""A model's whole weights on rank 0, in the number format in which they are published."""
+"""Gathers a model's whole weights on rank 0, in the number format in which they are published."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,15 +18,15 @@ _DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch
 
 @torch.no_grad()
 def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tensor]:
-    """Copy all weights to the CPU; collective where they lie in shards.
+    """Copy all weights to the CPU; collective if they are in shards.
 
     Args:
         model: unwrapped, or sharded with FSDP2.
         dtype: number format of the copies.
-        keep: whether this rank wants them; the others take part and get an empty dictionary.
+        keep: whether this rank needs them; otherwise it takes part and gets an empty dictionary.
 
     Returns:
-        Parameters, tied ones once, and the buffers that a checkpoint holds; by the names of `model.state_dict()`.
+        Parameters, tied ones once, and the buffers that a checkpoint holds, by their names in `model.state_dict()`.
     """
     state = {}
     for name, tensor in _owned(model):
@@ -39,16 +39,16 @@ def full_state(model: nn.Module, *, dtype: Dtype, keep: bool) -> dict[str, Tenso
 
 
 def as_dtype(state: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
-    """`state` with its floating-point tensors in `dtype`."""
+    """Convert the floating-point tensors of `state` to `dtype`."""
     return {name: tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
 @contextmanager
 def rounded(model: nn.Module, dtype: Dtype) -> Iterator[None]:
-    """Let a model compute with its weights as they are published while the body runs, in its own number format otherwise; on every rank.
+    """Round a model's weights as they are published while the body runs, on every rank; activations keep their number format.
 
-    A step may be lost in rounding, above all where weights come from a checkpoint of that format: then the policy that engines sample has
-    not moved, whatever the trainer's has. For as long, the weights are there twice.
+    A step may be lost in rounding, above all if the weights come from a checkpoint in that format: then the policy that engines sample has
+    not moved, although the trainer's has. Meanwhile the weights exist twice.
     """
     wanted = _DTYPES[dtype]
     coarser = [p for p in model.parameters() if p.is_floating_point() and torch.finfo(p.dtype).eps < torch.finfo(wanted).eps]
@@ -65,7 +65,7 @@ def rounded(model: nn.Module, dtype: Dtype) -> Iterator[None]:
 
 
 def parameter_bytes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
-    """(published name, [bytes] uint8) of each parameter in `state`; an engine finds the same in the files that it loads."""
+    """Yield (published name, [bytes] uint8) of each parameter in `state`; an engine finds the same in the files that it loads."""
     for name, tensor in published_names(model, {name: state[name] for name, _ in model.named_parameters()}).items():
         yield name, tensor.contiguous().view(-1).view(torch.uint8).numpy()
 

@@ -1,4 +1,4 @@
-"""What a training step reports. Torch-free: the controller reads it."""
+"""The metrics that a training step reports. Torch-free: the controller reads it."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from offbeat.telemetry.tracker import StatsPart, combine
 
 @dataclass(frozen=True)
 class Update:
-    """What all ranks together saw in one minibatch.
+    """Statistics of one minibatch over all ranks.
 
     Attributes:
-        seen: statistics of the tokens, of all ranks.
+        seen: statistics of the targets.
         grad_norm: global norm before clipping.
     """
 
@@ -27,23 +27,23 @@ class Update:
 
 
 def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
-    """The report of a step from those of its minibatches; equal on every rank.
+    """Merge the statistics of a step's minibatches into its metrics; equal on every rank.
 
     Returns:
         By name:
         train/loss: sum over all targets of loss weight times loss.
-        train/grad_norm: global norm before clipping, the mean over minibatches.
+        train/grad_norm: global norm before clipping, averaged over minibatches.
         train/lr: learning rate of the step.
         train/entropy: mean entropy over the targets, in nats.
-        train/tokens: targets.
-        train/skipped_steps: minibatches whose update was left out: loss or gradient was not finite, or there was no target.
+        train/tokens: number of targets.
+        train/skipped_steps: number of minibatches whose update was skipped: loss or gradient was not finite, or there was no target.
         Losses that use a behaviour policy add, over the targets:
-        train/clip_fraction: share whose gradient the clip removed.
+        train/clip_fraction: share of targets whose gradient the clip removed.
         policy/ratio_mean: mean ratio of current to proximal policy.
         policy/logprob_gap_mean, policy/logprob_gap_max: |trainer's log-probability before the update - rollout_logprobs|.
         policy/kl_mean: estimated KL divergence of rollout to current policy, in nats.
-        policy/behave_masked_fraction: share dropped for too large a ratio of proximal to behaviour policy.
-        What has no target to be computed from is 0.
+        policy/behave_masked_fraction: share of targets dropped because the ratio of proximal to behaviour policy was too large.
+        A metric without any target is 0.
     """
     seen = combine([update.seen for update in updates])
     return {

@@ -1,4 +1,4 @@
-"""How a whole model that is trained lies over the ranks: on one, on each (DDP), or in shards (FSDP2).
+"""How a whole model in training is distributed over the ranks: on one, replicated (DDP), or in shards (FSDP2).
 
 `ModelTrainer` talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank.
 """
@@ -22,25 +22,25 @@ from offbeat.model.logprobs import packs_rows
 
 
 class Strategy(Protocol):
-    """A model laid over the ranks.
+    """A model distributed over the ranks.
 
     Attributes:
-        forward: what to call for a forward pass; collective.
+        forward: called for a forward pass; collective.
     """
 
     forward: nn.Module
 
     @property
     def model(self) -> nn.Module:
-        """What is trained: its parameters, by the names of a checkpoint, are what the optimizer sees."""
+        """The module that is trained; the optimizer sees its parameters, under their names in a checkpoint."""
         ...
 
     def accumulate(self, *, last: bool) -> AbstractContextManager:
-        """Surrounds one forward and backward; collective if `last`: gradients are averaged over ranks in this one only."""
+        """Return the context of one forward and backward pass; collective if `last`: only then gradients are averaged over ranks."""
         ...
 
     def scoring(self) -> AbstractContextManager:
-        """Surrounds forward passes without gradient."""
+        """Return the context of forward passes without gradient."""
         ...
 
 
@@ -64,7 +64,7 @@ class Replicated:
         self.model = model.to(current_platform.device)
         # Buffers are constants of the architecture, equal on all ranks; broadcasting them would make every forward a collective.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch want another name of the argument, older ones this
+            warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch call the argument otherwise
             self._ddp = DistributedDataParallel(self.model, process_group=groups.mesh.get_group("dp"), broadcast_buffers=False)
         self.forward: nn.Module = self._ddp
 
@@ -95,15 +95,15 @@ class Sharded:
     def scoring(self) -> Iterator[None]:
         with torch.no_grad():
             yield
-        # Without a backward the root keeps its gathered parameters: an optimizer made now would hold those instead of the shards.
+        # Without a backward pass the root keeps its gathered parameters; an optimizer created now would hold those instead of the shards.
         self._root.reshard()
 
 
 def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: ProcessGroups) -> Strategy:
-    """Lay `model` over the ranks; collective. "ddp" on a single rank is the bare model.
+    """Distribute `model` over the ranks; collective. "ddp" on a single rank is the bare model.
 
     Raises:
-        ModelError: its sequences run one by one, which takes ranks different numbers of forward passes, and each is a collective of FSDP.
+        ModelError: its sequences run one by one, so ranks need different numbers of forward passes, but with FSDP each is a collective.
     """
     if name == "fsdp" and not packs_rows(model):
         raise ModelError(f'{type(model).__name__} cannot pack its rows, which train.strategy = "fsdp" needs; use "ddp"')
@@ -113,5 +113,5 @@ def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: Proc
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be in shards; collective if it is."""
+    """Gather a tensor that may be in shards; collective if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,9 +1,9 @@
-"""One rank's trainer: called by the train worker, or in SPMD mode beside the loop itself, with one dataclass for each call.
+"""One rank's trainer: called by the train worker, or in SPMD mode from the loop's own process, with one dataclass per call.
 
-`ModelTrainer` trains a whole model, `BankTrainer` adapters on a frozen one; what both do in the same way is here. All ranks call the same
-methods with their own share of a batch. Loss weights hold global denominators, so gradients are *summed* over ranks, and any split of a
-batch over ranks and micro-batches gives the same step. A rank never raises between two collectives for what its data did: a loss or
-gradient that is not finite is seen by all ranks, which all leave the update out and report it.
+`ModelTrainer` trains a whole model, `BankTrainer` adapters on a frozen one; what they have in common is here. All ranks call the same
+methods, each with its own share of a batch. Loss weights hold global denominators, so gradients are *summed* over ranks, and any split of
+a batch over ranks and micro-batches gives the same step. A rank never raises between two collectives because of its data: a loss or
+gradient that is not finite is seen by all ranks, which all skip the update and report it.
 """
 
 import math
@@ -47,19 +47,19 @@ from offbeat.trainer.snapshots import Snapshot
 from offbeat.trainer.stats import Update, merge
 
 WHOLE = ""
-"""The name of all that a run trains."""
+"""The name of everything that a run trains: the whole model, or its only adapter."""
 
 
 class Trainer(ABC):
     """Weights, their gradients and an optimizer.
 
     Attributes:
-        step: training steps done since the optimizer was fresh.
+        step: number of training steps since the optimizer was fresh.
         groups: this rank and its peers.
     """
 
     def __init__(self, module: nn.Module, config: Config, groups: ProcessGroups) -> None:
-        """`module` is what a forward pass calls."""
+        """`module` is called in forward passes."""
         self.step = 0
         self.groups = groups
         self._module = module
@@ -71,7 +71,7 @@ class Trainer(ABC):
     # -- training ----------------------------------------------------------------------------------------------------------------------
 
     def train_step(self, request: TrainStep) -> Trained:
-        """Update all that a run trains once per minibatch; collective.
+        """Update everything that a run trains, once per minibatch; collective.
 
         With one minibatch the proximal policy is the current one and costs nothing; with several, its log-probabilities are computed first.
         Each of K minibatches holds about 1/K of the loss weights, so its loss is scaled by K.
@@ -88,26 +88,26 @@ class Trainer(ABC):
         return Trained(metrics, start_s, time.time(), current_platform.busy_clock() - busy_before_s)
 
     def forward(self, batch: Batch) -> Scores:
-        """Score a batch. Raises as `forward_backward`."""
+        """Score a batch without gradients. Raises as `forward_backward`."""
         return self._pass(batch, learn=False)
 
     def forward_backward(self, batch: Batch) -> Scores:
-        """Score a batch and add the gradients of its loss to those gathered.
+        """Score a batch and accumulate the gradients of its loss.
 
         Args:
-            batch: this rank's share, which may be empty; sequences that begin alike share that part, whatever their group ids say.
+            batch: this rank's share, which may be empty; sequences with equal beginnings share them, whatever their group ids are.
 
         Raises:
             ConfigError: there is no such adapter.
-            DataError: a sequence is longer than a micro-batch may be. In both cases nothing was computed.
+            DataError: a sequence exceeds the token budget of a micro-batch. In both cases nothing was computed.
         """
         return self._pass(batch, learn=True)
 
     @torch.no_grad()
     def optim_step(self, request: OptimStep) -> Stepped:
-        """Update what is named with the gradients of all ranks; collective. Gradients of zero are a step like any other.
+        """Update what is named with the gradients of all ranks; collective. A gradient of zero is a step like any other.
 
-        Where the norm of a gradient is not finite, its weights, moments and step count stay as they are; the gradient is gone all the same.
+        If the norm of a gradient is not finite, weights, moments and step count stay as they are; the gradient is dropped all the same.
 
         Raises:
             ConfigError: there is no such adapter.
@@ -126,13 +126,13 @@ class Trainer(ABC):
     # -- weights -----------------------------------------------------------------------------------------------------------------------
 
     def write_weights(self, request: WriteRequest) -> Written:
-        """Score the canary, and write or offer the weights on rank 0: last, so that no peer waits in a collective for a disk; collective.
+        """Score the canary, then write or offer the weights on rank 0, after all collectives, so that no peer waits for a disk; collective.
 
         An offer stands until the next weights are written.
 
         Raises:
-            StorageError: on rank 0, after the last collective: the folder is there already, or could not be written.
-            PortBusyError: on rank 0, after the last collective: nothing can be served on this host.
+            StorageError: on rank 0, after the last collective: the folder exists already, or could not be written.
+            PortBusyError: on rank 0, after the last collective: no port can be served on this host.
         """
         self._check([request.name])
         if self._offer is not None:
@@ -152,9 +152,9 @@ class Trainer(ABC):
         return Written(fingerprint, logprobs, self._offer.address if self._offer else "", snapshot.num_bytes)
 
     def export(self, request: ExportRequest) -> None:
-        """Write a Hugging Face folder for others from rank 0, tokenizer included; collective. Raises as `write_weights`.
+        """Write a Hugging Face folder for other programs on rank 0, including the tokenizer; collective. Raises as `write_weights`.
 
-        An adapter is merged into the model, and also written by itself, as `adapter` in the folder.
+        An adapter is merged into the model, and also written separately, as `adapter` in the folder.
         """
         with self.groups.sync.region("save_hf"):
             snapshot = self.snapshot(request.dtype)
@@ -162,17 +162,17 @@ class Trainer(ABC):
             snapshot.export(Path(request.path), tokenizer_folder=Path(request.tokenizer))
 
     def canary(self, tokens: Sequence[int], *, dtype: Dtype = "float32", name: str = WHOLE) -> tuple[float, ...]:
-        """Log-probability at temperature 1, without autocast, of each given token but the first; collective, equal on all ranks.
+        """Return the log-probability, at temperature 1 and without autocast, of each token but the first; collective, equal on all ranks.
 
         Args:
-            dtype: under the weights as they are published in this number format.
+            dtype: number format of the published weights, under which tokens are scored.
         """
         with self.groups.sync.region("canary"), self._published(name, dtype):
             return canary_logprobs(self._module, tokens)
 
     @abstractmethod
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> Snapshot:
-        """What is trained, as it is now, on rank 0; collective."""
+        """Return a snapshot of what is trained; only rank 0's is complete. Collective."""
 
     @abstractmethod
     def restart_optimizer(self, request: None) -> None:
@@ -180,18 +180,18 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, request: Folder) -> None:
-        """Write what `load` needs to go on exactly from here; gradients that wait for a step are not part of it. Collective.
+        """Write everything that `load` needs to go on exactly from here, except accumulated gradients; collective.
 
         Raises:
-            StorageError: it cannot be written; what was there before is intact.
+            StorageError: it cannot be written; the previous contents are intact.
         """
 
     @abstractmethod
     def load(self, request: Folder) -> Loaded:
-        """Go on from what `save` wrote, by however many ranks; collective.
+        """Load what `save` wrote, on any number of ranks; collective.
 
         Raises:
-            StorageError: there is no checkpoint that all ranks can read; nothing is changed.
+            StorageError: there is no checkpoint that all ranks can read; nothing has changed.
             ModelError: an adapter does not fit here.
         """
 
@@ -199,35 +199,35 @@ class Trainer(ABC):
 
     @abstractmethod
     def _check(self, names: Collection[str]) -> None:
-        """Raise ConfigError for a name that is not here, on all ranks alike and before any of them waits for another."""
+        """Raise ConfigError for an unknown name, on all ranks alike and before any of them waits for another."""
 
     @abstractmethod
     def _rows(self, batch: Batch, microbatches: Sequence[np.ndarray]) -> list[PackedRow]:
-        """The row of each micro-batch [n] of sequence indices; the dummy row for one that scores nothing."""
+        """Return the row of each micro-batch, [n] int64 of sequence indices; the dummy row for one that scores nothing."""
 
     @abstractmethod
     def _own_rows(self, batch: Batch) -> list[PackedRow]:
-        """The rows of this rank's whole share."""
+        """Return the rows of this rank's whole share."""
 
     @abstractmethod
     def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> AbstractContextManager:
-        """Surrounds the forward pass of a row, and its backward if it is to `learn`; with the `last` one ranks may share gradients."""
+        """Return the context of a row's forward pass, and of its backward pass to `learn`; in the `last` one ranks may reduce gradients."""
 
     @abstractmethod
     def _published(self, name: str, dtype: Dtype) -> AbstractContextManager:
-        """Surrounds forward passes without gradient under the weights as they are published."""
+        """Return the context of forward passes without gradient under the weights as they are published."""
 
     @abstractmethod
     def _gradient_norms(self, names: Sequence[str]) -> dict[str, float]:
-        """Norms of the gradients of all ranks, which are summed here at the latest."""
+        """Return the norms of the gradients summed over all ranks; sums them if that has not happened yet."""
 
     @abstractmethod
     def _step(self, name: str, params: AdamParams) -> None:
-        """Update with the gradient whose norm was computed last, scaled down to `clip_norm`."""
+        """Update with the gradient whose norm was computed last, clipped to `clip_norm`."""
 
     @abstractmethod
     def _steps(self, name: str) -> int:
-        """Updates done."""
+        """Return the number of updates so far."""
 
     @abstractmethod
     def _clear(self, names: Collection[str]) -> None:
@@ -235,7 +235,7 @@ class Trainer(ABC):
 
     @property
     def _gradient_scale(self) -> int:
-        """What losses are multiplied by because the reduction over ranks divides by it."""
+        """Factor of losses that undoes the division in the reduction over ranks."""
         return 1
 
     # -- passes ------------------------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Trainer(ABC):
         return Scores(logprobs, losses.astype(np.float32))
 
     def _logprobs(self, batch: Batch, rows: Sequence[PackedRow]) -> np.ndarray:
-        """[M] float32 log-probabilities of the targets in some rows, 0 of others."""
+        """Return [M] float32 log-probabilities of the targets in these rows, 0 for others."""
         result = np.zeros(batch.num_targets, np.float32)
         for row in rows:
             progress("forward")
@@ -290,11 +290,11 @@ class Trainer(ABC):
             if update.is_sound:
                 progress("optimizer")
                 self._step(WHOLE, params)
-        # Here rather than before the next step: a checkpoint of an optimizer with pending gradients has no state to resume from.
+        # Here rather than before the next step: a checkpoint of an optimizer with pending gradients has no state from which to resume.
         self._clear([WHOLE])
         return update
 
     def _temperature(self, batch: Batch) -> float:
-        """Of the log-probabilities that the batch's losses want: that of the sampling, or 1."""
+        """Return the temperature of the log-probabilities that the batch's losses need: that of sampling, or 1."""
         sampled = any(OBJECTIVES[loss.name].at_temperature for loss in batch.losses)
         return (self._run.rollout.temperature or 1.0) if sampled else 1.0
