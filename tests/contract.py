@@ -31,7 +31,6 @@ from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.protocol import Interrupt, Manifest
 from small_run import small_config
-from waiting import until
 
 T = TypeVar("T")
 Body = Callable[[EngineClient], Awaitable[T]]
@@ -149,9 +148,10 @@ class Engine:
         return asyncio.run(main())
 
     async def until_it_samples(self, *calls: "asyncio.Task[Any]") -> None:
-        """Wait for requests to run; none may be answered before that is seen."""
-        await until(lambda: self.num_running() > 0 or any(call.done() for call in calls))
-        assert not [call.result() for call in calls if call.done()], "answered before it was seen running"
+        """Wait for requests to run; not all may be answered before that is seen."""
+        async with asyncio.timeout(120):
+            while not await asyncio.to_thread(self.num_running):
+                assert not all(call.done() for call in calls), "answered before they were seen running"
 
     def num_running(self) -> int:
         """Samples under way."""

@@ -53,7 +53,7 @@ def test_an_answer_that_breaks_is_announced_and_the_next_one_is_given():
     store = host_store(30)
     _, _, watcher, posted = _start(store)
     store.queue_push(Keys().mail(1), "no mail")
-    assert "its sync broke: " in posted.get(timeout=30).text
+    assert "its sync broke: " in posted.get(timeout=30).verdict.text
     _send(store, Mail("status", reply="here"))
     assert decode_json(Status, store.queue_pop("here")).rank == 1
     _send(store, Mail("close"))

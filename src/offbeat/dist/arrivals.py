@@ -62,7 +62,7 @@ class Arrivals:
             except dist.DistError:
                 self._board.fail(self._peers.store_lost())
             except Exception as exc:
-                self._post(breakage(exc))
+                self._post(breakage(self._board.rank, exc))
 
     def _arrive(self, wait: Wait) -> Message:
         count = points.read(self._client.add(self._keys.count(wait.n), points.ticket(wait.signature)), wait.signature)

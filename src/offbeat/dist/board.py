@@ -29,24 +29,16 @@ Message = Verdict | Renewed | None
 
 @dataclass(frozen=True, eq=False)
 class Announcement:
-    """Message to the judge: this rank cannot go on, and the peers must be told.
+    """Message to the judge: this rank cannot go on, and the peers must be told this verdict."""
 
-    Attributes:
-        text: why this rank failed; a full sentence that names the culprit if it hangs, or if this is a verdict.
-        hangs: whether this rank hangs.
-        is_verdict: whether this rank only passes on what was found about another rank.
-    """
-
-    text: str
-    hangs: bool = False
-    is_verdict: bool = False
+    verdict: Verdict
     done: threading.Event = field(default_factory=threading.Event)
 
 
-def breakage(exc: Exception) -> Announcement:
-    """Announce an unexpected exception in a thread of this rank, which makes its peers' points meaningless, too."""
+def breakage(rank: int, exc: Exception) -> Announcement:
+    """Announce an unexpected exception in a thread of this process, which is rank `rank`; it makes its peers' points meaningless, too."""
     _log.error("a thread of sync broke", exc_info=exc)
-    return Announcement(f"its sync broke: {type(exc).__name__}: {exc}")
+    return Announcement(Verdict("failed", f"rank {rank} failed: its sync broke: {type(exc).__name__}: {exc}"))
 
 
 @dataclass(eq=False)

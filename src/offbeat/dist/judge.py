@@ -118,9 +118,9 @@ class Judge:
             except dist.DistError:
                 self._board.fail(self._peers.store_lost())
             except Exception as exc:
-                announcement = breakage(exc)
+                announcement = breakage(self._board.rank, exc)
                 if not self._board.failure:  # once only, because telling the peers may be what breaks
-                    self._board.fail(self._failed(announcement))
+                    self._board.fail(announcement.verdict)
                     self.post(announcement)
         self._deaths.close()
 
@@ -139,18 +139,13 @@ class Judge:
                 self._on_missed(case)
             case Announcement():
                 try:
-                    self._announce(self._failed(case))
+                    self._announce(case.verdict)
                 finally:
                     case.done.set()
             case Broken():
                 case.verdict.put(self._on_broken(case))
             case Leave():
                 self._leave(in_order=case.in_order)
-
-    def _failed(self, case: Announcement) -> Verdict:
-        if case.hangs:
-            return Verdict("stuck", case.text)
-        return Verdict("failed", case.text if case.is_verdict else f"rank {self._board.rank} failed: {case.text}")
 
     def _on_death(self, rank: int) -> None:
         state = observe(self._peers.cards[rank])

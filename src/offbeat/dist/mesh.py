@@ -166,7 +166,7 @@ def give_up(error: BaseException) -> None:
     """Give up because of `error`: tell all peers, and kill those that are stopped and cannot hear it. Never raises."""
     for sync in _syncs:
         if isinstance(error, SyncError):
-            sync.fail(str(error), is_verdict=True)
+            sync.pass_on(error)
         else:
             sync.fail(f"{type(error).__name__}: {error}")
         sync.end_stopped()

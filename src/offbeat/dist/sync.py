@@ -324,18 +324,26 @@ class Sync:
         for card in self._peers.neighbours():
             end_if_stopped(card)
 
-    def fail(self, reason: str, *, is_verdict: bool = False) -> None:
+    def fail(self, reason: str) -> None:
         """Tell all peers that this rank failed; not collective. They, and this rank, raise PeerError at every point from here on.
 
-        The first call counts. Never raises.
+        The first call of this or of `pass_on` counts. Never raises.
 
         Args:
             reason: why, without the name of this rank.
-            is_verdict: `reason` is an error of this class, which names the rank that is to blame: this one is a victim of it.
         """
-        if self.world == 1 or self._closed or self._board.failure or self._peers.host_is_stopped():
-            return
-        case = Announcement(reason, is_verdict=is_verdict)
+        self._give_up(Verdict("failed", f"rank {self.rank} failed: {reason}"))
+
+    def pass_on(self, error: SyncError) -> None:
+        """Tell all peers an error that named the rank to blame, of which this rank is a victim. As `fail` otherwise."""
+        self._give_up(Verdict("failed", str(error)))
+
+    def _give_up(self, verdict: Verdict) -> None:
+        if self.world > 1 and not (self._closed or self._board.failure or self._peers.host_is_stopped()):
+            self._announce(verdict)
+
+    def _announce(self, verdict: Verdict) -> None:
+        case = Announcement(verdict)
         self._judge.post(case)
         case.done.wait(_ANNOUNCE_S)
 
@@ -343,11 +351,10 @@ class Sync:
         """Tell all peers that this rank hangs, in a sentence that names it; not collective, from any thread but the one that hangs."""
         if self._closed:
             return
+        verdict = Verdict("stuck", text)
         if self.world > 1:
-            case = Announcement(text, hangs=True)
-            self._judge.post(case)
-            case.done.wait(_ANNOUNCE_S)
-        self._board.fail(Verdict("stuck", text))  # whether or not they were told; the first failure stays
+            self._announce(verdict)
+        self._board.fail(verdict)  # whether or not they were told; the first failure stays
 
     def _hear_of_stuck(self, verdict: Verdict) -> None:
         error = StuckError(verdict.text)

@@ -55,7 +55,7 @@ class Watcher:
             except dist.DistError:
                 return  # the store is gone; a rank learns that at its next point
             except Exception as exc:
-                self._post(breakage(exc))
+                self._post(breakage(self._board.rank, exc))
 
     def _answer(self, mail: Mail) -> bool:
         if mail.kind == "status":

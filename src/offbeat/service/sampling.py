@@ -218,9 +218,8 @@ class Sampling:
         total, most, long_ago = self._in_flight.total(), self._max_in_flight, time.monotonic() - _RECENT_S
         while self._asked and next(iter(self._asked.values())) < long_ago:
             del self._asked[next(iter(self._asked))]
-        num_owners = len({*self._in_flight, *self._queue.owners, *self._asked})
-        share = most // max(num_owners, 1)
-        burst = most if num_owners == 1 else max(most // _BURST, share)
+        share = most // max(len({*self._in_flight, *self._queue.owners, *self._asked}), 1)
+        burst = max(most // _BURST, share)
 
         def may(owner: str, part: Part) -> bool:
             held = self._in_flight[owner]
