@@ -17,16 +17,16 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from engine import build
 from measure import WORK, note
 
+from engine import build
 from offbeat.algorithms.objectives import policy_loss
-from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.ranks import WorkerRanks
-from offbeat.cluster.trainers import Trainers
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.load import load_config
 from offbeat.data.batch import Batch
+from offbeat.ranks.ranks import WorkerRanks
+from offbeat.ranks.trainers import Trainers
+from offbeat.workers.local import LocalLauncher
 
 NUM_RANKS = 2
 WARM_UP = 2

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, note, take_turns
 
-from offbeat.cluster.group import library_environment
 from offbeat.config.model import TinyConfig
 from offbeat.data.tokenizer import DEFAULT_ALPHABET, character_tokenizer
 from offbeat.model.tiny import build_tiny
+from offbeat.workers.worker import library_environment
 
 MODELS = {
     "tiny": (TinyConfig(

@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 from measure import answer_jobs, claim_stdout
 
-from offbeat.inference.embedded.loader import load_engine
-from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.request import Output, Request, SamplingParams
+from offbeat.engine.loader import load_engine
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.request import Output, Request, SamplingParams
 
 MAX_RUNNING = 256
 

@@ -5,7 +5,7 @@ engines at once, through `AdapterPublisher`; the naive order is rank 0 bringing 
 barrier. Both load and prove the same adapters on the same engines, in turns. A publish lasts from the moment at which all 16 are written
 until every engine serves it; ranks are held until the barrier is passed.
 
-Serving: the same requests of 64 tokens each through the same pool, 64 in flight, of 16 tenants and of one; and how evenly engines got them.
+Fleet: the same requests of 64 tokens each through the same pool, 64 in flight, of 16 tenants and of one; and how evenly engines got them.
 
     python benchmarks/fanout.py [--quick] [--repeats 5] [--tenants 16] [--engines 4]
 """
@@ -27,21 +27,21 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from engine import ONE_THREAD, build
 from measure import WORK, Contestant, answer_jobs, claim_stdout, contest, emit, take_turns
 
-from offbeat.cluster.engine_group import EngineGroup
-from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.serving import Serving, open_serving
+from engine import ONE_THREAD, build
 from offbeat.config.dist import DistConfig
 from offbeat.config.root import Config
-from offbeat.dist.mesh import connect_store, host_store, join, leave
+from offbeat.fleet.engine_group import EngineGroup
+from offbeat.fleet.fleet import Fleet, open_fleet
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
 from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import Adapter, write_adapter
+from offbeat.sync.mesh import connect_store, host_store, join, leave
 from offbeat.telemetry.record import SilentRecord
 from offbeat.weights.protocol import Manifest
+from offbeat.workers.local import LocalLauncher
 
 ORDERS = ("ours", "naive")
 RANK = 16
@@ -80,20 +80,20 @@ def main() -> None:
 
 
 @contextmanager
-def serving(runner: asyncio.Runner, model: str, num_engines: int) -> Iterator[Serving]:
+def serving(runner: asyncio.Runner, model: str, num_engines: int) -> Iterator[Fleet]:
     """Engine processes in service, as a run has them."""
     config = Config.model_validate({
         "run": {"dir": str(WORK), "name": "fanout"}, "model": {"path": model, "lora": {"rank": RANK}},
         "inference": {"num_engines": num_engines, "max_adapters": 64, "threads": 1},
         "weights": {"proof_tolerance": 1e9}})  # there is no trainer to say what the canary scores; the fingerprint is proven
 
-    async def start(stack: AsyncExitStack) -> Serving:
+    async def start(stack: AsyncExitStack) -> Fleet:
         launcher = await stack.enter_async_context(LocalLauncher(stop_timeout_s=5))
         record = SilentRecord(config.run_dir)
         record.log_dir.mkdir(parents=True)
         group = await EngineGroup.start(launcher, config, log_dir=record.log_dir)
         addresses = await group.serve(model=model, tokenizer=model, version=-1)
-        return await open_serving(stack, group, addresses, config, record, model=model)
+        return await open_fleet(stack, group, addresses, config, record, model=model)
 
     stack = AsyncExitStack()
     try:
@@ -109,7 +109,7 @@ class Publishes:
     """Rounds of publishing all tenants, in either order."""
 
     def __init__(
-        self, runner: asyncio.Runner, served: Serving, ranks: Sequence[Contestant], threads: ThreadPoolExecutor, num_tenants: int,
+        self, runner: asyncio.Runner, served: Fleet, ranks: Sequence[Contestant], threads: ThreadPoolExecutor, num_tenants: int,
     ) -> None:
         self.seconds: dict[str, list[float]] = {order: [] for order in ORDERS}
         self._runner = runner
@@ -224,7 +224,7 @@ async def fan_out_in_turn(manifests: Sequence[Manifest], urls: dict[str, str], k
 # -- serving ---------------------------------------------------------------------------------------------------------------------------
 
 
-def compare_serving(runner: asyncio.Runner, served: Serving, *, num_tenants: int, num_requests: int, repeats: int) -> None:
+def compare_serving(runner: asyncio.Runner, served: Fleet, *, num_tenants: int, num_requests: int, repeats: int) -> None:
     """Many tenants against one."""
     counts = count_requests(served)
 
@@ -251,7 +251,7 @@ def compare_serving(runner: asyncio.Runner, served: Serving, *, num_tenants: int
         emit("fanout", f"{num_tenants} tenants vs one, {IN_FLIGHT} requests in flight", ours=many[unit], peer=one[unit], unit=unit, aim=aim)
 
 
-def count_requests(served: Serving) -> Counter[str]:
+def count_requests(served: Fleet) -> Counter[str]:
     """Requests that each engine gets from now."""
     counts: Counter[str] = Counter()
 
@@ -269,7 +269,7 @@ def count_requests(served: Serving) -> Counter[str]:
     return counts
 
 
-async def load(served: Serving, *, tenants: int, num_requests: int, seed: int) -> int:
+async def load(served: Fleet, *, tenants: int, num_requests: int, seed: int) -> int:
     """Tokens that were generated."""
     rng = np.random.default_rng(seed)
     waiting = [(f"ours-{i % tenants}", tuple(rng.integers(3, 49, 16).tolist())) for i in range(num_requests)]
@@ -286,7 +286,7 @@ async def load(served: Serving, *, tenants: int, num_requests: int, seed: int) -
     return sum(lengths)
 
 
-def engines_cpu_s(served: Serving) -> float:
+def engines_cpu_s(served: Fleet) -> float:
     """CPU seconds of all engines so far."""
     times = [psutil.Process(worker.pid).cpu_times() for worker in served.engines.workers]
     return sum(each.user + each.system for each in times)

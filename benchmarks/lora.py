@@ -15,18 +15,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from engine import build
 from measure import emit, take_turns
 from packing import groups_of_one, make_batch, packed_step, timed
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from engine import build
 from offbeat.algorithms.adam import AdamParams
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
-from offbeat.dist.mesh import ProcessGroups
 from offbeat.model.lora import LAYER_KINDS
+from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.messages import NewAdapter, OptimStep
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from engine import build
 from measure import emit, take_turns
 from torch.nn.functional import cross_entropy
 
+from engine import build
 from offbeat.algorithms.adam import adam_params
 from offbeat.algorithms.objectives import CROSS_ENTROPY
 from offbeat.config.dist import DistConfig
@@ -28,8 +28,8 @@ from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import Batch
 from offbeat.data.packing import plan_microbatches
-from offbeat.dist.mesh import ProcessGroups, host_store, join, leave
 from offbeat.model.load import load_causal_lm
+from offbeat.sync.mesh import ProcessGroups, host_store, join, leave
 from offbeat.trainer.messages import TrainStep
 from offbeat.trainer.model_trainer import ModelTrainer
 

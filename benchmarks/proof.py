@@ -26,19 +26,19 @@ import torch
 from measure import ROOT, WORK, note
 from transformers import PreTrainedModel
 
-from offbeat.checkpoint.export import export_folder
-from offbeat.cluster.engine_group import EngineGroup
-from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.serving import make_dialect
 from offbeat.config.root import Config
 from offbeat.data.tokenizer import character_tokenizer
+from offbeat.fleet.engine_group import EngineGroup
+from offbeat.fleet.fleet import make_dialect
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
+from offbeat.trainer.export import export_folder
 from offbeat.trainer.policy import canary_logprobs
 from offbeat.trainer.state import Dtype, full_state, parameter_bytes, rounded
 from offbeat.weights.proof import Judge, Outcome, Verdict
 from offbeat.weights.protocol import Manifest, Proof
+from offbeat.workers.local import LocalLauncher
 
 sys.path.insert(0, str(ROOT / "tests"))
 from contract import build_model

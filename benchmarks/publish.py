@@ -24,16 +24,16 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import torch
-from engine import MODELS, build
 from measure import ROOT, WORK, emit, note
 
-from offbeat.cluster.engine_group import EngineGroup
-from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.serving import make_dialect
+from engine import MODELS, build
 from offbeat.config.root import Config
+from offbeat.fleet.engine_group import EngineGroup
+from offbeat.fleet.fleet import make_dialect
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.model.tiny import build_tiny
 from offbeat.weights.protocol import Interrupt, Manifest
+from offbeat.workers.local import LocalLauncher
 
 AIM_S = 0.1
 """For the embedded engine and the tiny model."""

@@ -26,13 +26,13 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from engine import SETTLE_S, SHORTEST, make_job
 from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, note, take_turns
 from step import run, write_prompts
 
-from offbeat.cluster.group import library_environment
+from engine import SETTLE_S, SHORTEST, make_job
 from offbeat.config.load import load_config
 from offbeat.data.model_folder import read_model_config
+from offbeat.workers.worker import library_environment
 
 RUNS = WORK / "real"
 DTYPES = ("float32", "bfloat16")

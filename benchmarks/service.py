@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
-from engine import ONE_THREAD, build
 from measure import BENCHMARKS, ROOT, WORK, Contestant, contest, emit, take_turns
+
+from engine import ONE_THREAD, build
 
 CLIENT_PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
 FOLDER = WORK / "service"

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from measure import emit, note, take_turns
 
 from offbeat.config.dist import DistConfig
-from offbeat.dist.mesh import ProcessGroups, connect_store, host_store, join, leave
 from offbeat.errors import SyncError
+from offbeat.sync.mesh import ProcessGroups, connect_store, host_store, join, leave
 
 AIM = 0.5
 """A named barrier takes at most twice as long as a plain one."""

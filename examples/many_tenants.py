@@ -21,10 +21,10 @@ from rich.table import Table
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import sft_batch
 from offbeat.cli.main import main as offbeat
-from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.config.load import load_config
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.inference.sampling import Sampling
+from offbeat.runs.tenants import Tenants, open_tenants
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
 

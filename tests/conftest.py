@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from faults.workshop import workshop
-from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.server import EngineServer
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.server import EngineServer
 from small_run import SmallRun, build_small_model, offbeat, start_offbeat
 from waiting import wait_until
 

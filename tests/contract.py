@@ -19,17 +19,17 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from offbeat.aio import gather_all
-from offbeat.cluster.engine_group import EngineGroup
-from offbeat.cluster.local import LocalLauncher
 from offbeat.data.tokenizer import character_tokenizer
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.server import EngineServer
+from offbeat.fleet.engine_group import EngineGroup
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.dialects.base import Dialect
 from offbeat.inference.dialects.embedded import EmbeddedDialect
-from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.server import EngineServer
 from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.protocol import Interrupt, Manifest
+from offbeat.workers.local import LocalLauncher
 from small_run import small_config
 
 T = TypeVar("T")

@@ -25,13 +25,13 @@ from family_table import FAMILIES, SIZES, Family
 from offbeat.config.train import TrainConfig
 from offbeat.data.batch import Batch
 from offbeat.data.packing import pack_row
+from offbeat.engine.cache import PromptRows, SlotCache
+from offbeat.engine.forward import Forward
+from offbeat.engine.loader import load_forward
+from offbeat.engine.lora import AdapterRows, AdapterStack
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.versions import fingerprint_tensors, read_weights
 from offbeat.errors import ModelError
-from offbeat.inference.embedded.cache import PromptRows, SlotCache
-from offbeat.inference.embedded.forward import Forward
-from offbeat.inference.embedded.loader import load_forward
-from offbeat.inference.embedded.lora import AdapterRows, AdapterStack
-from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.versions import fingerprint_tensors, read_weights
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.logprobs import packs_rows, token_logprobs
 from offbeat.model.lora import AdapterBank

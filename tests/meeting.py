@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from offbeat.config.dist import DistConfig
-from offbeat.dist.mesh import host_store
-from offbeat.dist.sync import Sync
+from offbeat.sync.mesh import host_store
+from offbeat.sync.sync import Sync
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from offbeat.config.dist import DistConfig
-from offbeat.dist.mesh import connect_store, host_store, join, leave
+from offbeat.sync.mesh import connect_store, host_store, join, leave
 from waiting import wait_until
 
 CONFIG = DistConfig(init_timeout_s=60, answer_timeout_s=3, collective_timeout_s=60)

@@ -11,9 +11,9 @@ import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.objectives import CROSS_ENTROPY
-from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
+from offbeat.runs.tenants import Tenants, open_tenants
 from offbeat.service.backend import Backend
 from offbeat.service.futures import Futures
 from offbeat.service.incidents import Incidents

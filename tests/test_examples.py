@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cluster.threads import choose_threads, usable_cores
 from offbeat.config.load import load_config
+from offbeat.runs.threads import choose_threads, usable_cores
 
 _ROOT = Path(__file__).parents[1]
 _EXAMPLES = sorted((_ROOT / "examples").glob("*.toml"))

@@ -6,9 +6,10 @@ TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "offbeat"
 # One contract suite runs over every launcher, and one over every forward.
 ELSEWHERE = {
-    **{f"cluster/{name}.py": "cluster/test_launchers.py" for name in ("group", "local", "ray")},
-    **{f"inference/embedded/forward_{name}.py": "inference/embedded/test_forward.py" for name in ("direct", "hf")},
-    "inference/inside/vllm_inside.py": "engines/test_weights.py",  # runs only inside vLLM
+    **{f"workers/{name}.py": "workers/test_launchers.py" for name in ("worker", "local", "ray")},
+    **{f"engine/forward_{name}.py": "engine/test_forward.py" for name in ("direct", "hf")},
+    "engine/inside/vllm_inside.py": "engines/test_weights.py",  # runs only inside vLLM
+    "runs/assemble.py": "runs/test_run.py",  # tested by whole runs
     # Names and annotations: nothing to run.
     "types.py": "", "weights/protocol.py": "",
 }

@@ -79,7 +79,7 @@ def test_a_wrong_dataset_is_one_sentence(fails: Callable[..., str], tmp_path: Pa
 
 
 def test_a_missing_extra_is_named(fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "offbeat.cluster.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "offbeat.workers.ray", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "pip install 'offbeat[ray]'" in fails("--cluster.launcher", "ray")
 

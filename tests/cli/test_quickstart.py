@@ -5,7 +5,7 @@ import pytest
 from offbeat.cli import main as cli
 from offbeat.cli import quickstart
 from offbeat.config.root import Config
-from offbeat.controller.run import RunResult
+from offbeat.runs.run import RunResult
 
 
 def result(before: float | None, after: float | None, *, stopped_early: bool = False) -> RunResult:

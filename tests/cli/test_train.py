@@ -1,4 +1,4 @@
-"""`offbeat train`: what it prints. What it leaves behind is tested in `tests/controller/test_run.py`."""
+"""`offbeat train`: what it prints. What it leaves behind is tested in `tests/runs/test_run.py`."""
 
 import json
 

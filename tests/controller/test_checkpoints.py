@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from offbeat.cluster.session import Solo
 from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, Checkpoints
+from offbeat.controller.parts import SingleProcess
 from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data.dataset import StreamState
 from offbeat.data.identity import Identity
@@ -66,11 +66,11 @@ def checkpoints_of(
     notes: list[str] | None = None, identity: Identity = IDENTITY, **changes: str,
 ) -> Checkpoints:
     said = [] if notes is None else notes
-    session = SimpleNamespace(
-        trainers=ranks, config=small_config(root, **changes), peers=Solo(), num_heads=num_heads, publisher=engines or Engines(),
-        material=SimpleNamespace(tokenizer_folder="tokenizer", identity=identity),
+    parts = SimpleNamespace(
+        trainers=ranks, config=small_config(root, **changes), peers=SingleProcess(), num_heads=num_heads, publisher=engines or Engines(),
+        inputs=SimpleNamespace(tokenizer_folder="tokenizer", identity=identity),
         record=SimpleNamespace(note=lambda _kind, text: said.append(text)))
-    return Checkpoints(session, kind)
+    return Checkpoints(parts, kind)
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ class Untouchable(types.ModuleType):
         raise AssertionError(f"the controller touched {self.__name__}.{name}")
 
 
-for name in ("offbeat.dist.platform", "offbeat.dist.mesh", "offbeat.dist.sync"):
+for name in ("offbeat.sync.platform", "offbeat.sync.mesh", "offbeat.sync.sync"):
     sys.modules[name] = Untouchable(name)
 
 from offbeat.cli.main import main
@@ -37,9 +37,9 @@ def control(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_guard_itself_raises() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CONTROLLER.partition("from offbeat.cli")[0] + "\nfrom offbeat.dist.platform import current_platform"],
+        [sys.executable, "-c", CONTROLLER.partition("from offbeat.cli")[0] + "\nfrom offbeat.sync.platform import current_platform"],
         capture_output=True, text=True, timeout=120, check=False)
-    assert "the controller touched offbeat.dist.platform.current_platform" in done.stderr
+    assert "the controller touched offbeat.sync.platform.current_platform" in done.stderr
 
 
 def test_a_whole_run_with_warm_up_evaluation_and_recovery_touches_no_device(tmp_path: Path, model_dir: str) -> None:

@@ -1,23 +1,19 @@
 """Held-out accuracy: what counts as right, and when it is measured. `tests/cli/test_evaluate.py` evaluates a real model."""
 
 import asyncio
-import io
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offbeat.cluster.session import Solo
 from offbeat.config.controller import EvaluateConfig
-from offbeat.controller.evaluate import Evaluation, Evaluator, evaluate_model
+from offbeat.controller.evaluate import Evaluation, Evaluator
+from offbeat.controller.parts import SingleProcess
 from offbeat.data.dataset import ListDataset
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.errors import ConfigError, DeadlineError, RolloutError
+from offbeat.errors import DeadlineError, RolloutError
 from offbeat.inference.sampling import Sampling
-from offbeat.telemetry.console import Console
-from small_run import small_config
 
 ROWS = ListDataset(tuple(Row(f"{i}>", str(i)) for i in range(5)))
 
@@ -43,7 +39,7 @@ class Rollouts:
 
 
 def evaluator(rollouts: Rollouts, **changes: object) -> Evaluator:
-    return Evaluator(rollouts, ROWS, EvaluateConfig(**changes), Solo())
+    return Evaluator(rollouts, ROWS, EvaluateConfig(**changes), SingleProcess())
 
 
 def test_accuracy_is_the_share_of_full_rewards_and_failures_count_as_wrong() -> None:
@@ -80,12 +76,4 @@ def test_evaluations_are_due_every_few_steps_and_at_the_end() -> None:
     assert [step for step in range(1, 6) if every.due(step, last=step == 5)] == [2, 4, 5]
     ends = evaluator(Rollouts([]), every_steps=0)
     assert [step for step in range(1, 6) if ends.due(step, last=step == 5)] == [5]
-    assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig(), Solo()).due(0, last=True)
-
-
-def test_what_cannot_be_evaluated_is_told_at_once(tmp_path: Path, model_dir: str) -> None:
-    console = Console("quiet", stream=io.StringIO())
-    with pytest.raises(ConfigError, match="data.heldout_size is 0"):
-        evaluate_model(small_config(tmp_path, model_dir, data__heldout_size="0"), console)
-    with pytest.raises(ConfigError, match="model.path is empty"):
-        evaluate_model(small_config(tmp_path), console)
+    assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig(), SingleProcess()).due(0, last=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from offbeat.cluster.session import Solo
+from offbeat.controller.parts import SingleProcess
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data import wire
 from offbeat.data.dataset import StreamState
@@ -33,7 +33,7 @@ def test_a_stop_ends_after_the_step_that_is_being_done() -> None:
         done.append(step.global_step)
         if step.global_step == 2:
             state.asked_to_stop = True
-            asyncio.run(state.agree(Solo()))
+            asyncio.run(state.agree(SingleProcess()))
     assert done == [1, 2]
     assert (state.global_step, state.version, state.stopping, state.stopped_early) == (2, 2, True, True)
 
@@ -42,7 +42,7 @@ def test_a_stop_in_the_last_step_is_no_early_stop() -> None:
     state = RunState(total_steps=1)
     for _ in state.steps():
         state.asked_to_stop = True
-        asyncio.run(state.agree(Solo()))
+        asyncio.run(state.agree(SingleProcess()))
     assert not state.stopped_early
 
 

@@ -10,23 +10,23 @@ import pytest
 
 from offbeat.aio import SideThread
 from offbeat.algorithms.experience import sft_batch
-from offbeat.cluster.material import read_material
-from offbeat.cluster.session import Session
-from offbeat.cluster.shards import Sharder
-from offbeat.cluster.spmd_peers import RankPeers
-from offbeat.cluster.spmd_ranks import OneRankLoads, OwnRank
-from offbeat.cluster.spmd_stage import Bystander
-from offbeat.cluster.train_worker import build_trainer
-from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
 from offbeat.config.train import SftConfig
-from offbeat.controller.run import prepare_run_dir, run_training
+from offbeat.controller.inputs import read_inputs
+from offbeat.controller.parts import RunParts
 from offbeat.controller.state import RunState
 from offbeat.controller.supervised import SftResult, fine_tune, is_finished
 from offbeat.errors import ConfigError
+from offbeat.ranks.sharding import Sharder
+from offbeat.ranks.trainers import Trainers
+from offbeat.runs.run import prepare_run_dir, run_training
+from offbeat.spmd.peers import RankPeers
+from offbeat.spmd.ranks import OneRankLoads, OwnRank
+from offbeat.spmd.rollouts import NoRolloutSource
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord, SilentRecord
+from offbeat.trainer.worker import build_trainer
 from ranks import run_alone, run_ranks
 from small_run import SmallRun, offbeat, small_config, start_offbeat
 from waiting import wait_until
@@ -63,11 +63,11 @@ class Troubled(Trainers):
         return stats
 
 
-class Loader(Bystander):
-    """A stage without engines that draws data."""
+class Loader(NoRolloutSource):
+    """A source without engines that draws data."""
 
     def sft_batch(self, stream, count):
-        return sft_batch(self.material.supervision.draw(stream, count))
+        return sft_batch(self.inputs.supervision.draw(stream, count))
 
 
 async def nothing() -> None:
@@ -76,19 +76,19 @@ async def nothing() -> None:
 
 def play(groups, config: Config, trouble: Trouble = lambda _step, _state: None, *, standalone: bool = True) -> SftResult:
     """One process's part of a fine-tuning, with everything real but the engines, which nothing is asked of."""
-    material, state = read_material(config, supervised=True), RunState(total_steps=1)
+    inputs, state = read_inputs(config, supervised=True), RunState(total_steps=1)
     thread = SideThread("rank")
     trainer = build_trainer(config.model.path, config, groups)
     loading = OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world))
     trainers = Troubled(OwnRank(trainer, loading, thread), config)
     trainers.trouble = lambda: trouble(trainer.step, state)
     leads = groups.rank == 0
-    stage = (Loader if leads else Bystander)(material)
+    source = (Loader if leads else NoRolloutSource)(inputs)
     record = RunRecord(config.run_dir, trace=False, console=Console("quiet")) if leads else SilentRecord(config.run_dir)
     with record:
-        session = Session(config, record, material, trainers, Published(), stage, RankPeers(groups.sync, thread), nothing)
+        parts = RunParts(config, record, inputs, trainers, Published(), source, RankPeers(groups.sync, thread), nothing)
         try:
-            return asyncio.run(fine_tune(session, state, standalone=standalone))
+            return asyncio.run(fine_tune(parts, state, standalone=standalone))
         finally:
             thread.close()
 

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from chats import CHAT, FORGETS_THOUGHTS, words
@@ -118,4 +117,4 @@ def test_a_row_of_two_sequences_counts_once_in_a_batch() -> None:
     row = Row(tuple(CHAT[:-1]), CHAT[-1]["content"])
     drawn = drawing.draw(PromptStream(ListDataset((row,)), seed=0), 3)
     assert len(drawn) == 6
-    assert int(np.sum(sft_batch(drawn).loss_mask)) == sum(int(mask.sum()) for _, mask in drawn)
+    assert sft_batch(drawn).num_targets == sum(int(mask.sum()) for _, mask in drawn)

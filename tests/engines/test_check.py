@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from contract import WITH_VLLM, Engine, Models
-from offbeat.cluster.group import WorkerSpec, ask
-from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.messages import EngineAddress, ServerStart
+from offbeat.engine import inside
+from offbeat.engine.options import EngineAddress
 from offbeat.errors import EngineError
-from offbeat.inference import inside
+from offbeat.fleet.server_worker import ServerStart
 from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.workers.local import LocalLauncher
+from offbeat.workers.worker import WorkerSpec, ask
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not WITH_VLLM, reason="make test-vllm runs it")]
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "134217728")
@@ -32,7 +33,7 @@ def plain(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
     async def serve() -> str:
         log = tmp_path_factory.mktemp("plain") / "log"
-        worker = await launcher.start(WorkerSpec("plain", "offbeat.cluster.server_worker:ServerWorker", log), timeout_s=60)
+        worker = await launcher.start(WorkerSpec("plain", "offbeat.fleet.server_worker:ServerWorker", log), timeout_s=60)
         return (await ask(worker, "start", start, EngineAddress, timeout_s=250)).url
 
     with asyncio.Runner() as runner, ExitStack() as stack:

@@ -18,27 +18,27 @@ import torch
 from safetensors.torch import save_file
 
 from contract import CANARY, MAX_ADAPTERS, MAX_RANK, WITH_VLLM, Engine, Models, Reference
-from offbeat.cluster.group import WorkerSpec, ask
-from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.messages import EngineAddress, ServerStart
-from offbeat.cluster.servers import server_command
 from offbeat.config.weights import WeightsConfig
+from offbeat.engine import matrix
+from offbeat.engine.options import EngineAddress, EngineOptions
+from offbeat.engine.server import EngineServer
 from offbeat.errors import ProofError, PublishError
 from offbeat.fleet.adapters import AdapterCache, Installed
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publishers import WeightsPublisher
+from offbeat.fleet.server_worker import ServerStart
+from offbeat.fleet.servers import server_command
 from offbeat.inference.client import EngineClient
 from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.dialects.vllm import VllmDialect
-from offbeat.inference.embedded import matrix
-from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.server import EngineServer
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
 from offbeat.model.peft_io import Adapter, read_adapter, write_adapter
 from offbeat.trainer.state import Dtype
 from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
+from offbeat.workers.local import LocalLauncher
+from offbeat.workers.worker import WorkerSpec, ask
 from small_run import small_config
 from support.weight_faults import LOADING, spoil
 
@@ -152,7 +152,7 @@ def faulty_vllm(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Ite
         env |= {"OFFBEAT_TEST_FAULT": str(path), "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(SUPPORT)])}
         start = ServerStart((*command, "--worker-extension-cls", "vllm_faults.FaultyWorker"), env, "127.0.0.1", 240)
         worker = await launcher.start(
-            WorkerSpec(dtype, "offbeat.cluster.server_worker:ServerWorker", root / f"{dtype}.log"), timeout_s=60)
+            WorkerSpec(dtype, "offbeat.fleet.server_worker:ServerWorker", root / f"{dtype}.log"), timeout_s=60)
         return (await ask(worker, "start", start, EngineAddress, timeout_s=250)).url, path
 
     async def serve_all() -> dict[str, tuple[str, Path]]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from contract import CANARY, Engine, Models
-from offbeat.dist.offer import Offer
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.client import EngineClient
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors
+from offbeat.sync.offer import WeightBroadcast
 from offbeat.weights.protocol import Interrupt, Manifest
 
 pytestmark = pytest.mark.timeout(400)  # the first test of a kind starts the servers
@@ -71,7 +71,7 @@ def test_weights_by_broadcast_are_switched_to_like_those_of_a_folder(engine: Eng
     engine.serve(models.folder(0))
     new = models.reference(models.folder(1))
     state = {name: tensor.clone() for name, tensor in read_safetensors(models.folder(1))}
-    offer = Offer(state, host="127.0.0.1", num_receivers=1, timeout_s=TIMEOUT_S, write_folder=lambda _state: None)
+    offer = WeightBroadcast(state, host="127.0.0.1", num_receivers=1, timeout_s=TIMEOUT_S, write_folder=lambda _state: None)
     try:
         engine.run(lambda client: engine.publish(client, models.folder(1), folder=str(tmp_path / "nowhere"), broadcast=offer.address))
     finally:
@@ -87,7 +87,7 @@ def test_a_broadcast_that_was_refused_can_be_offered_again(engine: Engine, model
     wrong = {name: tensor[:-1] for name, tensor in state.items()}
     version = engine.next_version  # of both: nobody has seen tokens of the first
     for tensors, error in ((wrong, "another model|shape"), (state, "")):
-        offer = Offer(tensors, host="127.0.0.1", num_receivers=1, timeout_s=TIMEOUT_S, write_folder=lambda _state: None)
+        offer = WeightBroadcast(tensors, host="127.0.0.1", num_receivers=1, timeout_s=TIMEOUT_S, write_folder=lambda _state: None)
         manifest = Manifest(version, str(tmp_path / "nowhere"), "", CANARY, (), offer.address)
         try:
             with pytest.raises(EngineError, match=error) if error else nullcontext():

@@ -92,7 +92,7 @@ OTHER_PLACES = ("write_adapter",)
 """As `write_weights`, in runs that train an adapter."""
 
 # No rank of `offbeat train` comes to these, so they are no rows of the table; a failure of ranks of tenants is drilled in
-# tests/cluster/test_trainers.py.
+# tests/ranks/test_trainers.py.
 TENANT_POINTS = ("forward_rows", "load_adapter", "optim_step", "optim_step_gradients", "restore_adapter")
 
 

@@ -25,16 +25,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from faults.sections import write_section
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
-from offbeat.cluster.arena import Arena, open_rewards
-from offbeat.cluster.assemble import open_session
-from offbeat.cluster.material import read_material
-from offbeat.cluster.place import read_place
-from offbeat.cluster.session import Rollouts, Session, Solo
 from offbeat.config.root import Config
 from offbeat.controller.evaluate import Evaluator
+from offbeat.controller.inputs import read_inputs
+from offbeat.controller.parts import Rollouts, RunParts, SingleProcess
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import OffbeatError
+from offbeat.runs.rank_info import read_rank_info
+from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.run import open_run
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
@@ -229,33 +229,33 @@ class Notes(Console):
 
 
 class Ring:
-    """A session that trains case after case; versions go on from each to the next."""
+    """A run that trains case after case; versions go on from each to the next."""
 
-    def __init__(self, root: Path, session: Session) -> None:
+    def __init__(self, root: Path, parts: RunParts) -> None:
         self._root = root
-        self._session = session
+        self._parts = parts
         self._version = 0
         self._number = 0
 
     async def open(self) -> None:
-        await self._session.trainers.restart_optimizer(self._session.config.train.optimizer, total_steps=10**6)
-        await self._session.publisher.publish(0, on_served=lambda _report: None)
+        await self._parts.trainers.restart_optimizer(self._parts.config.train.optimizer, total_steps=10**6)
+        await self._parts.publisher.publish(0, on_served=lambda _report: None)
 
     async def play(self, case: Case) -> Outcome:
         """Train `STEPS` steps, or evaluate."""
         self._number += 1
-        config = small_config(self._root, self._session.material.model, **_settings(case))
+        config = small_config(self._root, self._parts.inputs.model, **_settings(case))
         outcome, notes = Outcome(), Notes()
-        stream = PromptStream(self._session.material.train, seed=self._number)
+        stream = PromptStream(self._parts.inputs.train, seed=self._number)
         trained: list[str] = []
         folder = self._root / f"case-{self._number}"
         with RunRecord(folder, trace=False, console=notes) as record:
             try:
                 async with asyncio.timeout(_CASE_TIMEOUT_S), AsyncExitStack() as stack:
-                    rewards = await open_rewards(stack, self._session.material, config, record)
-                    assert isinstance(self._session.stage, Arena), "a controller rolls out itself"
-                    arena = Arena(config, record, self._session.material, self._session.stage.generate, rewards)
-                    rollouts = arena.rollouts(stream, version=self._version, last_version=self._version + STEPS)
+                    rewards = await open_rewards(stack, self._parts.inputs, config, record)
+                    assert isinstance(self._parts.source, EngineRollouts), "a controller rolls out itself"
+                    source = EngineRollouts(config, record, self._parts.inputs, self._parts.source.generate, rewards)
+                    rollouts = source.rollouts(stream, version=self._version, last_version=self._version + STEPS)
                     if case.evaluates:
                         await self._evaluate(config, rollouts, outcome)
                     else:
@@ -271,23 +271,23 @@ class Ring:
         return outcome
 
     async def _evaluate(self, config: Config, rollouts: Rollouts, outcome: Outcome) -> None:
-        evaluation = await Evaluator(rollouts, self._session.material.heldout, config.evaluate, Solo()).run()
+        evaluation = await Evaluator(rollouts, self._parts.inputs.heldout, config.evaluate, SingleProcess()).run()
         outcome.accuracy, outcome.failed_prompts = evaluation.accuracy, evaluation.num_failed
         groups = await rollouts.rollout_batch(
-            [self._session.material.heldout.row(i) for i in range(20)], group_size=1, sampling=rollouts.sampling)
+            [self._parts.inputs.heldout.row(i) for i in range(20)], group_size=1, sampling=rollouts.sampling)
         outcome.said = next((group.rejected for group in groups if group.rejected), "")
 
     async def _train(self, config: Config, rollouts: Rollouts, outcome: Outcome, trained: list[str]) -> None:
-        session = self._session
+        parts = self._parts
         async with rollouts:
             for _ in range(STEPS):
                 groups = await rollouts.prepare_batch()
                 trained += [group.prompt_id for group in groups]
                 batch = make_batch(groups, config=config.algorithm, max_new_tokens=config.rollout.max_new_tokens)
-                stats = await session.trainers.train_step(batch)
+                stats = await parts.trainers.train_step(batch)
                 stats |= batch_metrics([batch_stats(groups, version=self._version)])
                 self._version += 1
-                await session.publisher.publish(self._version, on_served=lambda _report: rollouts.advance(self._version))
+                await parts.publisher.publish(self._version, on_served=lambda _report: rollouts.advance(self._version))
                 outcome.steps += 1
                 self._count(groups, outcome)
                 wrong = [f"{name} is {value} in step {outcome.steps}" for name, value in stats.items() if not math.isfinite(value)]
@@ -344,8 +344,8 @@ async def play_all(
     config = small_config(root, build_small_model(root / "model", seed=1), **_settings(None))
     played = []
     with RunRecord(root / "ring", trace=False, console=Console("quiet")) as record:
-        async with open_session(config, read_place(config), read_material(config), record) as session:
-            ring = Ring(root, session)
+        async with open_run(config, read_rank_info(config), read_inputs(config), record) as parts:
+            ring = Ring(root, parts)
             await ring.open()
             for case in cases:
                 played.append((case, outcome := await ring.play(case)))

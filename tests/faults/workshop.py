@@ -18,19 +18,20 @@ from unittest.mock import patch
 
 from offbeat.aio import both
 from offbeat.cli.main import main
-from offbeat.cluster.arena import Arena, open_rewards
-from offbeat.cluster.assemble import make_launcher, open_policy
-from offbeat.cluster.engine_group import EngineGroup
-from offbeat.cluster.material import Material, read_material
-from offbeat.cluster.place import Place
-from offbeat.cluster.ranks import WorkerRanks
-from offbeat.cluster.serving import UNPUBLISHED, open_serving
-from offbeat.cluster.session import Session, Solo
-from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
+from offbeat.controller.inputs import RunInputs, read_inputs
+from offbeat.controller.parts import RunParts, SingleProcess
+from offbeat.fleet.engine_group import EngineGroup
+from offbeat.fleet.fleet import UNPUBLISHED, open_fleet
+from offbeat.ranks.ranks import WorkerRanks
+from offbeat.ranks.trainers import Trainers
+from offbeat.runs.assemble import open_policy
+from offbeat.runs.rank_info import RankInfo
+from offbeat.runs.rollouts import EngineRollouts, open_rewards
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
 from offbeat.weights.protocol import Manifest
+from offbeat.workers.worker import make_launcher
 from small_run import SmallRun, small_config
 
 
@@ -61,15 +62,15 @@ class Workshop:
         self._loop.run_until_complete(self._open(small_config(root, model, run__name="workshop", train__num_ranks=str(num_ranks))))
 
     async def _open(self, config: Config) -> None:
-        material = read_material(config)
+        inputs = read_inputs(config)
         record = self._stack.enter_context(RunRecord(config.run_dir, trace=False, console=Console("quiet")))
         launcher = await self._stack.enter_async_context(make_launcher(config))
         ranks, (engines, self._rewards) = await both(
-            WorkerRanks.start(launcher, config, model=material.model, build=None, log_dir=record.log_dir),
-            both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(self._stack, material, config, record)))
+            WorkerRanks.start(launcher, config, model=inputs.model, build=None, log_dir=record.log_dir),
+            both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(self._stack, inputs, config, record)))
         self._trainers = Trainers(ranks, config)
-        urls = await engines.serve(model=material.model, tokenizer=material.tokenizer_folder, version=UNPUBLISHED)
-        self._serving = await open_serving(self._stack, engines, urls, config, record, model=material.model)
+        urls = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
+        self._serving = await open_fleet(self._stack, engines, urls, config, record, model=inputs.model)
 
     def close(self) -> None:
         """End all processes."""
@@ -84,7 +85,7 @@ class Workshop:
         """Any command, in this process."""
         self._published.clear()
         out, err = io.StringIO(), io.StringIO()
-        with patch("offbeat.controller.run.open_session", self._open_session), patch("asyncio.run", self._loop.run_until_complete), \
+        with patch("offbeat.runs.run.open_run", self._open_session), patch("asyncio.run", self._loop.run_until_complete), \
                 contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 code = main(arguments)
@@ -96,16 +97,16 @@ class Workshop:
         return Done(code, err.getvalue(), said, self._published[0] if self._published else "")
 
     @asynccontextmanager
-    async def _open_session(self, config: Config, _place: Place, material: Material, record: RunRecord) -> AsyncIterator[Session]:
+    async def _open_session(self, config: Config, _place: RankInfo, inputs: RunInputs, record: RunRecord) -> AsyncIterator[RunParts]:
         async def write(*args: Any, **kwargs: Any) -> Manifest:
             manifest = await self._trainers.write_weights(*args, **kwargs)
             self._published.append(manifest.fingerprint)
             return manifest
 
         async with AsyncExitStack() as stack:
-            policy = await open_policy(stack, self._serving, material, config, write=write)
-            arena = Arena(config, record, material, policy.generate, self._rewards)
-            yield Session(config, record, material, self._trainers, policy.publisher, arena, Solo(), policy.watch)
+            policy = await open_policy(stack, self._serving, inputs, config, write=write)
+            source = EngineRollouts(config, record, inputs, policy.generate, self._rewards)
+            yield RunParts(config, record, inputs, self._trainers, policy.publisher, source, SingleProcess(), policy.watch)
 
 
 @contextmanager

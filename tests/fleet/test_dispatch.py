@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from offbeat.engine.server import EngineServer
 from offbeat.errors import BusyError, DeadlineError, EngineError, RefusedError
 from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.embedded.server import EngineServer
 from offbeat.inference.sampling import Sampling
 from waiting import until
 

@@ -12,6 +12,8 @@ import torch
 
 from offbeat.config.weights import WeightsConfig
 from offbeat.data import wire
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.server import EngineServer
 from offbeat.errors import BusyError, EngineError, ProofError, PublishError, RefusedError
 from offbeat.fleet.adapters import AdapterCache
 from offbeat.fleet.dispatch import Dispatcher
@@ -20,8 +22,6 @@ from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import AdapterPublisher, PolicyPublisher, WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.server import EngineServer
 from offbeat.inference.sampling import Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
 from offbeat.weights.adapters import policy_adapter

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from offbeat.config.weights import WeightsConfig
+from offbeat.engine.request import Event
+from offbeat.engine.server import EngineServer
 from offbeat.errors import BusyError, DeadlineError, EngineError, PublishError, RefusedError
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.inference.embedded.request import Event
-from offbeat.inference.embedded.server import EngineServer
 from offbeat.inference.sampling import Sampling
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.inference.embedded.sampler import row_keys
+from offbeat.engine.sampler import row_keys
 from offbeat.inference.seeds import seed_from
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.cluster.material import base_ends, read_base
+from offbeat.controller.inputs import base_ends, read_base
 from offbeat.errors import DataError, ModelError
 from offbeat.inference.sampling import Sampling
 from offbeat.service.backend import Backend, tenant_of

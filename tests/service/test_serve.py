@@ -12,9 +12,9 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from offbeat.cluster.material import read_base
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
+from offbeat.controller.inputs import read_base
 from offbeat.errors import ConfigError, StorageError
 from offbeat.service.app.server import HttpServer
 from offbeat.service.errors import NameRefusedError

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from offbeat.cluster.tenants import open_tenants
 from offbeat.config.root import Config
+from offbeat.runs.tenants import open_tenants
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
@@ -25,7 +25,7 @@ from small_run import build_small_model, small_config
 from soak.ledger import ADAPTER_FAULTS, ENGINE_FAULTS, Ledger
 from soak.reference import Reference
 from soak.report import document, table
-from soak.saboteur import Saboteur
+from soak.saboteur import FaultInjector
 from soak.work import GREEDY, PROMPT, Work
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ async def _work(
             eos = tenants.tokenizer.eos_token_id
             reference = Reference(model, prompt=PROMPT, length=GREEDY.max_new_tokens, eos_token_id=eos)
             work = Work(tenants, ledger, reference, seed=seed)
-            saboteur = Saboteur(tenants, work, ledger, kinds=kinds, seed=seed)
+            saboteur = FaultInjector(tenants, work, ledger, kinds=kinds, seed=seed)
             await work.begin(num_tenants)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(work.run())

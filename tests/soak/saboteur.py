@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from offbeat.cluster.serving import Serving
-from offbeat.cluster.tenants import Tenants
+from offbeat.fleet.fleet import Fleet
 from offbeat.model.peft_io import CONFIG_FILE, WEIGHTS_FILE
+from offbeat.runs.tenants import Tenants
 from soak.ledger import ENGINE_FAULTS, Fault, Ledger
 from soak.work import Work
 from waiting import until
@@ -28,12 +28,12 @@ PAUSE_S = 2.0
 HEAL_LIMIT_S = 90.0
 
 
-class Saboteur:
+class FaultInjector:
     """Works until the time is over."""
 
     def __init__(self, tenants: Tenants, work: Work, ledger: Ledger, *, kinds: tuple[str, ...], seed: int) -> None:
         self._tenants = tenants
-        self._serving: Serving = tenants.serving
+        self._serving: Fleet = tenants.fleet
         self._work = work
         self._ledger = ledger
         self._kinds = kinds

@@ -20,11 +20,11 @@ import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import sft_batch
-from offbeat.cluster.tenants import Tenants
 from offbeat.data.batch import Batch
 from offbeat.errors import OffbeatError, PublishError
 from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sampling
+from offbeat.runs.tenants import Tenants
 from offbeat.weights.adapters import adapter_name
 from offbeat.weights.protocol import Manifest
 from soak.ledger import Ledger
@@ -59,8 +59,8 @@ class Work:
         self._steps: Counter[str] = Counter()
         self._fingerprints: dict[str, tuple[int, str]] = {}
         self._steps_before: dict[str, int] = {}
-        self._publish_to_engines = tenants.serving.publisher.publish
-        tenants.serving.publisher.publish = self._on_written
+        self._publish_to_engines = tenants.fleet.publisher.publish
+        tenants.fleet.publisher.publish = self._on_written
 
     async def begin(self, count: int) -> None:
         """Add the tenants, and publish each once."""
@@ -97,7 +97,7 @@ class Work:
 
     async def check_all(self) -> None:
         """Ask every engine for every tenant's current version."""
-        pool, adapters = self._tenants.serving.pool, self._tenants.serving.adapters
+        pool, adapters = self._tenants.fleet.pool, self._tenants.fleet.adapters
         for tenant in self._tenants.names:
             version = self._current(tenant)
             name = adapter_name(tenant, version)
@@ -173,7 +173,7 @@ class Work:
             await self._pause(SAMPLE_PAUSE_S)
 
     def _current(self, tenant: str) -> int:
-        return self._tenants.serving.adapters.catalog.find(tenant).version
+        return self._tenants.fleet.adapters.catalog.find(tenant).version
 
     # -- waiting -----------------------------------------------------------------------------------------------------------------------
 

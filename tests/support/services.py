@@ -6,8 +6,8 @@ import signal
 import time
 from dataclasses import dataclass
 
-from offbeat.cluster.group import Nothing, Service
 from offbeat.errors import PeerError, SyncTimeout
+from offbeat.workers.worker import Nothing, Service
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from offbeat.cluster.group import library_environment
+from offbeat.workers.worker import library_environment
 
 PROGRAM = """
 import numpy as np

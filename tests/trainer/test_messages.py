@@ -13,16 +13,19 @@ from offbeat.data import wire
 from offbeat.trainer import messages
 from offbeat.trainer.messages import (
     BroadcastRequest,
+    BuildRequest,
     Canary,
     CanaryScores,
     ExportRequest,
     Folder,
+    JoinRequest,
     Loaded,
     Names,
     NewAdapter,
     OptimStep,
     Scores,
     Stepped,
+    StoreAddress,
     Trained,
     TrainStep,
     WriteRequest,
@@ -30,7 +33,10 @@ from offbeat.trainer.messages import (
 )
 from train_samples import make_batch
 
+STORE = StoreAddress("10.0.0.1", 4321)
 EXAMPLES = [
+    STORE, BuildRequest("folder", "{}", 54, 0, None, 7), JoinRequest(1, 4, STORE, "{}", "folder"),
+    JoinRequest(1, 4, STORE, "{}", "folder", many=True),
     Trained({"train/loss": 0.1, "train/tokens": 3.0}, 1.5, 2.5, 0.75), OptimStep({"alice": AdamParams(lr=1e-3)}),
     Stepped({"alice": 0.5}, {"alice": 3}), Names(("alice", "bob")), NewAdapter("alice", 8, 16.0, 1, ("attn", "mlp"), "folder"),
     Folder("x"), Folder("x", "alice", optimizer=False), Loaded(12), BroadcastRequest("10.0.0.1", 2, 60),

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from offbeat.aio import both
-from offbeat.cluster.engine_group import EngineGroup
-from offbeat.cluster.local import LocalLauncher
-from offbeat.cluster.ranks import WorkerRanks
-from offbeat.cluster.trainers import Trainers
 from offbeat.config.root import Config
 from offbeat.errors import EngineError
+from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.process import Child
+from offbeat.ranks.ranks import WorkerRanks
+from offbeat.ranks.trainers import Trainers
 from offbeat.types import Version
 from offbeat.weights.channels import Channel, draw_incarnation
 from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import Manifest
+from offbeat.workers.local import LocalLauncher
 from small_run import small_config
 
 CANARY = (13, 14, 15, 5)

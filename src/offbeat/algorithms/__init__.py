@@ -1,1 +1,1 @@
-"""Advantages (numpy), ratios and losses (torch), the table of losses, and batches made of finished groups."""
+"""Advantages, batches made of finished groups, and the table of losses; in numpy, without torch."""

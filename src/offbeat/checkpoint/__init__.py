@@ -1,1 +1,1 @@
-"""Checkpoints: sharded ones to resume from, their recovery, and exports as Hugging Face folders."""
+"""The index of a run's checkpoints: which are complete, which are damaged, and which to resume from; torch-free."""

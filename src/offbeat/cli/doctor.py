@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offbeat.cluster.threads import usable_cores
 from offbeat.errors import ConfigError
 from offbeat.machine import cgroup
+from offbeat.runs.threads import usable_cores
 
 _GIB = 2**30
 _LOW_DISK_GIB, _LOW_MEMORY_GIB = 5, 2

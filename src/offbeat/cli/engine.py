@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offbeat.cluster.engine_group import raise_death, serve_one
-from offbeat.cluster.threads import usable_cores
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.tokenizer import load_tokenizer
+from offbeat.engine.options import EngineOptions
 from offbeat.errors import ConfigError
+from offbeat.fleet.engine_group import raise_death, serve_one
 from offbeat.hosts import is_loopback
-from offbeat.inference.embedded.options import EngineOptions
+from offbeat.runs.threads import usable_cores
 
 _DESCRIPTION = """\
 Serve a Hugging Face causal language model: /v1/completions and /v1/chat/completions with streaming, token ids, log-probabilities and weight

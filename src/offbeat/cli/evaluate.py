@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from offbeat.cli.common import add_config_argument, keep_private
 from offbeat.config.load import load_config
-from offbeat.controller.evaluate import evaluate_model
+from offbeat.runs.evaluation import evaluate_model
 from offbeat.telemetry.console import Console
 
 _EXAMPLES = """\

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from offbeat.cli.common import add_json_argument, keep_private, make_console, report_line
 from offbeat.config.load import load_config
-from offbeat.controller.run import run_training
 from offbeat.errors import NotLearnedError
+from offbeat.runs.run import run_training
 
 _CONFIG = Path(__file__).with_name("quickstart.toml")
 _MIN_ACCURACY = 0.85

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from offbeat.cli.common import add_config_argument, keep_private, make_console, report_line
 from offbeat.config.load import load_config
-from offbeat.controller.run import run_training
+from offbeat.runs.run import run_training
 
 _EXAMPLES = """\
 examples:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.checkpoint.recover import CheckpointIndex, Damage, none_sound
-from offbeat.cluster.session import Session
 from offbeat.config.resume import Part
 from offbeat.config.root import Config
+from offbeat.controller.parts import RunParts
 from offbeat.controller.resume import compare
 from offbeat.controller.state import HeadState, Highlights, SavedState
 from offbeat.data import wire
@@ -38,11 +38,11 @@ def part_of(kind: str) -> Part:
 class Checkpoints:
     """The resumable checkpoints of a run or of its warm-up, and its exports."""
 
-    def __init__(self, session: Session, kind: str = TRAINING) -> None:
-        self._session = session
-        self._trainers = session.trainers
-        self._config = session.config
-        self._index = index_of(session.config, kind)
+    def __init__(self, parts: RunParts, kind: str = TRAINING) -> None:
+        self._parts = parts
+        self._trainers = parts.trainers
+        self._config = parts.config
+        self._index = index_of(parts.config, kind)
 
     async def restore(self) -> SavedState | None:
         """Bring the train ranks to the newest checkpoint that is as it was written; None where there never was one.
@@ -53,13 +53,13 @@ class Checkpoints:
             ConfigError: it was written by another number of processes that draw data, or on other data or another model.
             StorageError: there are checkpoints, and all are damaged.
         """
-        found = await self._session.peers.lead("recover", self._find, _Found | None)
+        found = await self._parts.peers.lead("recover", self._find, _Found | None)
         if found is None:
             return None
-        if len(found.saved.heads) != self._session.num_heads:
+        if len(found.saved.heads) != self._parts.num_heads:
             raise ConfigError(
                 f"the checkpoint {found.folder} was written by {len(found.saved.heads)} processes that draw data, and now there are"
-                f" {self._session.num_heads}; resume with the same rollout.single_rank_load and number of ranks, or change run.name")
+                f" {self._parts.num_heads}; resume with the same rollout.single_rank_load and number of ranks, or change run.name")
         step = await self._trainers.load(Path(found.folder) / "ranks")
         if step != found.saved.global_step:  # only where an older version wrote it, without checksums
             raise StorageError(
@@ -85,19 +85,19 @@ class Checkpoints:
             PublishError: none does.
             StorageError: a disk is full; earlier checkpoints are intact.
         """
-        heads = await self._session.peers.gather("save_heads", head)
+        heads = await self._parts.peers.gather("save_heads", head)
         saved = SavedState(
-            global_step, version, tuple(heads[: self._session.num_heads]), highlights, self._session.material.identity)
+            global_step, version, tuple(heads[: self._parts.num_heads]), highlights, self._parts.inputs.identity)
 
         async def complete() -> None:
-            await self._session.publisher.settle()
+            await self._parts.publisher.settle()
             await asyncio.to_thread(self._index.complete, global_step, wire.encode_json(saved))  # reads all that the ranks wrote
             self._index.prune(self._config.checkpoint.keep)
             if self._index.kind == TRAINING:
                 index_of(self._config, WARM_UP).clear()  # nobody goes back to it
 
         await self._trainers.save(self._index.folder(global_step) / "ranks")
-        await self._session.peers.lead("save_complete", complete, None)
+        await self._parts.peers.lead("save_complete", complete, None)
 
     async def export(self) -> None:
         """Write the final model and the tokenizer as a Hugging Face folder, if configured."""
@@ -111,7 +111,7 @@ class Checkpoints:
             await self._export(f"exports/step-{global_step:08d}")
 
     async def _export(self, folder: str) -> None:
-        await self._trainers.export(self._config.run_dir / folder, tokenizer=self._session.material.tokenizer_folder)
+        await self._trainers.export(self._config.run_dir / folder, tokenizer=self._parts.inputs.tokenizer_folder)
 
     async def _find(self) -> _Found | None:
         newest, damages = await asyncio.to_thread(self._index.choose)
@@ -120,9 +120,9 @@ class Checkpoints:
                 raise none_sound(finished)
             return None
         saved = wire.decode_json(SavedState, newest.payload)
-        lines = compare(self._session.material.identity, saved, run_dir=self._config.run_dir, part=part_of(self._index.kind))
+        lines = compare(self._parts.inputs.identity, saved, run_dir=self._config.run_dir, part=part_of(self._index.kind))
         for line in (*self._set_aside(damages, newest.folder.name), *lines):
-            self._session.record.note("resuming", line)
+            self._parts.record.note("resuming", line)
         return _Found(str(newest.folder), saved)
 
     def _set_aside(self, damages: Sequence[Damage], instead: str) -> list[str]:

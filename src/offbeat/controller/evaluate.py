@@ -4,15 +4,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offbeat.aio import deadline, run_beside, run_interruptible
-from offbeat.cluster.assemble import open_arena
-from offbeat.cluster.session import Peers, Rollouts, Solo
+from offbeat.aio import deadline
 from offbeat.config.controller import EvaluateConfig
-from offbeat.config.root import Config
-from offbeat.data.dataset import PromptDataset, PromptStream
-from offbeat.errors import ConfigError, RolloutError
-from offbeat.telemetry.console import Console
-from offbeat.telemetry.record import RunRecord
+from offbeat.controller.parts import Peers, Rollouts
+from offbeat.data.dataset import PromptDataset
+from offbeat.errors import RolloutError
 
 
 @dataclass(frozen=True)
@@ -85,25 +81,3 @@ class Evaluator:
             raise RolloutError(f"none of {len(groups)} held-out prompts could be evaluated; the first because of {failed[0]}")
         rewards = np.array([group.usable[0].reward if group.rejected is None else 0.0 for group in groups])
         return Evaluation(float(np.mean(rewards >= 1)), float(rewards.mean()), len(groups), len(failed))
-
-
-def evaluate_model(config: Config, console: Console) -> Evaluation:
-    """`offbeat eval`: start engines on `model.path`, evaluate, stop them. Logs go to a run folder of their own, `NAME-eval`.
-
-    Raises:
-        ConfigError: there is no model, or nothing is held out.
-    """
-    if config.run.mode != "controller":
-        raise ConfigError(f"run.mode must be 'controller' for an evaluation, which is one process, got {config.run.mode!r}; leave it out")
-    if not config.data.heldout_size:
-        raise ConfigError("data.heldout_size is 0, so there is nothing to evaluate on; set it to the number of held-out prompts")
-    run_dir = config.run_dir.with_name(f"{config.run.name}-eval")
-    with RunRecord(run_dir, trace=False, console=console) as record:
-        return run_interruptible(_evaluate_model(config, record))
-
-
-async def _evaluate_model(config: Config, record: RunRecord) -> Evaluation:
-    async with open_arena(config, record) as (arena, watch):
-        rollouts = arena.rollouts(PromptStream(arena.material.train, seed=0), version=0, last_version=0)
-        evaluator = Evaluator(rollouts, arena.material.heldout, config.timed_evaluate, Solo())
-        return await run_beside(evaluator.run(), watch())

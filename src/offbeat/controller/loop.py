@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from offbeat.aio import run_beside
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
-from offbeat.cluster.session import Rollouts, Session
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator
+from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data import wire
 from offbeat.data.dataset import PromptStream
@@ -37,7 +37,7 @@ class TrainResult:
     stopped_early: bool
 
 
-async def train(session: Session, state: RunState, begun: Highlights) -> TrainResult:
+async def train(parts: RunParts, state: RunState, begun: Highlights) -> TrainResult:
     """Train from `state` to its last step, or until it is asked to stop; a run without a checkpoint begins with the highlights `begun`.
 
     Raises:
@@ -45,36 +45,36 @@ async def train(session: Session, state: RunState, begun: Highlights) -> TrainRe
         PublishError: too few engines took a version.
         RolloutError, CodeError: rollouts keep failing.
     """
-    return await run_beside(_Training(session, state, begun).run(), session.watch())
+    return await run_beside(_Training(parts, state, begun).run(), parts.watch())
 
 
 class _Training:
     """One run's parts, bound together."""
 
-    def __init__(self, session: Session, state: RunState, begun: Highlights) -> None:
-        self._session = session
+    def __init__(self, parts: RunParts, state: RunState, begun: Highlights) -> None:
+        self._parts = parts
         self._state = state
-        self._config = session.config
-        self._record = session.record
-        self._checkpoints = Checkpoints(session)
-        self._stream = PromptStream(session.material.train, seed=session.config.run.seed, shuffle=session.config.data.shuffle)
+        self._config = parts.config
+        self._record = parts.record
+        self._checkpoints = Checkpoints(parts)
+        self._stream = PromptStream(parts.inputs.train, seed=parts.config.run.seed, shuffle=parts.config.data.shuffle)
         self._highlights = begun
         self._proof: dict[str, float] = {}
-        self._advice = PublishingAdvice(session.config)
+        self._advice = PublishingAdvice(parts.config)
 
     async def run(self) -> TrainResult:
-        session, state, config = self._session, self._state, self._config
-        await session.trainers.restart_optimizer(config.train.optimizer, total_steps=config.run.total_steps)
+        parts, state, config = self._parts, self._state, self._config
+        await parts.trainers.restart_optimizer(config.train.optimizer, total_steps=config.run.total_steps)
         saved = await self._checkpoints.restore()
         if saved is not None:
             self._resume(saved)
-        await state.agree(session.peers)
+        await state.agree(parts.peers)
         if state.stopping:
             return TrainResult(state.global_step, self._highlights, state.stopped_early)
         await self._publish(state.version)
-        await session.publisher.settle()  # rollouts begin with it
-        rollouts = session.stage.rollouts(self._stream, version=state.version, last_version=state.last_version)
-        evaluator = Evaluator(rollouts, session.material.heldout, config.timed_evaluate, session.peers)
+        await parts.publisher.settle()  # rollouts begin with it
+        rollouts = parts.source.rollouts(self._stream, version=state.version, last_version=state.last_version)
+        evaluator = Evaluator(rollouts, parts.inputs.heldout, config.timed_evaluate, parts.peers)
         self._record.console.start(f"{config.run.name} · GRPO", config.run.total_steps)
         if saved is None and evaluator.due(0, last=True):
             before = await self._evaluate(evaluator, 0)
@@ -84,12 +84,12 @@ class _Training:
             for step in state.steps():
                 start = time.monotonic()
                 groups, stats = await self._step(step, rollouts)
-                await state.agree(session.peers)
+                await state.agree(parts.peers)
                 last = step.global_step == state.total_steps
                 if evaluator.due(step.global_step, last=last) and not state.stopping:
                     stats["eval/accuracy"] = await self._evaluate(evaluator, step.global_step)
                 self._commit(step, groups, stats, time.monotonic() - start)
-                await session.peers.meet("commit_stats")
+                await parts.peers.meet("commit_stats")
                 await self._checkpoints.export_step(step.global_step)
                 if self._checkpoints.due(step.global_step, last=last or state.stopping):
                     await self._save(step, rollouts)
@@ -101,20 +101,20 @@ class _Training:
         config, span = self._config, self._record.tracer.span
         clock = _Clock()
         with span("rollout", "controller", step=step.global_step):
-            await self._session.publisher.settle()  # the gate opens when engines serve the version that this step trains
+            await self._parts.publisher.settle()  # the gate opens when engines serve the version that this step trains
             gate_s = clock.lap()
             groups = await rollouts.prepare_batch()
         waited_s = clock.lap()
         with span("advantage", "controller"):
             batch = make_batch(groups, config=config.algorithm, max_new_tokens=config.rollout.max_new_tokens)
         with span("train", "controller", step=step.global_step):
-            stats = await self._session.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
+            stats = await self._parts.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
         trained_s = clock.lap()
         with span("publish", "controller", version=step.next_version):
             await self._publish(step.next_version, rollouts.advance)
         times = {"step/rollout_wait_s": waited_s, "step/train_s": trained_s, "step/publish_s": gate_s + clock.lap()}
         part = combine([batch_stats(groups, version=step.version), rollouts.take_stats()])
-        parts = await self._session.peers.gather("export_stats", part)
+        parts = await self._parts.peers.gather("export_stats", part)
         return groups, stats | batch_metrics(parts) | times
 
     async def _publish(self, version: Version, on_serving: Callable[[Version], None] = lambda _version: None) -> None:
@@ -131,10 +131,10 @@ class _Training:
                 inconclusive=dict(report.inconclusive))
             on_serving(version)
 
-        await self._session.publisher.publish(version, on_served=served)
+        await self._parts.publisher.publish(version, on_served=served)
 
     async def _evaluate(self, evaluator: Evaluator, global_step: int) -> float:
-        await self._session.publisher.settle()
+        await self._parts.publisher.settle()
         with self._record.tracer.span("evaluate", "controller"):
             evaluation = await evaluator.run()
         self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
@@ -153,7 +153,7 @@ class _Training:
     def _resume(self, saved: SavedState) -> None:
         self._state.global_step, self._state.version = saved.global_step, saved.version
         self._highlights = saved.highlights
-        head = saved.heads[self._session.head]
+        head = saved.heads[self._parts.head]
         self._stream.restore(head.stream)
         for prompt_id in head.in_flight:
             self._stream.give_back(prompt_id)

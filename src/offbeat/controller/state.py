@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offbeat.cluster.session import Peers
+from offbeat.controller.parts import Peers
 from offbeat.data.dataset import StreamState
 from offbeat.data.identity import Identity
 from offbeat.types import Version

@@ -1,6 +1,6 @@
 """Time of a rank's share of a training step in seconds, a L + b L² + c, estimated from the model's sizes and fitted to measured times.
 
-`data/packing.py` balances by it, and `cluster/shards.py` passes it what each rank measured. Numpy only.
+`data/packing.py` balances by it, and `ranks/sharding.py` passes it what each rank measured. Numpy only.
 
 *Work* is an array [..., 2] float64 of row tokens and attention squares. A run of n tokens behind a prefix of p tokens has n² + 2np
 squares, twice the number of its pairs of attending tokens. So a sequence of L tokens has L² squares, however it is cut into a prefix and a

@@ -1,6 +1,6 @@
 """Packing: which sequences share a micro-batch, and how a micro-batch becomes one row of tokens without padding.
 
-Called by `cluster/shards.py` to plan (`plan_microbatches`) and by the trainer before each forward pass (`pack_row`); numpy only. A row
+Called by `ranks/sharding.py` to plan (`plan_microbatches`) and by the trainer before each forward pass (`pack_row`); numpy only. A row
 holds only tokens on which some loss depends: what follows the last predicting token of a sequence is left out, and with `share_prefix`
 samples of one prompt run that prompt once. The plan counts exactly the tokens that `pack_row` lays out, so its budget is a hard cap on
 memory.

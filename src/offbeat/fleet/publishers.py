@@ -1,7 +1,7 @@
 """How versions reach the engines: whole weights (`WeightsPublisher`), and versions of adapters (`AdapterPublisher`), each with proof.
 
 An engine that fails or is late, or whose proof is refused, is quarantined with the reason, and heals outside of any publish. The training
-loop sees `cluster.session.Publishing`: engines serve whole weights when `publish` returns, and the adapter that a run trains
+loop sees `controller.parts.Publishing`: engines serve whole weights when `publish` returns, and the adapter that a run trains
 (`PolicyPublisher`) once `settle` does.
 
     the fan-out   of the run's adapter consumes what the ranks wrote; produces the version on the engines; waits for each under its own

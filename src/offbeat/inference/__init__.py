@@ -1,1 +1,1 @@
-"""Inference: the client of an engine, the dialects that engines speak, the pool of engines, and the embedded engine."""
+"""What a caller of engines needs: a client, the dialects that engines speak, and the settings of sampling; torch-free."""

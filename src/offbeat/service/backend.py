@@ -1,4 +1,4 @@
-"""Carries out what the service decides. This is the only module that knows both its terms and those of `offbeat.cluster.tenants`.
+"""Carries out what the service decides. This is the only module that knows both its terms and those of `offbeat.runs.tenants`.
 
 A model of the service is a tenant there; a sampler samples a pinned version of it. Errors are those of the layers below.
 """
@@ -9,13 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.cluster.sampling_models import SamplingModel
-from offbeat.cluster.tenants import Tenants
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.errors import DataError, ModelError
 from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.sampling_models import SamplingModel
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
+from offbeat.runs.tenants import Tenants
 from offbeat.service.base_models import BaseModels
 from offbeat.service.types import EngineStatus, LoraSpec
 from offbeat.trainer.messages import Scores
@@ -135,19 +135,19 @@ class Backend:
 
     async def publish(self, manifest: Manifest) -> None:
         """Load an adapter into the engines and keep it known until `unpin`; raises PublishError if no engine accepts it."""
-        await self._tenants.serving.publisher.publish(manifest, pinned=True)
+        await self._tenants.fleet.publisher.publish(manifest, pinned=True)
 
     def pin(self, manifest: Manifest) -> None:
         """Make an adapter known; an engine loads it when it is first sampled."""
-        self._tenants.serving.adapters.pin(manifest)
+        self._tenants.fleet.adapters.pin(manifest)
 
     def unpin(self, name: str) -> None:
         """Forget an adapter once its last request is done; does nothing for an unknown one."""
-        self._tenants.serving.adapters.unpin(name)
+        self._tenants.fleet.adapters.unpin(name)
 
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
         """Generate n continuations with an adapter, or with the base model for ""; requests of one session share cached prefixes."""
-        return await self._tenants.serving.dispatcher.generate(
+        return await self._tenants.fleet.dispatcher.generate(
             prompt, sampling, n=n, session=session, adapter=adapter, max_failures=_MAX_FAILURES)
 
     async def score(
@@ -155,7 +155,7 @@ class Backend:
         draws: Draws | None = None,
     ) -> PromptScore:
         """Score tokens with an adapter, or with the base model for ""."""
-        return await self._tenants.serving.dispatcher.score(
+        return await self._tenants.fleet.dispatcher.score(
             tokens, top_k=top_k, targets=targets, draws=draws, adapter=adapter, max_failures=_MAX_FAILURES)
 
     @property
@@ -166,14 +166,14 @@ class Backend:
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
         """Status of every engine."""
-        held = self._tenants.serving.adapters.held
+        held = self._tenants.fleet.adapters.held
         return tuple(
             EngineStatus(name, state.value, tuple(held.get(name, ())), pool.outstanding[name])
             for pool in (dispatcher.pool for dispatcher in self._dispatchers) for name, state in pool.states.items())
 
     @property
     def _dispatchers(self) -> list[Dispatcher]:
-        return [self._tenants.serving.dispatcher, *(model.dispatcher for model in self.others.values())]
+        return [self._tenants.fleet.dispatcher, *(model.dispatcher for model in self.others.values())]
 
 
 def tenant_of(model_id: str) -> str:

@@ -25,13 +25,13 @@ import uvicorn
 import uvloop
 
 from offbeat.aio import beside, both
-from offbeat.cluster.material import Base, read_base
-from offbeat.cluster.sampling_models import SamplingModel, open_sampling_models
-from offbeat.cluster.tenants import Tenants, open_tenants
 from offbeat.config.root import Config
+from offbeat.controller.inputs import Base, read_base
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ConfigError, StorageError
+from offbeat.fleet.sampling_models import SamplingModel, open_sampling_models
 from offbeat.hosts import is_loopback
+from offbeat.runs.tenants import Tenants, open_tenants
 from offbeat.service.app.assembly import open_front
 from offbeat.service.app.auth import Names
 from offbeat.service.app.connections import Bounds, Connections

@@ -17,7 +17,7 @@ Reduce = Literal["mean", "sum", "min", "max"]
 
 
 class ReduceGroup(Protocol):
-    """Ranks that meet at named points; implemented by `offbeat.dist.sync.Sync`."""
+    """Ranks that meet at named points; implemented by `offbeat.sync.sync.Sync`."""
 
     def sum_scalars(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
         """Sum each value over the ranks; collective."""

@@ -18,18 +18,18 @@ from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.objectives import OBJECTIVES
-from offbeat.checkpoint import shards
-from offbeat.checkpoint.adapters import AdapterState, read_adapter_state, write_adapter_state
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, plan_microbatches
-from offbeat.dist.mesh import ProcessGroups
-from offbeat.dist.platform import current_platform
 from offbeat.errors import ConfigError, ModelError, StorageError, UserError
 from offbeat.model.logprobs import dummy_row, packs_rows
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter, read_adapter
 from offbeat.pulse import progress
+from offbeat.sync.mesh import ProcessGroups
+from offbeat.sync.platform import current_platform
+from offbeat.trainer import shards
+from offbeat.trainer.adapter_files import AdapterState, read_adapter_state, write_adapter_state
 from offbeat.trainer.messages import Canary, CanaryScores, Dtype, Folder, Loaded, Names, NewAdapter
 from offbeat.trainer.optim import RowAdam
 from offbeat.trainer.policy import canary_logprobs, load_policy, row_of

@@ -1,6 +1,6 @@
 """Returns memory that a large pass has freed to the system.
 
-The C library of a rank keeps all freed memory, because activations come and go at every layer; see `offbeat.cluster.group`. So the process
+The C library of a rank keeps all freed memory, because activations come and go at every layer; see `offbeat.workers.worker`. So the process
 would keep the memory of a single large pass for good. When asked once per pass, the C library returns free memory wherever it is, which
 costs less than mapping the same pages at every layer would. Called by `Trainer`.
 """

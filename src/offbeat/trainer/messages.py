@@ -8,6 +8,7 @@ import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.data.batch import Batch
+from offbeat.sync.peers import Card
 
 Dtype = Literal["float32", "bfloat16"]
 """Number format in which weights are published or exported."""
@@ -130,7 +131,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class BroadcastRequest:
-    """Offer a version to `num_receivers` engines.
+    """Broadcast a version to `num_receivers` engines.
 
     Attributes:
         host: address of rank 0's machine, as engines reach it.
@@ -190,3 +191,47 @@ class CanaryScores:
     """Log-probability of each of the canary's tokens but the first."""
 
     logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where rank 0 serves the store through which ranks meet, and its process; None in the request that asks for it."""
+
+    host: str
+    port: int
+    server: Card | None = None
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """Write a tiny model with random weights to `folder`, beside the tokenizer in it; `tiny` is a `TinyConfig` as JSON."""
+
+    folder: str
+    tiny: str
+    vocab_size: int
+    eos_token_id: int
+    pad_token_id: int | None
+    seed: int
+
+    @property
+    def origin(self) -> list[str | int | None]:
+        """Everything that the weights depend on."""
+        return [self.tiny, self.vocab_size, self.eos_token_id, self.pad_token_id, self.seed]
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A rank's place among its peers, and what it trains.
+
+    Attributes:
+        config: the whole configuration as JSON.
+        model: folder or hub id of the initial weights.
+        many: whether it trains adapters that come and go on the model, instead of what the configuration says.
+    """
+
+    rank: int
+    world: int
+    store: StoreAddress
+    config: str
+    model: str
+    many: bool = False

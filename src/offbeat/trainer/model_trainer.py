@@ -12,15 +12,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.checkpoint import shards
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.packing import PackedRow, plan_microbatches
-from offbeat.dist.mesh import ProcessGroups
 from offbeat.errors import ConfigError
 from offbeat.model.logprobs import dummy_row
 from offbeat.pulse import progress
+from offbeat.sync.mesh import ProcessGroups
+from offbeat.trainer import shards
 from offbeat.trainer.messages import Dtype, Folder, Loaded
 from offbeat.trainer.optim import build_optimizer, set_params
 from offbeat.trainer.policy import load_policy, row_of

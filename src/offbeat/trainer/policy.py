@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from offbeat.algorithms.losses import target_losses
 from offbeat.config.train import TrainConfig
 from offbeat.data.batch import Batch, gather_ranges
 from offbeat.data.packing import PackedRow, pack_row
-from offbeat.dist.platform import current_platform
+from offbeat.losses.formulas import target_losses
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.rows import settle_rows
+from offbeat.sync.platform import current_platform
 
 
 @dataclass(frozen=True, eq=False)

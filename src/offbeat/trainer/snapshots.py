@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offbeat.checkpoint.export import export_folder
 from offbeat.data.model_folder import check_model_folder
-from offbeat.dist.offer import Offer
 from offbeat.model.checkpoint_names import published_names
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.peft_io import Adapter, write_adapter
+from offbeat.sync.offer import WeightBroadcast
+from offbeat.trainer.export import export_folder
 from offbeat.trainer.messages import Dtype
 from offbeat.trainer.state import as_dtype, full_state, parameter_bytes
 
@@ -39,12 +39,12 @@ class Snapshot(Protocol):
         """Write the files that engines load."""
         ...
 
-    def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> Offer | None:
+    def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> WeightBroadcast | None:
         """Offer the snapshot to engines by broadcast, as the last use of it; returns None if it was written to `folder` instead.
 
         Args:
             folder: written for engines that cannot be reached otherwise.
-            host, num_receivers, timeout_s: see `Offer`, which may also raise.
+            host, num_receivers, timeout_s: see `WeightBroadcast`, which may also raise.
         """
         ...
 
@@ -79,10 +79,11 @@ class ModelSnapshot:
         """See `Snapshot.write`; writes a Hugging Face folder."""
         self._write(folder, published_names(self.model, self.state))
 
-    def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> Offer:
+    def offer(self, folder: Path, *, host: str, num_receivers: int, timeout_s: float) -> WeightBroadcast:
         """See `Snapshot.offer`."""
         state = published_names(self.model, self.state)
-        return Offer(state, host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder))
+        return WeightBroadcast(
+            state, host=host, num_receivers=num_receivers, timeout_s=timeout_s, write_folder=partial(self._write, folder))
 
     def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
         """See `Snapshot.export`."""

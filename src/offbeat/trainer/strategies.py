@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from offbeat.dist.mesh import ProcessGroups
-from offbeat.dist.platform import current_platform
 from offbeat.errors import ModelError
 from offbeat.model.logprobs import packs_rows
+from offbeat.sync.mesh import ProcessGroups
+from offbeat.sync.platform import current_platform
 
 
 class Strategy(Protocol):

@@ -22,11 +22,11 @@ from offbeat.algorithms.objectives import OBJECTIVES
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, find_prompts
-from offbeat.dist.mesh import ProcessGroups
-from offbeat.dist.offer import Offer
-from offbeat.dist.platform import current_platform
 from offbeat.model.logprobs import token_logprobs
 from offbeat.pulse import progress
+from offbeat.sync.mesh import ProcessGroups
+from offbeat.sync.offer import WeightBroadcast
+from offbeat.sync.platform import current_platform
 from offbeat.telemetry.tracker import StatsTracker, reduce
 from offbeat.trainer.heap import Heap
 from offbeat.trainer.messages import (
@@ -66,7 +66,7 @@ class Trainer(ABC):
         self._run = config
         self._config = config.train
         self._heap = Heap()
-        self._offer: Offer | None = None
+        self._offer: WeightBroadcast | None = None
 
     # -- training ----------------------------------------------------------------------------------------------------------------------
 

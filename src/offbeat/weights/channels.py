@@ -1,6 +1,6 @@
 """How versions leave the trainer: as a folder each (`disk`), or by a broadcast from its rank 0 to all engines at once (`collective`).
 
-Made in `cluster.assemble` and called by publishers. Torch-free: the broadcast itself is `offbeat.dist.offer`.
+Made in `runs.assemble` and called by publishers. Torch-free: the broadcast itself is `offbeat.sync.offer`.
 """
 
 import re

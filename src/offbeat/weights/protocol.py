@@ -20,7 +20,7 @@ class Manifest:
         canary: token ids whose log-probability proves the policy.
         canary_logprobs: log-probability of each of canary[1:] under the trainer's weights; or their mean alone, of an adapter that an
             earlier Offbeat has written.
-        broadcast: `host:port` where rank 0 offers the weights (`offbeat.dist.offer`), and the folder is written only for engines that it
+        broadcast: `host:port` where rank 0 offers the weights (`offbeat.sync.offer`), and the folder is written only for engines that it
             cannot reach otherwise; empty where the folder holds them.
         adapter: name of the adapter; empty for whole weights.
         num_bytes: size of an adapter's tensors.

@@ -9,8 +9,8 @@ import pytest
 
 from http_serving import Client, Serve, serving
 from offbeat.aio import beside
-from offbeat.cluster.sampling_models import open_sampling_models
 from offbeat.config.service import ServeConfig
+from offbeat.fleet.sampling_models import open_sampling_models
 from offbeat.service.app.assembly import open_front
 from offbeat.service.keys import Keys
 from offbeat.service.serve import open_core, served_models

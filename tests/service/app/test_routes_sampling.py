@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from http_serving import Answer, Client, Serve
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.server import EngineServer
 from offbeat.errors import StorageError
-from offbeat.inference.embedded.options import EngineOptions
-from offbeat.inference.embedded.server import EngineServer
 from protocol import PROTOBUF, datum, finished, model_of, pass_body, sample_body, session_of
 from small_run import build_small_model
 

@@ -1,1 +1,0 @@
-"""Worker processes: launchers, groups, assembly. The only home of Ray."""

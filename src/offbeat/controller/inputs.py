@@ -1,0 +1,165 @@
+"""The inputs of a run: model folder, tokenizer and data, read before any process is started so that mistakes show at once. Torch-free."""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.config.resume import remembered
+from offbeat.config.root import Config
+from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
+from offbeat.data.ends import Ends, find_ends
+from offbeat.data.identity import Identity, code_digest, digest_of, model_digest
+from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
+from offbeat.data.supervised import Supervision
+from offbeat.data.tasks import find_task
+from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from offbeat.errors import ConfigError
+from offbeat.inference.sampling import Sampling
+from offbeat.trainer.messages import BuildRequest
+
+_MAX_CANARY_TOKENS = 64
+_PROBE_TEXT = f"{string.printable} Offbeat goes on where it stopped: 3.14159 * 2 = 6.28318?\n\tÄpfel, 你好, naïve, don't, return x[0]"
+"""Covers what tokenizers differ in; its encoding stands for the tokenizer in a run's identity."""
+_MATH_REWARD = "offbeat.rollout.rewards.math:math_reward"
+_EXACT_MATCH = "offbeat.rollout.rewards.exact_match:exact_match"
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that is trained or adapted; fields as in `RunInputs`, whose `context` may be shorter."""
+
+    model: str
+    build: BuildRequest | None
+    tokenizer_folder: str
+    tokenizer: Tokenizer
+    context: int
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The inputs of a run, read before any process is started so that mistakes show at once.
+
+    Attributes:
+        model: folder of the initial model.
+        build: how rank 0 must first create that folder's weights; None where they exist.
+        context: the engines' longest sequence, in tokens.
+        sampling: settings as configured, with everything that ends a sample.
+        supervision: how rows are imitated.
+        num_dropped: number of training rows dropped because they are too long to imitate; of an endless dataset, among its first rows.
+        identity: digests of all of this and the settings that it came from, for a checkpoint to remember.
+    """
+
+    model: str
+    build: BuildRequest | None
+    tokenizer_folder: str
+    tokenizer: Tokenizer
+    context: int
+    sampling: Sampling
+    train: PromptDataset
+    heldout: PromptDataset
+    supervision: Supervision
+    num_dropped: int
+    identity: Identity
+
+    @property
+    def vocab_size(self) -> int:
+        """Exclusive upper bound of token ids: the number of rows of the model's embedding."""
+        return self.build.vocab_size if self.build is not None else read_vocab_size(self.model) or self.tokenizer.vocab_size
+
+
+def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False) -> RunInputs:
+    """Read model configuration, tokenizer and data; writes nothing.
+
+    Args:
+        trains: whether rollouts must fit into micro-batches.
+        supervised: whether training rows are only imitated and held-out ones answered; otherwise all are answered.
+
+    Raises:
+        ModelError: the folder holds no model or tokenizer, or the tokenizer has no template for a chat.
+        DataError: the data cannot be used, or a row is too long for the model.
+        ConfigError: lengths contradict each other, or a configured end of samples is impossible.
+    """
+    base = read_base(config)
+    context = min(base.context, config.inference.max_context or base.context)
+    sampling = _choose_sampling(base, config)
+    train, heldout = open_datasets(config.data, seed=config.run.seed)
+    longest = max(
+        check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=sampling.max_new_tokens)
+        for rows in ((heldout,) if supervised else (train, heldout)))
+    _check_limits(config, context=context, longest=longest, trains=trains and not supervised)
+    supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
+    num_dropped = supervision.check(train) if supervised or config.run.warm_up else 0
+    return RunInputs(
+        base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout, supervision, num_dropped,
+        _identify(config, base, train))
+
+
+def _identify(config: Config, base: Base, train: PromptDataset) -> Identity:
+    code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
+            "rollout.should_accept": config.rollout.should_accept}
+    return Identity(
+        remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
+        digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]),
+        {setting: code_digest(name) for setting, name in code.items()})
+
+
+def _choose_sampling(base: Base, config: Config) -> Sampling:
+    rollout = config.rollout
+    ends = base_ends(base, stop=rollout.stop, stop_token_ids=rollout.stop_token_ids)
+    return Sampling(
+        rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, ends.strings, stop_token_ids=ends.token_ids)
+
+
+def base_ends(base: Base, *, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = ()) -> Ends:
+    """Return everything that ends a sample of a model; see `find_ends`."""
+    model_end_ids = read_end_token_ids(base.model) if base.build is None else ()
+    return find_ends(base.tokenizer, model_end_ids=model_end_ids, stop=stop, stop_token_ids=stop_token_ids)
+
+
+def _check_limits(config: Config, *, context: int, longest: int, trains: bool) -> None:
+    """Refuse limits that prompts of `longest` tokens, or of the allowed length, would break during a run."""
+    allowed, answer, row = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.train.max_tokens_per_microbatch
+    if allowed + answer > context:
+        raise ConfigError(
+            f"data.max_prompt_tokens = {allowed} and rollout.max_new_tokens = {answer} are together more than the context of {context};"
+            " lower one of them")
+    # A prompt counts once however many samples share it, and the last token of an answer is predicted, not run.
+    most = max(longest, allowed) + answer - 1
+    if trains and most > row:
+        raise ConfigError(
+            f"train.max_tokens_per_microbatch must be at least {most}, for a prompt of {max(longest, allowed)} tokens and"
+            f" rollout.max_new_tokens = {answer}, got {row}; raise it, or lower rollout.max_new_tokens")
+
+
+def read_base(config: Config) -> Base:
+    """Read model configuration and tokenizer; writes nothing.
+
+    Raises:
+        ModelError: the folder holds no model or tokenizer.
+    """
+    if config.model.path:
+        model = str(check_model_folder(config.model.path))
+        tokenizer_folder = config.model.tokenizer or model
+        return Base(model, None, tokenizer_folder, load_tokenizer(tokenizer_folder), read_context_length(model))
+    model = str(config.run_dir / "model")
+    tokenizer = load_tokenizer(config.model.tokenizer) if config.model.tokenizer else character_tokenizer()
+    tiny = config.model.tiny
+    build = BuildRequest(
+        model, tiny.model_dump_json(), tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, config.run.seed)
+    return Base(model, build, model, tokenizer, tiny.max_positions)
+
+
+def choose_reward(config: Config) -> str:
+    """Return the configured reward, or the one that suits the data."""
+    if config.rollout.reward:
+        return config.rollout.reward
+    if config.data.task:
+        return find_task(config.data).reward
+    return _MATH_REWARD if config.data.format == "gsm8k" else _EXACT_MATCH
+
+
+def choose_canary(inputs: RunInputs, config: Config) -> tuple[int, ...]:
+    """Return the tokens whose log-probabilities every publish compares: a prompt with its answer, as the model will see them."""
+    tokens, _ = sft_sequence(inputs.train.row(0), inputs.tokenizer, config.data)
+    return tuple(int(token) for token in tokens[:_MAX_CANARY_TOKENS])

@@ -1,0 +1,133 @@
+"""What the loop is given, whatever the mode: trainers, publisher, rollouts, and the peers that run the same loop beside it.
+
+Single-controller mode fills it with groups of workers and `SingleProcess` peers; SPMD mode (`spmd.rank`) with this rank's trainer and the
+other ranks. The loop calls the same methods in the same order on every rank and has no branch on the mode. Torch-free.
+"""
+
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+from offbeat.config.root import Config
+from offbeat.controller.inputs import RunInputs
+from offbeat.data.batch import Batch
+from offbeat.data.dataset import PromptStream
+from offbeat.data.row import Row
+from offbeat.data.trajectory import Group
+from offbeat.fleet.publication import PublishReport
+from offbeat.fleet.publishers import OnServed
+from offbeat.inference.sampling import Sampling
+from offbeat.ranks.trainers import Trainers
+from offbeat.telemetry.record import RunRecord
+from offbeat.telemetry.tracker import StatsPart
+from offbeat.types import Version
+
+T = TypeVar("T")
+
+
+class Publishing(Protocol):
+    """Carries the trainers' weights to the engines. In SPMD mode every rank calls the same methods."""
+
+    async def publish(self, version: Version, *, on_served: OnServed) -> PublishReport | None:
+        """Write the weights as `version` and bring every healthy engine to it. Engines may still be loading it when this returns.
+
+        Args:
+            on_served: hears the report when engines serve the version; on ranks that wait for rank 0 to write an adapter, it is never
+                called: they roll nothing out.
+
+        Returns:
+            The report, if engines serve the version by now.
+        """
+        ...
+
+    async def settle(self) -> None:
+        """Return when engines serve what was published last. Not collective: only the process that brings it to them waits."""
+        ...
+
+
+class Rollouts(Protocol):
+    """Asynchronous rollouts over one prompt stream; see `offbeat.rollout.executor.RolloutExecutor`."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def in_flight(self) -> tuple[str, ...]: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def prepare_batch(self) -> list[Group]: ...
+
+    def advance(self, version: Version) -> None: ...
+
+    def take_stats(self) -> StatsPart: ...
+
+    async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]: ...
+
+
+class RolloutSource(Protocol):
+    """Where this process plays rollouts and draws data."""
+
+    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> Rollouts:
+        """Return the rollouts that feed the training steps from `version` to `last_version`."""
+        ...
+
+    def sft_batch(self, stream: PromptStream, count: int) -> Batch:
+        """Return the next `count` rows as supervised sequences."""
+        ...
+
+
+class Peers(Protocol):
+    """All processes that run the same loop, including this one. All of them call the same method under the same name."""
+
+    async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any) -> T:
+        """Let the leader do `work`; returns its result, of type `kind`, to every process."""
+        ...
+
+    async def gather(self, name: str, value: T) -> list[T]:
+        """Return the values of all processes, frozen dataclasses, by rank."""
+        ...
+
+    async def meet(self, name: str) -> None:
+        """Return when all processes have come and their devices are idle."""
+        ...
+
+
+class SingleProcess:
+    """The peers of a controller: none. It has no device and no group, so there is nothing to wait for."""
+
+    async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any) -> T:  # noqa: ARG002
+        """See `Peers.lead`."""
+        return await work()
+
+    async def gather(self, name: str, value: T) -> list[T]:  # noqa: ARG002
+        """See `Peers.gather`."""
+        return [value]
+
+    async def meet(self, name: str) -> None:
+        """See `Peers.meet`."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One process's part of a run.
+
+    Attributes:
+        config: limits in [rollout] and [sft] are this process's share.
+        watch: runs beside the loop until cancelled; raises when the run cannot go on, because of engines.
+        num_heads: number of processes that draw data and roll out.
+        head: index of the head whose data this process continues with; 0 if it draws none.
+    """
+
+    config: Config
+    record: RunRecord
+    inputs: RunInputs
+    trainers: Trainers
+    publisher: Publishing
+    source: RolloutSource
+    peers: Peers
+    watch: Callable[[], Coroutine[Any, Any, None]]
+    num_heads: int = 1
+    head: int = 0

@@ -1,0 +1,403 @@
+"""The engine takes requests and gives sampled tokens, one `step()` at a time: schedule, run, postprocess.
+
+Single-threaded: `loop.EngineLoop` calls it from one thread; tests and benchmarks call it directly (`generate`). Between two steps it can
+be paused, given new weights, or asked to score tokens. It promises that every token carries the version of the weights that sampled it,
+that a staged version never changes, and that a sample with a seed does not depend on what else runs in its batch.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.engine.adapters import Adapters
+from offbeat.engine.budget import default_cache_bytes
+from offbeat.engine.cache import PromptRows, SlotCache
+from offbeat.engine.forward import Forward
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.request import Event, FinishReason, Output, Request, SamplingParams, Scored, ScoreJob
+from offbeat.engine.rows import Rows
+from offbeat.engine.sampler import row_keys, sample
+from offbeat.engine.scheduler import Scheduler, plan_prefill
+from offbeat.engine.scoring import Scorer
+from offbeat.engine.versions import PendingSwitch, Source, VersionStore, read_weights
+from offbeat.errors import EngineError
+from offbeat.model.peft_io import Adapter
+from offbeat.types import Version
+from offbeat.weights.protocol import Interrupt
+
+
+class Engine:
+    """One model, its cache and its running samples.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        adapters: the adapters that requests may name.
+        version: version of the weights being served.
+        finished: number of ended samples by finish reason.
+        num_prompt_tokens, num_generated_tokens: token counts since the start.
+        switch_s: duration of the last switch, measured from its request.
+    """
+
+    def __init__(self, forward: Forward, tokenizer: Tokenizer, options: EngineOptions) -> None:
+        self.version: Version = options.version
+        self.max_context = min(options.max_context or forward.max_positions, forward.max_positions)
+        self.paused = False
+        self.finished: Counter[str] = Counter()
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.switch_s = 0.0
+        self._forward = forward
+        self.tokenizer = tokenizer
+        self._max_prefill_tokens = options.max_prefill_tokens
+        self._cache = SlotCache(
+            forward.cache_shape, device=forward.device, max_slots=options.max_running, max_positions=self.max_context,
+            max_bytes=options.max_cache_bytes or default_cache_bytes(forward.device, num_engines=options.num_engines),
+        )
+        self._scheduler = Scheduler(
+            max_running=options.max_running, max_queued=options.max_queued, max_prefill_tokens=options.max_prefill_tokens,
+            max_cache_tokens=self._cache.max_tokens,
+        )
+        self._rows = Rows(max_rows=options.max_running, device=forward.device)
+        self.adapters = Adapters(forward, options, in_use=self._adapters_in_use)
+        self._scorer = Scorer(
+            forward, self.adapters, max_context=self.max_context, max_queued=options.max_queued,
+            max_tokens=min(options.max_prefill_tokens, forward.max_score_tokens),
+        )
+        self._scores_from_s = 0.0
+        self._versions = VersionStore(live=options.version, folder=options.model)
+        self._rng = np.random.default_rng(options.seed)
+        self._starting: list[Request] = []
+        self._pending: PendingSwitch | None = None
+
+    # -- requests ----------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    @property
+    def num_scores_waiting(self) -> int:
+        return self._scorer.num_waiting
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that keys and values take now, in bytes."""
+        return self._cache.size_bytes
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has anything to do."""
+        return self._has_samples or self.num_scores_waiting > 0
+
+    @property
+    def _has_samples(self) -> bool:
+        """Whether a step would sample."""
+        waiting = self.num_waiting > 0 and self._pending is None
+        return not self.paused and (self.num_running > 0 or waiting)
+
+    def submit(self, request: Request | ScoreJob) -> None:
+        """Queue a request.
+
+        Raises:
+            RefusedError: the request can never be served; the message says why.
+            BusyError: too many requests are waiting.
+        """
+        if isinstance(request, ScoreJob):
+            self._scorer.submit(request)
+        else:
+            request.check(
+                vocab_size=self._forward.vocab_size, max_context=self.max_context, max_running=self._scheduler.max_running)
+            self._scheduler.check(request)
+            self.adapters.use(request.adapter)
+            self._scheduler.add(request)
+
+    def _adapters_in_use(self) -> set[str]:
+        waiting = {request.adapter for request in self._scheduler.waiting()}
+        return waiting.union(self._rows.adapters(), self._scorer.adapters_in_use())
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request whose client is gone; no event reports it."""
+        self._scorer.remove(request_id)
+        if not self._scheduler.remove(request_id):
+            rows = [row for row, running in enumerate(self._rows.samples) if running.request.id == request_id]
+            self.finished["abort"] += len(rows)
+            self._release(rows)
+        self.adapters.drop_leaving()
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int = 1) -> list[list[Output]]:
+        """Run prompts to completion in this thread; returns [P][n] outputs in the order of the prompts. For tests and benchmarks."""
+        results: dict[str, list[Output]] = {f"generate-{i}": [] for i in range(len(prompts))}
+        pending = [Request(id=name, prompt=list(p), params=params, n=n) for name, p in zip(results, prompts, strict=True)]
+        pending.reverse()
+        while pending or self.has_work:
+            while pending and self.num_waiting < self._scheduler.max_queued:
+                self.submit(pending.pop())
+            for event in self.step():
+                if isinstance(event.result, EngineError):
+                    raise event.result
+                assert isinstance(event.result, Output), "nothing is scored beside"
+                results[event.request_id].append(event.result)
+        return [sorted(outputs, key=lambda o: o.index) for outputs in results.values()]
+
+    # -- the step ----------------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Sample one token for each running sample and the first token of each newly admitted one; run one batch of waiting scores."""
+        events = self._score() if self.num_scores_waiting else []
+        if not self._has_samples:
+            return events
+        admitted = self._schedule()
+        logits = self._run(admitted)
+        self._starting = []
+        return events + self._postprocess(logits)
+
+    def _score(self) -> list[Event]:
+        """Score one waiting batch. While samples run, scoring takes at most half of the time; a pause does not hold it up."""
+        start_s = time.monotonic()
+        if self._has_samples and start_s < self._scores_from_s:
+            return []
+        events = self._scorer.run(self.version, beside=self._rows.adapters())
+        self.adapters.drop_leaving()
+        end_s = time.monotonic()
+        self._scores_from_s = end_s + (end_s - start_s)
+        return events
+
+    def _schedule(self) -> list[Request]:
+        admitted = self._starting = [] if self._pending else self._scheduler.admit()
+        for request in admitted:
+            params = request.params
+            seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
+            eos = () if params.ignore_eos else (self.tokenizer.eos_token_id,)
+            self._rows.add(request, keys=row_keys(seed, request.n), stop_ids=params.stop_token_ids + eos, tokenizer=self.tokenizer)
+            self.num_prompt_tokens += len(request.prompt)
+        return admitted
+
+    def _run(self, admitted: list[Request]) -> Tensor:
+        """Compute the logits of the next token of every row, [B, V]: old rows decode, new rows prefill."""
+        counts = [request.n for request in admitted]
+        old = len(self._rows) - sum(counts)
+        parts = []
+        self.adapters.place(self._rows.adapters())
+        if old:
+            step = self._cache.step(self._rows.length[:old] - 1)
+            lora = self.adapters.rows(self._rows.adapters()[:old])
+            parts.append(self._forward.decode(self._send(self._rows.last_tokens(old)), step, lora=lora))
+        if admitted:
+            prompts = np.repeat(np.arange(len(admitted)), counts)
+            sequences = [np.array(request.prompt) for request in admitted]
+            adapters = [request.adapter for request in admitted]
+            logits = self._prefill(sequences, adapters, slots=np.arange(old, len(self._rows)), prompts=prompts)
+            parts.append(logits[self._send(prompts)])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        """Copy a host array to the model's device, with its dtype."""
+        return torch.from_numpy(array).to(self._forward.device)
+
+    def _prefill(self, sequences: list[np.ndarray], adapters: Sequence[str], *, slots: np.ndarray, prompts: np.ndarray) -> Tensor:
+        """Write the keys and values of sequence `prompts[i]` to slot `slots[i]`; returns the logits after each sequence, [P, V]."""
+        lengths = np.array([len(s) for s in sequences])
+        self._cache.reserve(slots=len(self._rows), positions=int(self._rows.length[: len(self._rows)].max()))
+        logits: Tensor | None = None
+        for chunk in plan_prefill(lengths, max_tokens=self._max_prefill_tokens):
+            tokens = np.zeros((len(chunk), lengths[chunk].max()), np.int64)
+            for row, i in enumerate(chunk):
+                tokens[row, : lengths[i]] = sequences[i]
+            place = np.full(len(sequences), -1)
+            place[chunk] = np.arange(len(chunk))
+            here = place[prompts] >= 0
+            rows = PromptRows(self._send(slots[here]), self._send(place[prompts[here]]))
+            lora = self.adapters.rows([adapters[int(i)] for i in chunk], repeat=tokens.shape[1])
+            new = self._forward.prefill(self._send(tokens), self._send(lengths[chunk]), cache=self._cache, rows=rows, lora=lora)
+            if logits is None:
+                logits = new.new_empty(len(sequences), new.shape[-1])
+            logits[self._send(chunk)] = new
+        assert logits is not None, "a prefill has at least one sequence"
+        return logits
+
+    def _postprocess(self, logits: Tensor) -> list[Event]:
+        """Sample from logits [B, V], account for the tokens, report events and free finished slots."""
+        drawn = sample(logits, self._rows.sampling(), self._rows.uniforms())
+        stopped, full = self._rows.append(drawn, version=self.version)
+        self.num_generated_tokens += len(drawn.tokens)
+        failed = [] if drawn.valid.all() else self._diverged(drawn.valid)
+        events = []
+        for row in self._rows.watched():
+            running = self._rows.samples[row]
+            if running.text is not None:
+                running.text.push(int(drawn.tokens[row]))
+                stopped[row] |= running.text.stopped
+            if running.request.stream and not (stopped[row] or full[row] or row in failed):
+                events.append(Event(running.request.id, self._rows.output(row, None)))
+        ended = [row for row in np.flatnonzero(stopped | full).tolist() if row not in failed]
+        events += [self._end(row, "stop" if stopped[row] else "length") for row in ended]
+        if failed:
+            events += self._fail_rows(failed)
+        self._release(ended + failed)
+        return events
+
+    def _diverged(self, valid: np.ndarray) -> list[int]:
+        """Return the rows of requests whose adapters diverged, given `valid` [B] bool. Raises EngineError for the base model's."""
+        broken = {self._rows.samples[row].request for row in np.flatnonzero(~valid)}
+        if not all(request.adapter for request in broken):
+            raise EngineError("the model's logits are not finite: its weights have diverged or are damaged")
+        return [row for row, sample in enumerate(self._rows.samples) if sample.request in broken]
+
+    def _fail_rows(self, rows: list[int]) -> list[Event]:
+        """End the requests of diverged adapters, and clear their slots in the cache."""
+        self._cache.clear(rows)
+        self.finished["error"] += len(rows)
+        requests = dict.fromkeys(self._rows.samples[row].request for row in rows)
+        text = "the logits of adapter {} are not finite: it has diverged or is damaged"
+        return [Event(request.id, EngineError(text.format(request.adapter))) for request in requests]
+
+    def _end(self, row: int, reason: FinishReason) -> Event:
+        self.finished[reason] += 1
+        return Event(self._rows.samples[row].request.id, self._rows.output(row, reason))
+
+    @torch.inference_mode()
+    def _release(self, rows: list[int]) -> None:
+        """Free slots and keep the remaining rows dense; when the last sample ends, a draining switch takes place."""
+        if rows:
+            longest = int(self._rows.length[: len(self._rows)].max())
+            sources, targets = self._scheduler.compact(rows)
+            self._cache.move(sources, targets, positions=longest)
+            self._rows.compact(sources, targets, running=self._scheduler.running)
+            self.adapters.drop_leaving()
+            self._finish_drain()
+
+    # -- control, between two steps ----------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: Literal["keep", "abort"]) -> list[Event]:
+        """Stop stepping. "keep" leaves requests as they are; "abort" ends them all with the tokens that they have."""
+        self.paused = True
+        if mode == "keep":
+            return []
+        events = [self._end(row, "abort") for row in range(len(self._rows))]
+        self._release(list(range(len(self._rows))))
+        for request in self._scheduler.drop_waiting():
+            self.finished["abort"] += request.n
+            events += [Event(request.id, Output(index, [], [], [], "abort")) for index in range(request.n)]
+        self.adapters.drop_leaving()
+        return events
+
+    def resume(self) -> None:
+        """Resume stepping."""
+        self.paused = False
+
+    def fail(self, error: EngineError) -> list[Event]:
+        """End every request and any pending switch with an error; the engine must not be used afterwards."""
+        known = dict.fromkeys([request.id for request in self._starting])  # a failed step may not have added rows for them yet
+        known |= dict.fromkeys([running.request.id for running in self._rows.samples])
+        known |= dict.fromkeys([request.id for request in self._scheduler.drop_waiting()])
+        known |= dict.fromkeys([job.id for job in self._scorer.drop_waiting()])
+        if self._pending is not None:
+            self._pending.done.set_exception(error)
+        return [Event(request_id, error) for request_id in known]
+
+    def is_staged(self, version: Version, source: Source) -> bool:
+        """See `VersionStore.has`."""
+        return self._versions.has(version, source)
+
+    def prepare(self, folder: str, broadcast: str = "") -> object:
+        """Read a version's weights into the form that `stage` takes; see `read_weights`. May run on any thread."""
+        return read_weights(self._forward, folder, broadcast)
+
+    def stage(self, version: Version, source: Source, prepared: object) -> None:
+        """Keep prepared weights beside the live ones as `version`, replacing others staged under that number."""
+        if not self.is_staged(version, source):
+            self._versions.add(version, source, prepared)
+
+    def switch(self, version: Version, interrupt: Interrupt) -> "Future[float]":
+        """Serve a staged version.
+
+        Args:
+            version: a staged version; switching to the live one again changes nothing, unless other weights were staged under its number.
+            interrupt: samples in flight continue under the new weights with their cache recomputed ("recompute") or as it is ("keep"), or
+                finish first under the old weights while no new ones start ("drain").
+
+        Returns:
+            A future of the duration in seconds; with "drain" it completes after later steps.
+
+        Raises:
+            RefusedError: the version is not staged.
+            EngineError: another switch is draining.
+        """
+        if self._pending is not None:
+            raise EngineError(f"a switch to version {self._pending.version} is draining; wait for it before switching to {version}")
+        done: Future[float] = Future()
+        done.set_running_or_notify_cancel()
+        if version == self.version and not self._versions.is_staged(version):
+            done.set_result(0.0)
+            return done
+        self._versions.check_staged(version)
+        self._pending = PendingSwitch(version, time.monotonic(), done)
+        if interrupt == "drain":
+            self._finish_drain()
+        else:
+            self._finish_switch(recompute=interrupt == "recompute")
+        return done
+
+    def _finish_drain(self) -> None:
+        if not self._rows.samples:
+            self._finish_switch(recompute=False)
+
+    def _finish_switch(self, *, recompute: bool) -> None:
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        self._forward.install(self._versions.make_live(pending.version))
+        self.version = pending.version
+        if recompute and self._rows.samples:
+            self._recompute()
+        self.switch_s = time.monotonic() - pending.started
+        pending.done.set_result(self.switch_s)
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Recompute the cache of all running samples under the live weights."""
+        sequences = [self._rows.cached_tokens(row) for row in range(len(self._rows))]
+        rows = np.arange(len(sequences))
+        self.adapters.place(self._rows.adapters())
+        self._prefill(sequences, self._rows.adapters(), slots=rows, prompts=rows)
+
+    def weights(self) -> tuple[Version, dict[str, Tensor]]:
+        """Return the live version and its tensors under their Hugging Face names; they are never modified, so any thread may read them."""
+        return self.version, self._forward.tensors()
+
+    @torch.inference_mode()
+    def live_adapter(self, name: str) -> tuple[Version, Adapter]:
+        """Return the live version and a copy of an adapter's weights as they serve; raises UnknownAdapterError."""
+        self.adapters.use(name)
+        self.adapters.place([*self._rows.adapters(), name])
+        return self.version, self.adapters.live(name)
+
+    def score(self, tokens: Sequence[int], *, adapter: str = "") -> tuple[Version, list[float]]:
+        """Score tokens at temperature 1 in this thread, ahead of everything that waits.
+
+        Returns:
+            The live version, and the log-probability of each token after the first.
+
+        Raises:
+            RefusedError: there are fewer than two tokens or too many, one is outside the vocabulary, or the adapter is not held.
+            EngineError: the logits are not finite.
+        """
+        job = ScoreJob(id="score", tokens=list(tokens), adapter=adapter)
+        self._scorer.check(job)
+        (event,) = self._scorer.compute([job], self.version, beside=self._rows.adapters())
+        if isinstance(event.result, EngineError):
+            raise event.result
+        assert isinstance(event.result, Scored), "a score is what was asked for"
+        return event.result.version, event.result.logprobs

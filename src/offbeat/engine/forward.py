@@ -1,0 +1,183 @@
+"""The interface of a forward path, and the check that each one passes before it serves.
+
+There are two implementations: `forward_direct` (own code for Llama- and Qwen-like models) and `forward_hf` (any model's own modules). Both
+use the same `SlotCache`, name weights as Hugging Face does, and swap prepared weights in microseconds. `Forward.device` says where an
+engine computes: its weights, cache and sampler are there, and every tensor that a `Forward` takes or gives.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.engine.cache import CacheShape, DecodeStep, PromptRows, SlotCache
+from offbeat.engine.lora import AdapterRows, Groups
+from offbeat.errors import ModelError
+
+CHECK_TOLERANCE = 1e-3
+"""Difference of log-probabilities that passes in any number format."""
+
+CHECK_NOISE = 2.0
+"""Largest difference that passes, as a multiple of the effect of moving the norms by one step of the number format.
+
+On pretrained and on random models of five families the difference is 0.3 to 0.5 times that effect in bfloat16, and 0.8 to 3 times in
+float32, where both are far below `CHECK_TOLERANCE`. A model that forgets its context differs by 30 times as much and more.
+"""
+
+_CHECK_PROMPT, _CHECK_LENGTH = 8, 24
+
+LOGITS_AT_ONCE = 1 << 26
+"""Most numbers in the logits that scoring holds in memory at once; 256 MiB of them."""
+
+
+class Forward(Protocol):
+    """A model that prefills, decodes and scores. Not thread-safe, except for `prepare`.
+
+    Attributes:
+        max_score_tokens: most tokens, padding included, that may be scored together, because all of their logits may be in memory at once.
+        lora_groups: the linear layers that can take adapters. `lora`, where given, has an adapter for each row of a batch; in a prefill
+            each token is a row.
+    """
+
+    device: torch.device
+    cache_shape: CacheShape
+    vocab_size: int
+    max_positions: int
+    max_score_tokens: int
+    lora_groups: Groups
+
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
+    ) -> Tensor:
+        """Run prompts and store their keys and values.
+
+        Args:
+            tokens: [N, L] int64, padded on the right with any valid id.
+            lengths: [N] int64, number of tokens in each row without padding.
+            cache: has room for the slots in `rows` and L positions.
+            rows: which slots receive which prompt.
+
+        Returns:
+            [N, V], logits after each prompt's last token.
+        """
+        ...
+
+    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
+        """Run one token per slot, [B] int64, and store its keys and values; returns the logits after it, [B, V]."""
+        ...
+
+    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
+        """Compute logits after every token of [N, L] int64, padded on the right with any valid id.
+
+        Yields parts [rows, V] in order, N * L rows in all. Each part is computed when it is read, so that the logits of a long text need
+        not be in memory at once. Does not touch a cache.
+        """
+        ...
+
+    def prepare(self, state: Mapping[str, Tensor]) -> Any:
+        """Convert tensors, on any device, under their Hugging Face names to the form that `install` takes; may run on any thread.
+
+        Raises:
+            ModelError: a tensor is missing or has the wrong shape.
+        """
+        ...
+
+    def install(self, prepared: Any) -> None:
+        """Serve prepared weights from the next call on."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights being served under their Hugging Face names; a tied tensor appears once."""
+        ...
+
+
+def take(state: Mapping[str, Tensor], name: str, *, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Check a tensor of a state, convert it and copy it to the device. A file behind it is read now, not during a switch.
+
+    Raises:
+        ModelError: the tensor is missing or has another shape.
+    """
+    if name not in state:
+        raise ModelError(f"weights lack the tensor {name!r}; publish every tensor of the model under its Hugging Face name")
+    tensor, wanted = state[name], tuple(shape)
+    if tuple(tensor.shape) != wanted:
+        raise ModelError(f"weights hold {name!r} with shape {tuple(tensor.shape)}, not {wanted}; publish weights of the same model")
+    return tensor.detach().to(device, dtype, copy=True)
+
+
+@torch.inference_mode()
+def check_forward(forward: Forward, reference: Tensor | None = None) -> None:
+    """Prove that a full forward pass agrees with transformers' own, and decoding from the cache with a full forward pass.
+
+    Both must agree within the rounding noise of this model in its number format.
+
+    Args:
+        reference: [L, V], transformers' logits after `ordinary_tokens`; None skips that comparison.
+
+    Raises:
+        ModelError: they differ, because the model computes something, or keeps state, that the forward path does not.
+    """
+    tokens = ordinary_tokens(forward.vocab_size).to(forward.device)
+    full = _full_logprobs(forward, tokens)
+    errors = {"decoding with the slot cache differs from a full forward": _difference(_decoded_logprobs(forward, tokens), full)}
+    if reference is not None:
+        own = reference[_CHECK_PROMPT - 1 :].to(forward.device).float().log_softmax(-1)
+        errors["the embedded engine's full forward differs from transformers' own"] = _difference(full, own)
+    what, error = max(errors.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+    if error <= CHECK_TOLERANCE:
+        return
+    noise = _rounding_noise(forward, tokens, full)
+    if not error <= CHECK_NOISE * noise:
+        dtype = str(forward.cache_shape.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{what} by {error:.3g} in log-probability, of which rounding to {dtype} explains {CHECK_NOISE * noise:.3g}; the model computes"
+            f" something or keeps state that the embedded engine does not, or is not fit for {dtype}: use another engine, or the other"
+            " model.dtype")
+
+
+def ordinary_tokens(vocab_size: int) -> Tensor:
+    """Return [L] int64 ids spread over the vocabulary. Its first ids are often special tokens, and no text has those in a row."""
+    spread = np.arange(1, _CHECK_LENGTH + 1) * 0.6180339887498949 % 1.0  # golden-ratio multiples: none are close
+    return torch.from_numpy((spread * vocab_size).astype(np.int64))
+
+
+def _full_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
+    """Log-probabilities [steps, V] after the last tokens, from a single forward pass over all of them."""
+    return torch.cat(list(forward.score(tokens[None])))[_CHECK_PROMPT - 1 :].float().log_softmax(-1)
+
+
+def _decoded_logprobs(forward: Forward, tokens: Tensor) -> Tensor:
+    """The log-probabilities of `_full_logprobs`, from a prefill of the prompt and decode steps after it."""
+    cache = SlotCache(forward.cache_shape, device=forward.device, max_slots=1, max_positions=len(tokens))
+    cache.reserve(slots=1, positions=len(tokens))
+    zero = torch.zeros(1, dtype=torch.int64, device=forward.device)
+    length = torch.full((1,), _CHECK_PROMPT, device=forward.device)
+    logits = [forward.prefill(tokens[None, :_CHECK_PROMPT], length, cache=cache, rows=PromptRows(zero, zero))]
+    logits += [forward.decode(tokens[i : i + 1], cache.step(np.array([i]))) for i in range(_CHECK_PROMPT, len(tokens))]
+    return torch.cat(logits).float().log_softmax(-1)
+
+
+def _difference(logprobs: Tensor, wanted: Tensor) -> float:
+    """Root mean square difference, weighted by probability: errors at tokens that are never drawn do not affect samples."""
+    return ((logprobs - wanted).square() * wanted.exp()).sum(-1).mean().sqrt().item()
+
+
+def _rounding_noise(forward: Forward, tokens: Tensor, full: Tensor) -> float:
+    """Measure how much a full forward pass changes when numbers inside the model are rounded differently.
+
+    Norms and biases are moved by one step of the number format, up or down at random, and moved back: every activation that they touch is
+    then off by as much as rounding may change it.
+    """
+    live = forward.tensors().values()
+    vectors = [tensor for tensor in live if tensor.ndim == 1] or list(live)
+    saved = [tensor.clone() for tensor in vectors]
+    generator = torch.Generator().manual_seed(0)
+    for tensor in vectors:
+        signs = torch.randint(2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype) * 2 - 1
+        tensor.mul_(1 + torch.finfo(tensor.dtype).eps * signs)
+    noise = _difference(_full_logprobs(forward, tokens), full)
+    for tensor, before in zip(vectors, saved, strict=True):
+        tensor.copy_(before)
+    return noise

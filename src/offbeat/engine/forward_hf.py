@@ -1,0 +1,233 @@
+"""The general path: any Hugging Face causal model with its own modules, and attention over the slot cache. Chosen by `loader`.
+
+Attention is registered with transformers' `AttentionInterface`; the model itself runs without a cache object. Before the model serves, a
+forward pass of one token shows what its layers store; models that keep other state, such as recurrent layers, are refused with a message.
+Weights are named as in a published checkpoint.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from offbeat.engine.cache import CacheShape, DecodeStep, PromptRows, SlotCache, attend
+from offbeat.engine.forward import LOGITS_AT_ONCE, take
+from offbeat.engine.lora import AdapterRows, Groups, Linear
+from offbeat.errors import ModelError, first_line
+from offbeat.model.attention import ATTENTION_KINDS, explicit_attention, refuse_unknown, window_mask
+from offbeat.model.checkpoint_names import module_names, published_names
+from offbeat.model.load import context_length
+from offbeat.model.lora import adaptable
+
+ATTENTION = "offbeat_slots"
+
+
+@dataclass(eq=False)
+class PromptStep:
+    """A prefill passing through the layers; nothing is stored when `cache` is None."""
+
+    cache: SlotCache | None
+    rows: PromptRows | None
+
+
+@dataclass(eq=False)
+class ShapeStep:
+    """A pass that stores nothing and records, by layer, the number of key heads and the head sizes of keys and values."""
+
+    layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class SlotStep:
+    """A decode step passing through the layers; masks of sliding windows are computed once."""
+
+    step: DecodeStep
+    windows: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor:
+        """Return the mask [B * num_kv_heads, 1, width] for layers with this sliding window; None is no window."""
+        if window is None:
+            return self.step.mask
+        if window not in self.windows:
+            self.windows[window] = self.step.window_mask(window)
+        return self.windows[window]
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 (the interface's; causality is all there is to mask)
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    offbeat_step: ShapeStep | PromptStep | SlotStep | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention for `HFForward`: query [N, heads, L, head_dim], key and value [N, kv_heads, L, head_dim] to [N, L, heads, head_dim].
+
+    Where a layer's heads are smaller than the cache's, keys and values are padded with zeros, which change no score and are cut off again.
+    """
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(offbeat_step, ShapeStep):
+        refuse_unknown(module, sliding_window, kwargs)
+        offbeat_step.layers[layer] = key.shape[1], key.shape[3], value.shape[3]
+        offbeat_step = PromptStep(None, None)
+    if offbeat_step is None:
+        raise ModelError(f"{type(module).__name__} was not handed the keyword arguments of its model's forward; use another engine")
+    if isinstance(offbeat_step, PromptStep):
+        if offbeat_step.cache is not None and offbeat_step.rows is not None:
+            size = offbeat_step.cache.shape.head_dim
+            offbeat_step.cache.write_prompts(layer, _filled(key, size), _filled(value, size), offbeat_step.rows)
+        mask = window_mask(query.shape[2], sliding_window, query.device)
+        if softcap is not None or s_aux is not None:
+            attended = explicit_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=s_aux)
+        else:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        return attended.transpose(1, 2).contiguous(), None
+    step, size = offbeat_step.step, value.shape[3]
+    keys, values = step.extend(layer, _filled(key, step.head_dim)[:, :, 0], _filled(value, step.head_dim)[:, :, 0])
+    queries = _filled(query, step.head_dim).reshape(len(keys), -1, step.head_dim)
+    mask = offbeat_step.mask(sliding_window)
+    if softcap is not None or s_aux is not None:
+        sinks = None if s_aux is None else s_aux.view(key.shape[1], -1).repeat(len(query), 1)
+        attended = _attend_explicitly(queries, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks)
+    else:
+        attended = attend(queries, keys, values, mask=mask, scale=scale)
+    return attended[..., :size].reshape(len(query), 1, -1, size), None
+
+
+def _attend_explicitly(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Compute `cache.attend` with capped scores, or with a sink for each query head [B * num_kv_heads, G]; see `explicit_attention`."""
+    scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is None:
+        return torch.bmm(torch.softmax(scores, dim=-1), values)
+    shares = torch.softmax(torch.cat([scores, sinks.to(scores.dtype).unsqueeze(-1)], dim=-1), dim=-1)
+    return torch.bmm(shares[..., :-1], values)
+
+
+def _filled(heads: Tensor, size: int) -> Tensor:
+    missing = size - heads.shape[-1]
+    return F.pad(heads, (0, missing)) if missing else heads
+
+
+AttentionInterface.register(ATTENTION, slot_attention)
+
+
+class HFForward:
+    """Implements `forward.Forward` for any model. Owns the model that it is given."""
+
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> None:
+        config = model.config.get_text_config()
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS)
+        if others:
+            raise ModelError(f"{type(model).__name__} has {others[0]} layers, which the embedded engine cannot decode; use another engine")
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise ModelError(f"{type(model).__name__} cannot limit its logits to the last token (logits_to_keep); use another engine")
+        self._model = model
+        nn.Module.to(model, device).eval().requires_grad_(False)  # transformers' own `to` hides its types
+        # Otherwise some models search every input for the padding token, which waits for the device and warns. Causality hides padding.
+        model.config.pad_token_id = None
+        self.device = device
+        self.dtype = dtype
+        self.cache_shape = _find_cache_shape(model, dtype=dtype, device=device)
+        self.vocab_size = config.vocab_size
+        self.max_positions = context_length(config)
+        self.max_score_tokens = max(LOGITS_AT_ONCE // self.vocab_size, 1)
+        # Without the output head, which sees only the last token of each row.
+        head = model.get_output_embeddings()
+        self._linears = {name: m for name, m in adaptable(model).items() if m is not head}
+        self.lora_groups: Groups = {name: (Linear(name, m.in_features, m.out_features),) for name, m in self._linears.items()}
+        self._lora: AdapterRows | None = None
+        self._hooked = False
+
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor, *, cache: SlotCache, rows: PromptRows, lora: AdapterRows | None = None
+    ) -> Tensor:
+        """Return the logits [N, V] after prompts [N, L] int64; see `Forward.prefill`."""
+        step = PromptStep(cache, rows)
+        return self._run(tokens, self._positions(tokens.shape[1]), step, keep=(lengths - 1)[:, None], lora=lora)[:, 0]
+
+    def decode(self, tokens: Tensor, step: DecodeStep, *, lora: AdapterRows | None = None) -> Tensor:
+        """Return the logits [B, V] after one token per slot, [B] int64; see `Forward.decode`."""
+        return self._run(tokens[:, None], step.positions[:, None], SlotStep(step), keep=1, lora=lora)[:, 0]
+
+    def score(self, tokens: Tensor, *, lora: AdapterRows | None = None) -> Iterable[Tensor]:
+        """Return the logits [N * L, V] of tokens [N, L] int64 in one block; see `Forward.score`."""
+        # All logits at once: what happens between the last layer and the logits differs between models.
+        return [self._run(tokens, self._positions(tokens.shape[1]), PromptStep(None, None), keep=0, lora=lora).flatten(0, 1)]
+
+    def _positions(self, length: int) -> Tensor:
+        return torch.arange(length, device=self.device)[None]
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, step: PromptStep | SlotStep, *, keep: int | Tensor, lora: AdapterRows | None
+    ) -> Tensor:
+        self._lora = lora
+        if lora is not None and not self._hooked:  # not earlier: a hook slows down every call
+            self._hooked = True
+            for name, linear in self._linears.items():
+                linear.register_forward_hook(partial(self._add_lora, name))
+        return self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, offbeat_step=step).logits
+
+    def _add_lora(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if self._lora is not None:
+            x = inputs[0]
+            self._lora.add(name, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
+
+    # In inference mode, as the model was created: parameters and tensors of different modes fail in some layers.
+    @torch.inference_mode()
+    def prepare(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = module_names(self._model, state)
+        return {name: take(own, name, shape=p.shape, dtype=self.dtype, device=self.device) for name, p in self._model.named_parameters()}
+
+    @torch.inference_mode()
+    def install(self, prepared: dict[str, Tensor]) -> None:
+        for name, parameter in self._model.named_parameters():
+            parameter.data = prepared[name]
+
+    @torch.inference_mode()
+    def tensors(self) -> dict[str, Tensor]:
+        return published_names(self._model, {name: parameter.data for name, parameter in self._model.named_parameters()})
+
+
+def _find_cache_shape(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device) -> CacheShape:
+    """Find what the layers store for a token, by running one token.
+
+    Raises:
+        ModelError: a layer is no attention that the slot cache can hold.
+    """
+    name, seen = type(model).__name__, ShapeStep()
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    try:
+        model.set_attn_implementation(ATTENTION)
+        if model.config._attn_implementation == ATTENTION:
+            with torch.inference_mode():
+                model(input_ids=zero, position_ids=zero, use_cache=False, logits_to_keep=1, offbeat_step=seen)
+    except ModelError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, AssertionError) as exc:
+        raise ModelError(f"{name} cannot run with the embedded engine's attention ({first_line(exc)}); use another engine") from exc
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(seen.layers) != list(range(num_layers)):
+        raise ModelError(f"{name} used the embedded engine's attention in {len(seen.layers)} of {num_layers} layers; use another engine")
+    heads = {heads for heads, _, _ in seen.layers.values()}
+    if len(heads) > 1:
+        raise ModelError(f"{name} has layers of {min(heads)} and of {max(heads)} key heads, which no cache here holds; use another engine")
+    head_dim = max(max(key, value) for _, key, value in seen.layers.values())
+    return CacheShape(num_layers, heads.pop(), head_dim, dtype)

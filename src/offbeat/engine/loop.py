@@ -1,0 +1,170 @@
+"""Runs an engine on a thread of its own and lets other threads talk to it between two steps. Used by `server.EngineServer`.
+
+The engine's thread
+    consumes   commands (`submit`, `abort`, `call`) in the order in which they came, and the engine's work, one step at a time
+    produces   events, handed to `deliver` in one batch per step
+    waits for  a command, when there is no work; it never spins
+    woken by   a command, or `stop`
+If it raises, every request that it knows fails with that error, later commands fail too, and `error` says why.
+"""
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from offbeat.engine.engine import Engine
+from offbeat.engine.request import Event, Request, ScoreJob
+from offbeat.engine.versions import Source
+from offbeat.errors import EngineError
+from offbeat.types import Version
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Command:
+    """A function to run between two steps, and the callback for the case that it raises or the engine has ended."""
+
+    run: Callable[[], Any]
+    fail: Callable[[Exception], None]
+
+
+class EngineLoop:
+    """An engine on its thread.
+
+    Attributes:
+        error: why the engine ended; None while it runs.
+    """
+
+    def __init__(self, engine: Engine, *, deliver: Callable[[list[Event]], None]) -> None:
+        self.engine = engine
+        self.error: EngineError | None = None
+        self._deliver = deliver
+        self._commands: list[Command] = []
+        self._events: list[Event] = []
+        self._stopping = False
+        self._busy_since_s: float | None = None
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="offbeat-engine", daemon=True)
+
+    def start(self) -> None:
+        # The model's objects live as long as the process; a garbage collection that walks them would interrupt steps for milliseconds.
+        gc.collect()
+        gc.freeze()
+        self._thread.start()
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """End the thread after its current step; requests in flight fail."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    # -- from any thread ---------------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request | ScoreJob) -> None:
+        """Queue a request and return at once; a refusal arrives as an event, as every answer does."""
+        self._post(Command(lambda: self.engine.submit(request), lambda error: self._refuse(request, error)))
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and return at once."""
+        self._post(Command(lambda: self.engine.abort(request_id), lambda _: None))
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Run a function between two steps; the future receives its result or error."""
+        future: Future[T] = Future()
+        # From here on it cannot be cancelled: setting the result of a cancelled future would raise on the engine's thread.
+        future.set_running_or_notify_cancel()
+        self._post(Command(lambda: future.set_result(function()), future.set_exception))
+        return future
+
+    def pause(self, mode: Literal["keep", "abort"]) -> "Future[None]":
+        """See `Engine.pause`."""
+        return self.call(lambda: self._events.extend(self.engine.pause(mode)))
+
+    def stage(self, version: Version, source: Source, broadcast: str = "") -> None:
+        """Load or receive a version's weights in the calling thread, while the engine keeps stepping, and hold them as `version`. Blocks.
+
+        Raises:
+            ModelError, EngineError: as for `Engine.prepare`; the live weights continue to serve.
+        """
+        if not self.call(lambda: self.engine.is_staged(version, source)).result():
+            prepared = self.engine.prepare(source.folder, broadcast)
+            self.call(lambda: self.engine.stage(version, source, prepared)).result()
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a PEFT folder in the calling thread, while the engine keeps stepping, and hold it as `name`. Blocks.
+
+        Raises:
+            RefusedError, ModelError, BusyError: as for `Adapters.read` and `Adapters.add`.
+        """
+        adapters = self.engine.adapters
+        if not self.call(lambda: adapters.has(name, folder)).result():
+            adapter = adapters.read(folder)
+            self.call(lambda: adapters.add(name, folder, adapter)).result()
+
+    def _post(self, command: Command) -> None:
+        with self._wake:
+            if self.error is None:
+                self._commands.append(command)
+                self._wake.notify()
+                return
+        command.fail(self.error)
+
+    # -- on the engine's thread --------------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        reason = EngineError("the engine was stopped")
+        try:
+            while not self._stopping:
+                self._round()
+        except Exception as exc:
+            logger.exception("the engine failed")
+            reason = EngineError(f"the engine failed: {type(exc).__name__}: {exc}")
+        self._close(reason)
+
+    def _round(self) -> None:
+        with self._wake:
+            while not (self._commands or self.engine.has_work or self._stopping):
+                self._wake.wait()
+            commands, self._commands = self._commands, []
+            self._busy_since_s = time.monotonic()
+        for command in commands:
+            try:
+                command.run()
+            except Exception as exc:
+                command.fail(exc)
+        self._events += self.engine.step()
+        self._flush()
+        self._busy_since_s = None
+
+    @property
+    def round_s(self) -> float:
+        """Seconds that the current round has taken so far, commands between steps included; 0 while there is nothing to do."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def _refuse(self, request: Request | ScoreJob, error: Exception) -> None:
+        refusal = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+        self._deliver([Event(request.id, refusal)])
+
+    def _flush(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._deliver(events)
+
+    def _close(self, reason: EngineError) -> None:
+        with self._wake:
+            self.error = reason
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command.fail(reason)
+        self._events += self.engine.fail(reason)
+        self._flush()

@@ -1,0 +1,70 @@
+"""Settings that an embedded engine starts with. Torch-free, so that the command line and the cluster can build them."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from offbeat.errors import ConfigError
+from offbeat.types import Version
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Settings of one engine process.
+
+    Attributes:
+        model: folder of a Hugging Face causal language model, its tokenizer included.
+        tokenizer: folder of the tokenizer; empty uses the model's.
+        dtype: number format of the weights and of the cache.
+        forward: "direct" is the fast path for Llama- and Qwen-like models, "hf" runs any model's own modules; "auto" prefers the first.
+        max_running: samples decoded together, which is the number of cache slots.
+        max_queued: requests that may wait before another is refused (HTTP 429).
+        max_context: longest prompt plus generation in tokens; 0 uses the model's context length.
+        max_cache_bytes: bound on keys and values of all running samples; requests that may not fit wait. 0 uses a quarter of the machine's
+            memory, divided among `num_engines`, or half of the free memory of the engine's accelerator.
+        num_engines: engines that share the machine's memory.
+        max_prefill_tokens: prompt tokens, padding included, computed in one step before decoding continues.
+        max_adapters: LoRA adapters held at once; to make room, the least recently used that no request uses is evicted.
+        max_adapter_rank: largest rank of an adapter.
+        seed: seed of the engine's own generator, which serves requests without a seed.
+        api_key: bearer token that every request must carry; empty for none.
+        version: version of the weights in `model`; -1 before a run has published any.
+    """
+
+    model: str
+    tokenizer: str = ""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    forward: Literal["auto", "direct", "hf"] = "auto"
+    max_running: int = 512
+    max_queued: int = 4096
+    max_context: int = 0
+    max_cache_bytes: int = 0
+    num_engines: int = 1
+    max_prefill_tokens: int = 8192
+    max_adapters: int = 32
+    max_adapter_rank: int = 64
+    seed: int = 0
+    api_key: str = field(default="", repr=False)
+    version: Version = 0
+
+    def __post_init__(self) -> None:
+        ones = ("max_running", "max_queued", "num_engines", "max_prefill_tokens", "max_adapters", "max_adapter_rank")
+        for name, least in (*((name, 1) for name in ones), ("max_context", 0), ("max_cache_bytes", 0), ("version", -1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"engine option {name} must be >= {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """Serve an embedded engine: its options as JSON, the key among them, and where to listen; port 0 takes a free one."""
+
+    options: str = field(repr=False)
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine listens."""
+
+    url: str

@@ -1,0 +1,168 @@
+"""Bookkeeping of running samples: numpy columns indexed by slot, so that a step is a handful of array operations. Used by the engine."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from offbeat.engine.cache import BUCKET, round_up
+from offbeat.engine.request import FinishReason, Output, Request
+from offbeat.engine.sampler import Drawn, SamplingRows, uniforms
+from offbeat.engine.text import Decoder, TextStream
+from offbeat.inference.sampling import TopTokens
+from offbeat.types import Version
+
+NO_TOKEN = -1
+
+
+@dataclass(eq=False)
+class Sample:
+    """One of the n samples of a running request.
+
+    Attributes:
+        text: decodes the text where the request has stop strings, else None.
+        top: the most likely tokens at each position so far, where the request wants them, else None.
+        sent: number of generated tokens already sent to a streaming request.
+    """
+
+    request: Request
+    index: int
+    text: TextStream | None
+    top: list[TopTokens] | None
+    sent: int = 0
+
+
+class Rows:
+    """Slots 0..B-1, one running sample each. A row's `length` counts its prompt and generated tokens.
+
+    The newest token's keys and values are not in the cache yet: it is the input of the next decode step, at position `length - 1`.
+    """
+
+    def __init__(self, *, max_rows: int, device: torch.device) -> None:
+        self.samples: list[Sample] = []
+        self.length = np.zeros(max_rows, np.int64)
+        self._prompt_len = np.zeros(max_rows, np.int64)
+        self._limit = np.zeros(max_rows, np.int64)
+        self._key = np.zeros(max_rows, np.uint64)
+        self._temperature = np.zeros(max_rows, np.float32)
+        self._top_p = np.zeros(max_rows, np.float32)
+        self._top_k = np.zeros(max_rows, np.int64)
+        self._scaled = np.zeros(max_rows, bool)
+        self._num_top = np.zeros(max_rows, np.int64)
+        self._stop_ids = np.full((max_rows, 1), NO_TOKEN, np.int64)
+        self._tokens = np.zeros((max_rows, 0), np.int64)
+        self._logprobs = np.zeros((max_rows, 0), np.float32)
+        self._versions = np.zeros((max_rows, 0), np.int64)
+        self._device = device
+        self._sampling: SamplingRows | None = None
+        self._watched: list[int] | None = None
+        self._adapters: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def add(self, request: Request, *, keys: np.ndarray, stop_ids: tuple[int, ...], tokenizer: Decoder) -> None:
+        """Append the n samples of a request; `keys` [n] uint64 determine their random numbers (see `sampler.row_keys`)."""
+        params, first = request.params, len(self.samples)
+        rows = slice(first, first + request.n)
+        prompt_len = len(request.prompt)
+        self._reserve(positions=prompt_len + params.max_new_tokens, stop_ids=len(stop_ids))
+        self._tokens[rows, :prompt_len] = request.prompt
+        self.length[rows] = self._prompt_len[rows] = prompt_len
+        self._limit[rows] = prompt_len + params.max_new_tokens
+        self._key[rows] = keys
+        self._temperature[rows], self._top_p[rows], self._top_k[rows] = params.temperature, params.top_p, params.top_k
+        self._scaled[rows], self._num_top[rows] = params.scaled_logprobs, params.top_logprobs
+        self._stop_ids[rows] = NO_TOKEN
+        self._stop_ids[rows, : len(stop_ids)] = stop_ids
+        self.samples += [
+            Sample(request, i, TextStream(tokenizer, params.stop) if params.stop else None, [] if params.top_logprobs else None)
+            for i in range(request.n)]
+        self._sampling = self._watched = self._adapters = None
+
+    def _reserve(self, *, positions: int, stop_ids: int) -> None:
+        wider = round_up(positions, BUCKET) - self._tokens.shape[1]
+        if wider > 0:
+            grow = ((0, 0), (0, wider))
+            self._tokens, self._logprobs, self._versions = (np.pad(a, grow) for a in (self._tokens, self._logprobs, self._versions))
+        wider = stop_ids - self._stop_ids.shape[1]
+        if wider > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, wider)), constant_values=NO_TOKEN)
+
+    def sampling(self) -> SamplingRows:
+        """Sampling parameters of all rows, on the device."""
+        if self._sampling is None:
+            rows = slice(0, len(self))
+            self._sampling = SamplingRows(
+                temperature=self._temperature[rows], top_p=self._top_p[rows], top_k=self._top_k[rows], scaled=self._scaled[rows],
+                num_top=self._num_top[rows], device=self._device,
+            )
+        return self._sampling
+
+    def watched(self) -> list[int]:
+        """Rows that must be inspected after every token: those that stream or have stop strings."""
+        if self._watched is None:
+            self._watched = [row for row, sample in enumerate(self.samples) if sample.request.stream or sample.text is not None]
+        return self._watched
+
+    def adapters(self) -> tuple[str, ...]:
+        """[B], the adapter of each row, empty for the base model."""
+        if self._adapters is None:
+            self._adapters = tuple(sample.request.adapter for sample in self.samples)
+        return self._adapters
+
+    def uniforms(self) -> np.ndarray:
+        """[B] float64 in [0, 1), the random number of each row's next token."""
+        rows = slice(0, len(self))
+        return uniforms(self._key[rows], self.length[rows] - self._prompt_len[rows])
+
+    def last_tokens(self, rows: int) -> np.ndarray:
+        """[rows] int64, the input of the next decode step for the first `rows` rows."""
+        return self._tokens[np.arange(rows), self.length[:rows] - 1]
+
+    def cached_tokens(self, row: int) -> np.ndarray:
+        """[length - 1] int64, the tokens of a row whose keys and values are in the cache."""
+        return self._tokens[row, : self.length[row] - 1]
+
+    def append(self, drawn: Drawn, *, version: Version) -> tuple[np.ndarray, np.ndarray]:
+        """Append its new token to every row.
+
+        Returns:
+            stopped, full: [B] bool each; whether the token is one of the row's stop ids, and whether the row has reached its token limit.
+        """
+        count = len(self)
+        rows, position = np.arange(count), self.length[:count]
+        self._tokens[rows, position], self._logprobs[rows, position] = drawn.tokens, drawn.logprobs
+        self._versions[rows, position] = version
+        self.length[:count] += 1
+        if drawn.top_ids is not None and drawn.top_logprobs is not None:
+            self._append_top(drawn.top_ids, drawn.top_logprobs)
+        return (self._stop_ids[:count] == drawn.tokens[:, None]).any(axis=1), self.length[:count] >= self._limit[:count]
+
+    def _append_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Record the most likely tokens, [R, K] each, for the rows that want them; tokens that cannot be drawn are left out."""
+        wanting = [sample for sample in self.samples if sample.top is not None]
+        for sample, row_ids, row_logprobs in zip(wanting, ids.tolist(), logprobs.tolist(), strict=True):
+            assert sample.top is not None, "it wants them"
+            pairs = list(zip(row_ids, row_logprobs, strict=True))[: sample.request.params.top_logprobs]
+            sample.top.append(tuple(pair for pair in pairs if pair[1] > -np.inf))
+
+    def output(self, row: int, reason: FinishReason | None) -> Output:
+        """Generated tokens of a row; for a streaming request, those not sent yet."""
+        sample = self.samples[row]
+        span = slice(self._prompt_len[row] + sample.sent, self.length[row])
+        top = sample.top and sample.top[sample.sent :]
+        if sample.request.stream:
+            sample.sent = int(self.length[row] - self._prompt_len[row])
+        columns = (self._tokens, self._logprobs, self._versions)
+        return Output(sample.index, *(column[row, span].tolist() for column in columns), finish_reason=reason, top_logprobs=top)
+
+    def compact(self, sources: list[int], targets: list[int], *, running: int) -> None:
+        """Move rows as returned by `Scheduler.compact`, and drop those from `running` on."""
+        columns = (self.length, self._prompt_len, self._limit, self._key, self._temperature, self._top_p, self._top_k, self._scaled)
+        for column in (*columns, self._num_top, self._stop_ids, self._tokens, self._logprobs, self._versions):
+            column[targets] = column[sources]
+        for source, target in zip(sources, targets, strict=True):
+            self.samples[target] = self.samples[source]
+        del self.samples[running:]
+        self._sampling = self._watched = self._adapters = None

@@ -1,0 +1,407 @@
+"""The engine's HTTP front end: OpenAI's completions, weight control and metrics, on Starlette and uvicorn.
+
+`EngineServer` runs two threads: uvicorn's event loop and the engine's (`loop`). A request handler submits and then waits on a queue of its
+own, which the engine's events reach in one hop per step. When a client disconnects, its samples are aborted. With a key, every request
+must carry it; without one, only programs on this machine are served, and no web page that a browser shows there.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from offbeat.engine.adapters import UnknownAdapterError
+from offbeat.engine.answers import DONE, Answer, ChatFormat, CompletionFormat, Format, error_body
+from offbeat.engine.loader import load_engine
+from offbeat.engine.loop import EngineLoop
+from offbeat.engine.metrics import registry_of
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.request import Event, Output, Request, Scored, ScoreJob
+from offbeat.engine.versions import Source, fingerprint_tensors
+from offbeat.engine.wire import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    LoadAdapterBody,
+    PauseBody,
+    ScoreBody,
+    StageBody,
+    SwitchBody,
+    UnloadAdapterBody,
+    read_body,
+)
+from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, PortBusyError, RefusedError, UserError
+from offbeat.hosts import names_loopback
+
+T = TypeVar("T")
+Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
+
+DEFAULT_MAX_TOKENS = 16
+STALLED_S = 60.0
+"""A step that takes longer is assumed to hang; the slowest real ones take seconds."""
+_KEEP_ALIVE_S = 30
+
+logger = logging.getLogger(__name__)
+
+
+class Disconnected(Exception):  # noqa: N818 (an event, not an error)
+    """The client of a request disconnected."""
+
+
+Inbox = asyncio.Queue[Output | Scored | EngineError | Disconnected]
+"""Messages of the engine to one request."""
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server on a thread of its own, which reports when it listens and on which event loop it runs."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        self.ready.set()
+
+
+class EngineServer:
+    """An engine behind HTTP.
+
+    >>> server = EngineServer(EngineOptions(model="folder"))
+    >>> url = server.start()
+    >>> server.stop()
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Load the model; the server does not listen yet.
+
+        Raises:
+            ModelError: see `loader.load_engine`.
+        """
+        self._options = options
+        self._model_name = Path(options.model).name
+        self._engine = load_engine(options)
+        self._tokenizer = self._engine.tokenizer
+        self._loop = EngineLoop(self._engine, deliver=self._deliver)
+        self._registry = registry_of(self._engine)
+        self._inboxes: dict[str, Inbox] = {}
+        self._pause_by, self._pause_s = "", 0.0  # who paused the engine, and when
+        self._http: HttpServer | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------------------------------
+
+    def start(self, *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> str:
+        """Listen and serve from threads of this process; port 0 chooses a free one. Returns the URL.
+
+        Raises:
+            PortBusyError: the port is taken.
+            DeadlineError: uvicorn did not start in time.
+        """
+        listener = _bind(host, port)
+        config = uvicorn.Config(
+            Starlette(routes=self._routes()), lifespan="off", access_log=False, log_level="warning",
+            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=2,
+        )
+        self._http = HttpServer(config)
+        self._thread = threading.Thread(target=self._http.run, args=([listener],), name="offbeat-http", daemon=True)
+        self._thread.start()
+        if not self._http.ready.wait(timeout_s):
+            raise DeadlineError(f"the engine's HTTP server on {host} did not start within {timeout_s:g} s")
+        self._loop.start()
+        return f"http://{host}:{listener.getsockname()[1]}"
+
+    def stop(self) -> None:
+        """Fail all requests in flight, stop listening and end both threads."""
+        if self._http is None or self._thread is None:
+            return
+        self._loop.stop()
+        self._http.should_exit = True
+        self._thread.join(10.0)
+        self._http = None
+
+    def _deliver(self, events: list[Event]) -> None:
+        assert self._http is not None, "the engine starts after the event loop and ends before it"
+        self._http.loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for event in events:
+            inbox = self._inboxes.get(event.request_id)
+            if inbox is not None:
+                inbox.put_nowait(event.result)
+
+    # -- routes ------------------------------------------------------------------------------------------------------------------------
+
+    def _routes(self) -> list[Route]:
+        table: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/completions", self._completions),
+            ("POST", "/v1/chat/completions", self._chat),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", self._metrics),
+            ("POST", "/v1/weights/stage", self._stage),
+            ("POST", "/v1/weights/switch", self._switch),
+            ("GET", "/v1/weights/fingerprint", self._fingerprint),
+            ("POST", "/v1/score", self._score),
+            ("POST", "/v1/load_lora_adapter", self._load_adapter),
+            ("POST", "/v1/unload_lora_adapter", self._unload_adapter),
+            ("POST", "/pause", self._pause),
+            ("POST", "/resume", self._resume),
+        ]
+        return [Route(path, self._guarded(handler), methods=[method]) for method, path, handler in table]
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """Check that the client may ask, and turn errors into HTTP answers."""
+
+        async def guarded(http: HttpRequest) -> Response:
+            if (refusal := _refusal(http, self._options.api_key)) is not None:
+                return refusal
+            try:
+                return await handler(http)
+            except BusyError as exc:
+                return _error(str(exc), status=429, headers={"Retry-After": "1"})
+            except UnknownAdapterError as exc:
+                return _error(str(exc), status=404)
+            except (RefusedError, UserError) as exc:
+                return _error(str(exc), status=400)
+            except Disconnected:
+                return Response(status_code=499)
+            except OffbeatError as exc:
+                return _error(str(exc), status=500)
+            except Exception as exc:
+                logger.exception("a request to %s failed", http.url.path)
+                return _error(f"unexpected {type(exc).__name__}: {exc}; the engine's log says where", status=500)
+
+        return guarded
+
+    async def _completions(self, http: HttpRequest) -> Response:
+        body = read_body(CompletionBody, await http.body())
+        if body.echo:
+            raise RefusedError("echo is not offered; POST /v1/score gives log-probabilities of a prompt")
+        prompt = self._tokenizer.prompt(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        return await self._generate(http, body, prompt, CompletionFormat(), default_max_tokens=DEFAULT_MAX_TOKENS)
+
+    async def _chat(self, http: HttpRequest) -> Response:
+        body = read_body(ChatBody, await http.body())
+        body.max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        prompt = self._tokenizer.chat([{"role": m.role, "content": m.content} for m in body.messages])
+        rest = max(self._engine.max_context - len(prompt), 1)
+        return await self._generate(http, body, prompt, ChatFormat(), default_max_tokens=rest)
+
+    async def _generate(
+        self, http: HttpRequest, body: GenerateBody, prompt: list[int], form: Format, *, default_max_tokens: int
+    ) -> Response:
+        params = body.params(default_max_tokens=default_max_tokens)
+        adapter = self._adapter_of(body.model or "")
+        name = f"{form.prefix}-{uuid.uuid4().hex}"
+        request = Request(id=name, prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
+        model = adapter or self._model_name
+        answer = Answer(name, form, body, tokenizer=self._tokenizer, model=model, prompt_len=len(prompt), stops=params.stop)
+        outputs = self._outputs(http, request)
+        if not body.stream:
+            return _json(answer.whole([output async for output in outputs]))
+        # Wait for the first output before sending headers, because a refusal must be able to set the status.
+        first = await anext(outputs)
+        return StreamingResponse(_stream(answer, first, outputs), media_type="text/event-stream")
+
+    def _adapter_of(self, model: str) -> str:
+        """Return the adapter that a request's `model` names; empty for the base model, which clients may call anything without an "@"."""
+        base = model == self._model_name or not ("@" in model or model in self._engine.adapters.names)
+        return "" if base else model
+
+    async def _outputs(self, http: HttpRequest, request: Request) -> AsyncGenerator[Output]:
+        """Run a request; yields its outputs until all n samples are done, and aborts it if the caller stops early.
+
+        Raises:
+            EngineError: the engine refused it or failed.
+            Disconnected: the client disconnected.
+        """
+        unfinished = request.n
+        async with self._submitted(http, request) as inbox:
+            while unfinished:
+                output = await _next(inbox, Output)
+                unfinished -= output.finish_reason is not None
+                yield output
+
+    @asynccontextmanager
+    async def _submitted(self, http: HttpRequest, request: Request | ScoreJob) -> AsyncIterator[Inbox]:
+        """Submit a request and give its inbox to the body; a body that ends with an exception aborts the request."""
+        inbox = self._inboxes[request.id] = asyncio.Queue()
+        watch = asyncio.create_task(self._watch(http, request.id), name=f"disconnect of {request.id}")
+        self._loop.submit(request)
+        try:
+            yield inbox
+        except BaseException:
+            self._loop.abort(request.id)
+            raise
+        finally:
+            watch.cancel()
+            del self._inboxes[request.id]
+
+    async def _watch(self, http: HttpRequest, request_id: str) -> None:
+        """Abort a request as soon as its client disconnects; its handler may be busy sending, or waiting for the next output."""
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        self._loop.abort(request_id)
+        if request_id in self._inboxes:
+            self._inboxes[request_id].put_nowait(Disconnected())
+
+    async def _models(self, _: HttpRequest) -> Response:
+        rest = {"object": "model", "owned_by": "offbeat", "max_model_len": self._engine.max_context}
+        adapters = [
+            {"id": name, **rest, "parent": self._model_name, "root": folder} for name, folder in self._engine.adapters.folders.items()]
+        return _json(msgspec.json.encode({"object": "list", "data": [{"id": self._model_name, **rest}, *adapters]}))
+
+    async def _health(self, _: HttpRequest) -> Response:
+        engine, error = self._engine, self._loop.error
+        if error is not None:
+            return _error(str(error), status=500)
+        if (round_s := self._loop.round_s) > STALLED_S:
+            return _error(f"the engine has been in one step for {round_s:.0f} s, so its computation hangs", status=500)
+        pause = self._pause_by and {"by": self._pause_by, "for_s": round(time.monotonic() - self._pause_s, 3)}
+        return _json(msgspec.json.encode({
+            "status": "paused" if engine.paused else "ok", "paused": pause or None, "version": engine.version,
+            "running": engine.num_running, "waiting": engine.num_waiting, "max_context": engine.max_context,
+            "max_adapter_rank": self._options.max_adapter_rank}))
+
+    async def _metrics(self, _: HttpRequest) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    # -- control -----------------------------------------------------------------------------------------------------------------------
+
+    async def _stage(self, http: HttpRequest) -> Response:
+        body = read_body(StageBody, await http.body())
+        await asyncio.to_thread(self._loop.stage, body.version, Source(body.folder, body.fingerprint), body.broadcast)
+        return _json(msgspec.json.encode({"version": body.version, "folder": body.folder}))
+
+    async def _switch(self, http: HttpRequest) -> Response:
+        body = read_body(SwitchBody, await http.body())
+        done = await asyncio.wrap_future(self._loop.call(lambda: self._engine.switch(body.version, body.interrupt)))
+        switch_s = await asyncio.wrap_future(done)
+        return _json(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
+
+    async def _fingerprint(self, http: HttpRequest) -> Response:
+        if name := http.query_params.get("adapter"):
+            version, adapter = await asyncio.wrap_future(self._loop.call(lambda: self._engine.live_adapter(name)))
+            fingerprint = await asyncio.to_thread(adapter.fingerprint)
+        else:
+            version, tensors = await asyncio.wrap_future(self._loop.call(self._engine.weights))
+            fingerprint = await asyncio.to_thread(fingerprint_tensors, tensors)
+        return _json(msgspec.json.encode({"version": version, "fingerprint": fingerprint}))
+
+    async def _score(self, http: HttpRequest) -> Response:
+        body = read_body(ScoreBody, await http.body())
+        job = ScoreJob(
+            id=f"score-{uuid.uuid4().hex}", tokens=body.tokens, top_k=body.top_k, targets=body.targets, draws=body.draws,
+            temperature=body.temperature, seed=body.seed, adapter=body.adapter, urgent=body.urgent)
+        async with self._submitted(http, job) as inbox:
+            scored = await _next(inbox, Scored)
+        answer: dict[str, Any] = {"version": scored.version, "logprobs": scored.logprobs}
+        if scored.top is not None:
+            answer["top_logprobs"] = scored.top
+        if scored.target_logprobs is not None:
+            answer["target_logprobs"] = scored.target_logprobs
+        if scored.draws is not None:
+            answer["draws"] = scored.draws
+        return _json(msgspec.json.encode(answer))
+
+    async def _load_adapter(self, http: HttpRequest) -> Response:
+        body = read_body(LoadAdapterBody, await http.body())
+        if body.lora_name == self._model_name:
+            raise RefusedError(f"{body.lora_name!r} is the base model's name; give the adapter another")
+        await asyncio.to_thread(self._loop.load_adapter, body.lora_name, body.lora_path)
+        return _json(msgspec.json.encode({"status": "ok"}))
+
+    async def _unload_adapter(self, http: HttpRequest) -> Response:
+        body = read_body(UnloadAdapterBody, await http.body())
+        await asyncio.wrap_future(self._loop.call(lambda: self._engine.adapters.unload(body.lora_name)))
+        return _json(msgspec.json.encode({"status": "ok"}))
+
+    async def _pause(self, http: HttpRequest) -> Response:
+        body = read_body(PauseBody, await http.body())
+        self._pause_by, self._pause_s = body.by or (http.client.host if http.client else "somebody"), time.monotonic()
+        await asyncio.wrap_future(self._loop.pause(body.mode))
+        return _json(msgspec.json.encode({"status": "paused"}))
+
+    async def _resume(self, _: HttpRequest) -> Response:
+        self._pause_by = ""
+        await asyncio.wrap_future(self._loop.call(self._engine.resume))
+        return _json(msgspec.json.encode({"status": "ok"}))
+
+
+async def _next(inbox: Inbox, kind: type[T]) -> T:
+    """Wait for the next message; raises it if it is an error."""
+    result = await inbox.get()
+    if isinstance(result, Exception):
+        raise result
+    assert isinstance(result, kind), "the engine answers what it was asked"
+    return result
+
+
+async def _stream(answer: Answer, first: Output, outputs: AsyncGenerator[Output]) -> AsyncIterator[bytes]:
+    try:
+        yield answer.piece(first)
+        async for output in outputs:
+            yield answer.piece(output)
+        yield DONE
+    except EngineError as exc:
+        yield b"data: " + error_body(str(exc), status=500) + b"\n\n"
+    except Disconnected:
+        return
+    finally:
+        await outputs.aclose()
+
+
+def _refusal(http: HttpRequest, key: str) -> Response | None:
+    """Return the answer that refuses this client, or None if it may be served."""
+    if key:
+        given = http.headers.get("authorization", "")
+        if secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            return None
+        return _error("this engine wants its key; send it as 'Authorization: Bearer KEY'", status=401)
+    host, origin = http.headers.get("host", ""), http.headers.get("origin")
+    if not names_loopback(host):  # DNS rebinding: a page's own host name may resolve to this machine
+        return _error(f"this engine has no key, and so answers to 127.0.0.1 and localhost only, not to {host[:80]!r}", status=403)
+    if origin is not None and not names_loopback(origin.partition("://")[2]):
+        return _error(f"this engine has no key, and so does nothing for a page of {origin[:80]!r}", status=403)
+    kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if http.method == "POST" and kind != "application/json":  # a page may send other types without a CORS preflight
+        return _error(f"the body must be JSON, sent as 'Content-Type: application/json', got {kind[:80]!r}", status=415)
+    return None
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as exc:
+        listener.close()
+        raise PortBusyError(f"the engine cannot listen on {host}:{port}: {exc.strerror}; choose another port, or 0 for a free one") from exc
+    return listener
+
+
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
+
+
+def _error(message: str, *, status: int, headers: dict[str, str] | None = None) -> Response:
+    return Response(error_body(message, status=status), status_code=status, headers=headers, media_type="application/json")

@@ -1,0 +1,94 @@
+"""The weight versions that an engine holds: the live one and those staged beside it. Owned by `engine.Engine`.
+
+A version is identified by its folder and fingerprint, not by its number alone: a resumed run publishes a number again with other weights.
+They replace those staged under that number, and are switched to even where that number is live.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.engine.forward import Forward
+from offbeat.engine.receive import receive_weights
+from offbeat.errors import RefusedError
+from offbeat.model.fingerprint import fingerprint
+from offbeat.model.hf_io import read_safetensors
+from offbeat.types import Version
+
+
+@dataclass(frozen=True)
+class Source:
+    """Identity of a version's weights: the folder where they were written, and the fingerprint that their publisher stated, if any."""
+
+    folder: str
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class PendingSwitch:
+    """A switch that was requested and is not done yet."""
+
+    version: Version
+    started: float
+    done: "Future[float]"
+
+
+def read_weights(forward: Forward, folder: str, broadcast: str = "") -> Any:
+    """Read a version's weights into the form that `Forward.install` takes. May run beside the engine's thread.
+
+    Args:
+        folder: where the weights are written.
+        broadcast: `host:port` where they are offered instead; then the folder is read only if the sender says so.
+
+    Raises:
+        ModelError: the folder, or the broadcast, does not hold this model's weights.
+        EngineError: the weights were not received.
+    """
+    state = receive_weights(broadcast, device=forward.device) if broadcast else None
+    return forward.prepare(dict(read_safetensors(folder)) if state is None else state)
+
+
+def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Compute the fingerprint that the trainer's `named_bytes` of the same weights has."""
+    return fingerprint((name, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
+
+
+class VersionStore:
+    """The live version and the staged ones, with the prepared weights of the staged ones."""
+
+    def __init__(self, *, live: Version, folder: str) -> None:
+        self._live = live
+        self._source = Source(folder)
+        self._staged: dict[Version, tuple[Source, Any]] = {}
+
+    def has(self, version: Version, source: Source) -> bool:
+        """Whether exactly these weights are staged, or live with nothing staged in their place."""
+        if version in self._staged:
+            return self._staged[version][0] == source
+        return version == self._live and self._source == source
+
+    def add(self, version: Version, source: Source, prepared: Any) -> None:
+        """Hold prepared weights, replacing others with that number."""
+        self._staged[version] = source, prepared
+
+    def is_staged(self, version: Version) -> bool:
+        return version in self._staged
+
+    def check_staged(self, version: Version) -> None:
+        """Check that a version is staged.
+
+        Raises:
+            RefusedError: the version is not staged.
+        """
+        if version not in self._staged:
+            raise RefusedError(f"version {version} is not staged; staged are {sorted(self._staged)} and {self._live} is live")
+
+    def make_live(self, version: Version) -> Any:
+        """Take a staged version's weights. All others are dropped: a run stages one at a time, so the rest were abandoned."""
+        self._source, prepared = self._staged[version]
+        self._live, self._staged = version, {}
+        return prepared

@@ -1,0 +1,160 @@
+"""Request bodies of the engine's HTTP endpoints, checked by msgspec, and their translation to requests. Used by `server`.
+
+Bodies follow OpenAI's and vLLM's; fields that are not named here are ignored.
+"""
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+from offbeat.engine.request import SamplingParams
+from offbeat.errors import RefusedError
+from offbeat.weights.protocol import Interrupt
+
+T = TypeVar("T")
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """Fields that completions and chats share.
+
+    Attributes:
+        model: the name of a loaded adapter; anything else without an "@" is the base model.
+        max_tokens: None uses the endpoint's default: 16 for completions, the rest of the context for chats.
+        logprobs: anything but null or false returns the log-probability of each sampled token.
+        scaled_logprobs: report log-probabilities as if top_p and top_k were not set.
+        return_token_ids: return token ids, and with them the weight version of each token.
+    """
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    logprobs: int | bool | None = None
+    scaled_logprobs: bool = False
+    return_token_ids: bool = False
+
+    def params(self, *, default_max_tokens: int) -> SamplingParams:
+        """Translate the body to sampling parameters; `default_max_tokens` is the endpoint's.
+
+        Raises:
+            RefusedError: a value is out of range.
+        """
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            max_new_tokens=default_max_tokens if self.max_tokens is None else self.max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),  # vLLM writes -1 for no limit
+            seed=self.seed,
+            stop=tuple(stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            scaled_logprobs=self.scaled_logprobs,
+            top_logprobs=self.num_top,
+        )
+
+    @property
+    def num_top(self) -> int:
+        """Number of most likely tokens to report at each position."""
+        return 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+
+class CompletionBody(GenerateBody, kw_only=True):
+    """Body of POST /v1/completions; an integer in `logprobs` requests that many most likely tokens at each position."""
+
+    prompt: str | list[int]
+    echo: bool = False
+
+    @property
+    def num_top(self) -> int:
+        return int(self.logprobs or 0) if self.logprobs is not True else 0
+
+
+class Message(msgspec.Struct):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+class ChatBody(GenerateBody, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+
+class StageBody(msgspec.Struct):
+    """Body of POST /v1/weights/stage. With `broadcast`, the `host:port` where the version is offered, the folder need not exist.
+
+    Staging the same version, folder and fingerprint again changes nothing.
+    """
+
+    version: int
+    folder: str
+    broadcast: str = ""
+    fingerprint: str = ""
+
+
+class SwitchBody(msgspec.Struct):
+    """Body of POST /v1/weights/switch."""
+
+    version: int
+    interrupt: Interrupt = "recompute"
+
+
+class ScoreBody(msgspec.Struct):
+    """Body of POST /v1/score, by the base model or by an adapter; fields as in `ScoreJob`."""
+
+    tokens: list[int]
+    adapter: str = ""
+    top_k: int = 0
+    targets: list[list[int]] | None = None
+    draws: int = 0
+    temperature: float = 1.0
+    seed: int = 0
+    urgent: bool = False
+
+
+class LoadAdapterBody(msgspec.Struct):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(msgspec.Struct):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class PauseBody(msgspec.Struct):
+    """Body of POST /pause; `by` names who pauses, for others to see."""
+
+    mode: Literal["keep", "abort"] = "keep"
+    by: str = ""
+
+
+def read_body(kind: type[T], data: bytes) -> T:
+    """Decode and check a body.
+
+    Raises:
+        RefusedError: it is not JSON, lacks a field or has one of the wrong type; the message names the field.
+    """
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        hint = "; prompt takes one string or one list of token ids" if "$.prompt" in str(exc) else ""
+        raise RefusedError(f"the request body is wrong: {exc}{hint}") from exc

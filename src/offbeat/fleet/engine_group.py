@@ -1,0 +1,169 @@
+"""The engines of a run: started, watched and stopped as workers. Torch-free.
+
+Each run draws a key that its engines require with every request. They get it through the pipe to their worker or in their environment; it
+appears on no command line and in no file.
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from offbeat.aio import gather_all
+from offbeat.config.root import Config
+from offbeat.data import wire
+from offbeat.engine.options import EngineAddress, EngineOptions, EngineStart
+from offbeat.fleet.server_worker import ServerStart
+from offbeat.fleet.servers import engine_python, server_command
+from offbeat.workers.local import LocalLauncher
+from offbeat.workers.worker import Launcher, Nothing, Worker, WorkerSpec, ask
+
+_EMBEDDED = "offbeat.engine.worker:EngineWorker"
+_SERVER = "offbeat.fleet.server_worker:ServerWorker"
+_WATCH_INTERVAL_S = 0.25
+_START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 5.0
+_RESTART_STOP_TIMEOUT_S = 0.5
+"""Short, because a process that is restarted has already failed."""
+_KEY_BYTES = 32
+_MARGIN_S = 5.0
+"""Added to a worker's deadline, so that it can report why its server missed it."""
+
+
+@dataclass(frozen=True)
+class EngineAddresses:
+    """Where a run's engines listen, by name, and the key that all of them require; empty for none."""
+
+    urls: dict[str, str]
+    key: str = field(repr=False)
+
+
+class EngineGroup:
+    """E engines named "engine 0" to "engine E-1": processes of the run, or servers at `inference.urls` that it only uses.
+
+    Attributes:
+        workers: the processes, in order; empty where the run does not own the engines.
+        key: key that the engines require: one of this run alone, or $OFFBEAT_API_KEY for servers by URL; empty for none.
+    """
+
+    def __init__(self, config: Config, *, launcher: Launcher | None = None, specs: Sequence[WorkerSpec] = ()) -> None:
+        self.workers: list[Worker] = []
+        self.key = os.environ.get("OFFBEAT_API_KEY", "") if config.inference.urls else secrets.token_urlsafe(_KEY_BYTES)
+        self._config = config
+        self._launcher = launcher
+        self._specs = specs
+        self._serving: Callable[[int, int], EngineStart | ServerStart] | None = None
+        self._ports: dict[str, int] = {}
+
+    @classmethod
+    async def start(cls, launcher: Launcher, config: Config, *, log_dir: Path) -> "EngineGroup":
+        """Start the processes; they serve nothing before `serve`.
+
+        Raises:
+            ConfigError: the environment of another make of engine does not exist.
+        """
+        if config.inference.urls:
+            return cls(config)
+        embedded = config.inference.engine == "embedded"
+        if not embedded:
+            engine_python(config)
+        specs = [
+            WorkerSpec(
+                name, _EMBEDDED if embedded else _SERVER, log_dir / f"{name.replace(' ', '-')}.log",
+                threads=config.inference.threads, num_devices=config.cluster.devices_per_worker)
+            for name in engine_names(config.inference.num_engines)]
+        group = cls(config, launcher=launcher, specs=specs)
+        group.workers = await gather_all(launcher.start(spec, timeout_s=config.inference.start_timeout_s) for spec in specs)
+        return group
+
+    async def serve(self, *, model: str, tokenizer: str, version: int) -> EngineAddresses:
+        """Load `model` on every engine and return their addresses."""
+        if not self.workers:
+            given = self._config.inference.urls
+            return EngineAddresses(dict(zip(engine_names(len(given)), given, strict=True)), self.key)
+        self._serving = partial(self._request, model=model, tokenizer=tokenizer, version=version)
+        urls = await gather_all(self._serve(index) for index in range(len(self.workers)))
+        return EngineAddresses({worker.name: url for worker, url in zip(self.workers, urls, strict=True)}, self.key)
+
+    async def restart(self, name: str) -> str:
+        """Replace the engine's process by a new one on the model folder of `serve`, and return its URL.
+
+        An embedded engine keeps its old URL if the port is still free. Only for engines that the run owns.
+
+        Raises:
+            EngineError, WorkerError, DeadlineError: it does not start.
+        """
+        assert self._launcher is not None, "only engines that the run started are restarted"
+        index = [worker.name for worker in self.workers].index(name)
+        await self.workers[index].stop(timeout_s=_RESTART_STOP_TIMEOUT_S)
+        port = self._ports.pop(name, 0)  # others look for it there; used once, as someone else may take the port
+        self.workers[index] = await self._launcher.start(self._specs[index], timeout_s=self._config.inference.start_timeout_s)
+        return await self._serve(index, port=port)
+
+    async def watch(self, on_death: Callable[[str, str], None]) -> None:
+        """Report each engine that dies, until cancelled."""
+        told: set[Worker] = set()
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            dead = [worker for worker in self.workers if not worker.alive]
+            for worker in dead:
+                if worker not in told:
+                    on_death(worker.name, "its process died")
+            told = set(dead)
+
+    def _request(self, index: int, port: int, *, model: str, tokenizer: str, version: int) -> EngineStart | ServerStart:
+        config, host = self._config, self.workers[index].host
+        if config.inference.engine == "embedded":
+            options = engine_options(config, model, tokenizer, version, index, api_key=self.key)
+            return EngineStart(wire.encode_json(options).decode(), host, port)
+        command, env = server_command(
+            config, model=model, tokenizer=tokenizer, version=version, seed=engine_seed(config, index), key=self.key)
+        return ServerStart(command, env, host, config.inference.start_timeout_s, self.key)
+
+    async def _serve(self, index: int, *, port: int = 0) -> str:
+        assert self._serving is not None, "`serve` says what"
+        timeout_s = self._config.inference.start_timeout_s + _MARGIN_S
+        worker = self.workers[index]
+        url = (await ask(worker, "start", self._serving(index, port), EngineAddress, timeout_s=timeout_s)).url
+        self._ports[worker.name] = int(url.rpartition(":")[2])
+        return url
+
+
+def engine_names(count: int) -> list[str]:
+    """Return the names of engines."""
+    return [f"engine {index}" for index in range(count)]
+
+
+def engine_seed(config: Config, index: int) -> int:
+    """Return the seed of engine `index`, for requests that have none."""
+    return config.run.seed * 1000 + index
+
+
+def engine_options(config: Config, model: str, tokenizer: str, version: int, index: int, *, api_key: str = "") -> EngineOptions:
+    """Return the options that engine `index` of a run starts with."""
+    inference = config.inference
+    return EngineOptions(
+        model=model, tokenizer=tokenizer, dtype=config.model.dtype, forward=inference.forward, max_running=inference.max_running,
+        max_queued=inference.max_queued, max_context=inference.max_context, max_cache_bytes=inference.max_cache_bytes,
+        num_engines=inference.num_engines, max_adapters=inference.max_adapters, max_adapter_rank=inference.max_adapter_rank,
+        seed=engine_seed(config, index), api_key=api_key, version=version)
+
+
+@asynccontextmanager
+async def serve_one(options: EngineOptions, *, host: str, port: int, threads: int, device: int | None) -> AsyncIterator[tuple[str, Worker]]:
+    """Run one engine outside of any run, in a process that writes to this one's terminal; yields its URL and its worker."""
+    env = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+    spec = WorkerSpec("engine", _EMBEDDED, log=None, threads=threads, env=env)
+    async with LocalLauncher(stop_timeout_s=_STOP_TIMEOUT_S) as launcher:
+        worker = await launcher.start(spec, timeout_s=_START_TIMEOUT_S)
+        start = EngineStart(wire.encode_json(options).decode(), host, port)
+        yield (await ask(worker, "start", start, EngineAddress, timeout_s=_START_TIMEOUT_S)).url, worker
+
+
+async def raise_death(worker: Worker) -> None:
+    """Raise the error that says how a dead worker died."""
+    await ask(worker, "ping", Nothing(), Nothing, timeout_s=_STOP_TIMEOUT_S)

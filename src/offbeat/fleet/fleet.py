@@ -1,0 +1,167 @@
+"""The engines of a run in service: their pool, the adapters on them, what sends requests and versions there, and what keeps all well.
+
+Opened by the controller, by rank 0 in SPMD mode, and by processes that serve tenants; other ranks of SPMD mode open a pool alone.
+Torch-free.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.aio import gather_all, run_beside
+from offbeat.config.inference import InferenceConfig
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError, EngineError, OffbeatError
+from offbeat.fleet.adapters import AdapterCache
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
+from offbeat.fleet.health import Healer
+from offbeat.fleet.pool import EnginePool, OnBusy
+from offbeat.fleet.publishers import AdapterPublisher
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.dialects.base import Dialect
+from offbeat.inference.dialects.embedded import EmbeddedDialect
+from offbeat.inference.dialects.sglang import SGLangDialect
+from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.telemetry.record import RunRecord
+from offbeat.types import Version
+from offbeat.weights.adapters import is_policy
+from offbeat.weights.proof import Judge
+
+UNPUBLISHED: Version = -1
+"""What a new engine serves until its first publication: the initial weights, unproven, routed to by nobody."""
+
+Reload = Callable[[EngineClient], Awaitable[Version | None]]
+"""Brings an engine to what is current, and gives the version of its whole weights."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Engines in service.
+
+    Attributes:
+        engines: the processes that this run has started; none where only others' engines are used.
+        dispatcher: sends requests to them.
+        publisher: brings versions of adapters to them.
+        judge: of what they prove.
+    """
+
+    engines: EngineGroup
+    pool: EnginePool
+    adapters: AdapterCache
+    dispatcher: Dispatcher
+    publisher: AdapterPublisher
+    judge: Judge
+    config: Config
+    record: RunRecord
+
+    async def watch(self, reload: Reload | None = None) -> None:
+        """Until cancelled, notice engines that die or hang, and heal them; `reload` brings one to what is current, adapters by default."""
+        healer = Healer(
+            self.pool, reload=reload or self.adapters.refill, restart=self._restart if self.engines.workers else None,
+            probe_interval_s=self.config.inference.probe_interval_s, probe_timeout_s=self.config.inference.probe_timeout_s,
+            on_event=self._on_event)
+        await run_beside(healer.run(), self.engines.watch(self.pool.quarantine))
+
+    async def unload_leftovers(self, directory: Path) -> None:
+        """Have engines by URL forget the adapters that earlier starts of this run have published below `directory`."""
+
+        async def unload(client: EngineClient) -> None:
+            try:
+                for name, folder in (await client.adapters(timeout_s=self.config.inference.probe_timeout_s)).items():
+                    if is_policy(name) and Path(folder).is_relative_to(directory):
+                        await client.unload_adapter(name, timeout_s=self.config.weights.stage_timeout_s)
+                        self.record.events.record("leftover", engine=client.name, adapter=name)
+            except OffbeatError as exc:
+                self.pool.quarantine(client.name, f"it cannot forget what the run has left in it: {exc}")
+
+        if not self.engines.workers:
+            await gather_all(unload(self.pool.client(name)) for name in self.pool.states)
+
+    async def _restart(self, name: str) -> str:
+        self.judge.forget(name)
+        return await self.engines.restart(name)
+
+    def _on_event(self, kind: str, **fields: Any) -> None:
+        self.record.events.record(kind, **fields)
+        if kind == "healed":
+            self.record.console.note(f"{fields['engine']} is healed after {fields['seconds']:.1f} s and serves again")
+
+
+async def open_fleet(
+    stack: AsyncExitStack, engines: EngineGroup, addresses: EngineAddresses, config: Config, record: RunRecord, *, model: str,
+) -> Fleet:
+    """Connect to the engines at these addresses, which have to serve `model`.
+
+    Raises:
+        ConfigError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
+    """
+    pool = await open_pool(stack, addresses, config, record, model=model)
+    judge = Judge.of(config.weights.proof_tolerance, config.model.dtype)
+    adapters = await stack.enter_async_context(AdapterCache(
+        pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
+        keep=config.weights.keep, on_event=record.events.record))
+    dispatcher = make_dispatcher(pool, config.inference, record, adapters=adapters)
+    publisher = AdapterPublisher(pool, adapters, on_event=record.events.record)
+    return Fleet(engines, pool, adapters, dispatcher, publisher, judge, config, record)
+
+
+async def open_pool(
+    stack: AsyncExitStack, addresses: EngineAddresses, config: Config, record: RunRecord, *, model: str,
+) -> EnginePool:
+    """Connect to the engines at these addresses; see `open_fleet`."""
+    http = await stack.enter_async_context(EngineSession())
+    dialect, inference = make_dialect(config, model), config.inference
+    clients = [
+        EngineClient(name, url, http.session, dialect=dialect, api_key=addresses.key) for name, url in addresses.urls.items()]
+    if inference.urls:
+        await gather_all(_check(client, timeout_s=inference.start_timeout_s) for client in clients)
+    return make_pool(
+        clients, record, probe_timeout_s=inference.probe_timeout_s, min_engines=inference.min_engines,
+        heal_timeout_s=inference.heal_timeout_s, on_busy=record.on_span)
+
+
+def make_pool(
+    clients: Iterable[EngineClient], record: RunRecord, *, probe_timeout_s: float, heal_timeout_s: float, min_engines: int = 1,
+    on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None,
+) -> EnginePool:
+    """Make a pool that records who is quarantined, and says so; see `EnginePool`."""
+
+    def on_quarantine(name: str, reason: str) -> None:
+        record.events.record("quarantine", engine=name, reason=reason)
+        record.console.note(f"{name} is quarantined: {reason}")
+
+    return EnginePool(
+        clients, probe_timeout_s=probe_timeout_s, min_engines=min_engines, heal_timeout_s=heal_timeout_s, on_quarantine=on_quarantine,
+        on_busy=on_busy, note=record.console.note)
+
+
+def make_dispatcher(
+    pool: EnginePool, inference: InferenceConfig, record: RunRecord, *, adapters: AdapterCache | None = None,
+) -> Dispatcher:
+    """Make what sends requests to the engines of a pool, and records which fail them."""
+    return Dispatcher(
+        pool, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s, adapters=adapters,
+        on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason))
+
+
+async def _check(client: EngineClient, *, timeout_s: float) -> None:
+    try:
+        await client.check(timeout_s=timeout_s)
+    except EngineError as exc:
+        raise ConfigError(f"inference.urls names {client.url}, but {exc}") from exc
+
+
+def make_dialect(config: Config, model: str) -> Dialect:
+    """How `inference.engine` is spoken to."""
+    lora = config.model.lora.rank > 0
+    match config.inference.engine:
+        case "embedded":
+            return EmbeddedDialect(model=model, lora_rank=config.model.lora.rank)
+        case "vllm":
+            on_cpu = not config.cluster.devices_per_worker
+            return VllmDialect(model=model, whole_weights=not lora, lora=lora, scores_prompts=not (lora and on_cpu))
+        case "sglang":
+            return SGLangDialect()

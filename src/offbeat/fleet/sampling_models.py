@@ -1,0 +1,110 @@
+"""Models that are sampled and never trained, on engines that somebody else has started: teachers, judges. Opened by the service.
+
+Their weights must not change while they are used. An engine that fails is probed until it answers again, and is not restarted.
+"""
+
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from offbeat.aio import beside, deadline, gather_all
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError, DeadlineError, EngineError
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.fleet import make_dispatcher, make_pool
+from offbeat.fleet.health import Healer
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.dialects.base import Dialect
+from offbeat.inference.dialects.embedded import EmbeddedDialect
+from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling
+from offbeat.telemetry.record import RunRecord
+from offbeat.types import Version
+
+_PATIENCE_S = 10.0
+"""How long requests wait for a model without a healthy engine: it is not ours to mend, and others want their turn."""
+_ANY_TOKENS = (0, 1)
+
+
+@dataclass(frozen=True)
+class SamplingModel:
+    """One model.
+
+    Attributes:
+        context: tokens of a prompt and its continuation.
+        end_token_ids: none, for what ends a sample here only the engines know.
+    """
+
+    name: str
+    dispatcher: Dispatcher
+    context: int
+    end_token_ids: tuple[int, ...] = ()
+
+    async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
+        """Generate n continuations; raises as `Dispatcher.generate`."""
+        assert not adapter, f"{self.name} takes no adapters"
+        return await self.dispatcher.generate(prompt, sampling, n=n, session=session)
+
+    async def score(
+        self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
+        draws: Draws | None = None,
+    ) -> PromptScore:
+        """What the model says of tokens; raises as `Dispatcher.score`."""
+        assert not adapter, f"{self.name} takes no adapters"
+        return await self.dispatcher.score(tokens, top_k=top_k, targets=targets, draws=draws)
+
+
+@asynccontextmanager
+async def open_sampling_models(config: Config, record: RunRecord) -> AsyncIterator[Mapping[str, SamplingModel]]:
+    """Connect to the engines of `serve.sampling_models`, and look after them while the body runs; models by name.
+
+    Raises:
+        ConfigError: an engine is not ready, or cannot tell what will be asked of it.
+    """
+    async with EngineSession() as http:
+        opened = await gather_all(
+            _open(config, name, urls, http, record) for name, urls in config.serve.sampling_urls.items())
+        async with beside(*(healer.run() for _, healer in opened)):
+            yield {model.name: model for model, _ in opened}
+
+
+async def _open(
+    config: Config, name: str, urls: Sequence[str], http: EngineSession, record: RunRecord,
+) -> tuple[SamplingModel, Healer]:
+    settings, key = config.inference, os.environ.get("OFFBEAT_API_KEY", "")
+    clients = [
+        EngineClient(f"{name} {index}", url, http.session, dialect=_dialect(config), api_key=key) for index, url in enumerate(urls)]
+
+    async def prove(client: EngineClient) -> Version:
+        return (await client.prove(_ANY_TOKENS, timeout_s=settings.request_timeout_s)).version
+
+    pool = make_pool(
+        clients, record, probe_timeout_s=settings.probe_timeout_s, heal_timeout_s=min(_PATIENCE_S, settings.heal_timeout_s))
+    contexts = []
+    for client in clients:
+        try:
+            await client.check(timeout_s=settings.start_timeout_s)
+            pool.admit(client.name, await prove(client))
+            contexts.append(await _context_of(client, timeout_s=settings.probe_timeout_s))
+        except (EngineError, DeadlineError) as exc:
+            raise ConfigError(f"serve.sampling_models names {client.url}, but {exc}") from exc
+    healer = Healer(
+        pool, reload=prove, probe_interval_s=settings.probe_interval_s, probe_timeout_s=settings.probe_timeout_s,
+        on_event=record.events.record)
+    return SamplingModel(name, make_dispatcher(pool, settings, record), min(contexts)), healer
+
+
+def _dialect(config: Config) -> Dialect:
+    if config.serve.sampling_engine == "vllm":
+        return VllmDialect(model="", whole_weights=False, lora=False)
+    return EmbeddedDialect()
+
+
+async def _context_of(client: EngineClient, *, timeout_s: float) -> int:
+    async with deadline(f"the context of {client.name} ({client.url})", timeout_s):
+        answer = await client.call("GET", "/v1/models")
+    try:
+        return int(answer["data"][0]["max_model_len"])
+    except (LookupError, TypeError, ValueError) as exc:
+        raise EngineError(f"it does not tell max_model_len in /v1/models; use `offbeat engine` or vLLM ({exc!r})") from exc

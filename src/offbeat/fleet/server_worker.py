@@ -1,0 +1,96 @@
+"""The process that owns one engine of another make: it starts the server, waits until it is ready, and ends together with it.
+
+The server runs in a process group of its own, with everything that it spawns. When this process is gone, for whatever reason, a
+`ServerReaper` kills that group.
+"""
+
+import os
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from http.client import HTTPException
+
+from offbeat.engine.options import EngineAddress
+from offbeat.errors import EngineError
+from offbeat.fleet.server_reaper import ServerReaper
+from offbeat.workers.worker import Nothing, Service
+
+_POLL_S = 0.25
+_PROBE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class ServerStart:
+    """Start a server process that takes --host and --port, and wait until its /health answers.
+
+    Attributes:
+        command: program and arguments.
+        env: environment variables added to the worker's, the key among them.
+        timeout_s: seconds within which it must answer.
+        key: the key that the server requires; empty for none.
+    """
+
+    command: tuple[str, ...]
+    env: dict[str, str] = field(repr=False)
+    host: str
+    timeout_s: float
+    key: str = field(default="", repr=False)
+
+
+class ServerWorker(Service):
+    """The service of one server process."""
+
+    def __init__(self) -> None:
+        self._reaper: ServerReaper | None = None
+
+    def start(self, request: ServerStart) -> EngineAddress:
+        """Start the server and wait until it answers.
+
+        Raises:
+            EngineError: it cannot be executed, or did not answer in time. A server that ends takes this process with it.
+        """
+        address = f"{request.host}:{_free_port(request.host)}"
+        self._launch(request, address)
+        deadline = time.monotonic() + request.timeout_s
+        while not _answers(f"http://{address}/health", request.key):
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the server at {address} did not answer within {request.timeout_s:g} s; its log says what it does, and "
+                    "inference.start_timeout_s gives it longer")
+            time.sleep(_POLL_S)
+        return EngineAddress(f"http://{address}")
+
+    def ping(self, request: Nothing) -> Nothing:
+        """Say that the process is alive."""
+        return request
+
+    def _launch(self, request: ServerStart, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        command = [*request.command, "--host", host, "--port", port]
+        try:
+            server = subprocess.Popen(command, env=os.environ | request.env, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as exc:
+            raise EngineError(f"{command[0]} cannot be executed: {exc.strerror}; run make vllm, or set inference.python") from exc
+        self._reaper = ServerReaper(server.pid)
+        threading.Thread(target=self._end_with, args=(server,), name="server", daemon=True).start()
+
+    def _end_with(self, server: "subprocess.Popen[bytes]") -> None:
+        os._exit(server.wait() or 1)  # the end of a server is a failure; the reaper ends what it leaves
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
+        return listener.getsockname()[1]
+
+
+def _answers(url: str, key: str) -> bool:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_PROBE_TIMEOUT_S) as response:
+            return response.status == 200
+    except (OSError, HTTPException):
+        return False

@@ -1,0 +1,1 @@
+"""Ratios and losses on tensors; their settings are rows of `offbeat.algorithms.objectives`."""

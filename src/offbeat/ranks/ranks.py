@@ -1,0 +1,187 @@
+"""The train ranks as one to call, whatever the mode: `WorkerRanks` here, `spmd.ranks` where each rank runs the loop. Torch-free.
+
+A call goes to all ranks. Calls run one after another, in the same order on every rank. When a worker has died, or is out of step with the
+others, every call fails until `restart`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+from offbeat.aio import gather_all
+from offbeat.algorithms.adam import AdamParams
+from offbeat.config.root import Config
+from offbeat.data.batch import Batch
+from offbeat.errors import DeadlineError, RunError, WorkerError
+from offbeat.ranks.sharding import Sharder
+from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress, TrainStep
+from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """All train ranks.
+
+    Attributes:
+        num_called: number of ranks that this process calls; in SPMD mode each process calls only its own rank.
+        alive: whether calls can succeed.
+        host: rank 0's machine, as engines reach it.
+    """
+
+    @property
+    def num_called(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def host(self) -> str: ...
+
+    async def call(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:
+        """Call a method of every rank's trainer; in SPMD mode every rank calls the same.
+
+        Args:
+            requests: one for each rank that this process calls.
+
+        Returns:
+            The answers of all ranks, in order; in SPMD mode only this rank's, unless the ranks share theirs anyway.
+        """
+        ...
+
+    async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
+        """Return the shares of a training step for the ranks that this process calls, from what it has drawn; see `Sharder.shards`."""
+        ...
+
+    def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
+        """Return balance metrics of the last step, from the seconds that each rank computed; see `Sharder.observe`."""
+        ...
+
+
+class WorkerRanks:
+    """Ranks that are workers of this process."""
+
+    def __init__(
+        self, workers: Sequence[Worker], config: Config, *, sharder: Sharder, start_anew: Callable[[], Awaitable[Sequence[Worker]]],
+    ) -> None:
+        """`sharder` spreads batches over the workers; `start_anew` starts new ranks on the same model."""
+        self._workers = workers
+        self._config = config
+        self._sharder = sharder
+        self._start_anew = start_anew
+        self._turn = asyncio.Lock()
+        self._failed = False
+
+    @classmethod
+    async def start(
+        cls, launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, many: bool = False,
+    ) -> Self:
+        """Start all ranks and wait until they have met and loaded the model, to train what the configuration says, or `many` adapters."""
+        start = partial(start_ranks, launcher, config, model=model, log_dir=log_dir, many=many)
+        workers = await start(build=build)
+        return cls(
+            workers, config, sharder=Sharder.of(config, model=model, num_ranks=len(workers)), start_anew=partial(start, build=None))
+
+    @property
+    def num_called(self) -> int:
+        return len(self._workers)
+
+    @property
+    def host(self) -> str:
+        return self._workers[0].host
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can succeed."""
+        return not self._failed and all(worker.alive for worker in self._workers)
+
+    @property
+    def dead(self) -> tuple[str, ...]:
+        """Names of the ranks whose processes have ended."""
+        return tuple(worker.name for worker in self._workers if not worker.alive)
+
+    async def restart(self, *, on_gone: Callable[[], None]) -> None:
+        """End all ranks at once, including those that hang, and start new ones. Calls in flight fail.
+
+        Args:
+            on_gone: called when everything that the ranks held is gone.
+
+        Raises:
+            WorkerError, DeathError, DeadlineError: they do not start; may be called again.
+        """
+        self._failed = True
+        await end_ranks(self._workers)
+        async with self._turn:
+            if self._failed:  # otherwise, another call has done it
+                on_gone()
+                self._workers = await self._start_anew()
+                self._failed = False
+
+    async def call(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:
+        """See `Ranks.call`."""
+        # Ranks that miss a peer at a sync point report it themselves, in more detail than the controller's own deadline could.
+        patience_s = self._config.dist.sync_timeout_s
+        async with self._turn:
+            if self._failed:
+                raise WorkerError(f"{method} was not begun: the train ranks have failed before, and have to be restarted")
+            try:
+                return await ask_all(self._workers, method, requests, reply, timeout_s=timeout_s + patience_s, patience_s=patience_s)
+            except RunError as exc:
+                # A single rank is always in step, unless it is still busy with a call that nobody waits for any more.
+                self._failed = len(self._workers) > 1 or isinstance(exc, DeadlineError)
+                raise
+
+    async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
+        """See `Ranks.spread`."""
+        return self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)
+
+    def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
+        """See `Ranks.observe`."""
+        return self._sharder.observe(busy_s)
+
+
+async def start_ranks(
+    launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, many: bool = False,
+) -> list[Worker]:
+    """Start `train.num_ranks` workers and wait until they have met and loaded the model. If that fails, all of them are ended.
+
+    Args:
+        model: folder or hub id of the initial weights.
+        build: how rank 0 first builds them; None if they exist.
+        many: whether they are to train adapters that come and go.
+    """
+    timeout_s = config.cluster.start_timeout_s
+    names = [f"rank {rank}" for rank in range(config.train.num_ranks)]
+    specs = [
+        WorkerSpec(
+            name, "offbeat.trainer.worker:TrainWorker", log_dir / f"{name.replace(' ', '-')}.log", threads=config.train.threads,
+            num_devices=config.cluster.devices_per_worker)
+        for name in names]
+    started: list[Worker] = []
+
+    async def start(spec: WorkerSpec) -> Worker:
+        started.append(worker := await launcher.start(spec, timeout_s=timeout_s))
+        return worker
+
+    try:
+        workers = await gather_all(start(spec) for spec in specs)
+        if build is not None:
+            await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
+        store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)
+        text = config.model_dump_json()
+        requests = [JoinRequest(rank, len(workers), store, text, model, many) for rank in range(len(workers))]
+        patience_s = config.dist.init_timeout_s
+        await ask_all(workers, "join", requests, Nothing, timeout_s=timeout_s + patience_s, patience_s=patience_s)
+        await ask_all(
+            workers, "load_model", [Nothing()] * len(workers), Nothing, timeout_s=timeout_s, patience_s=config.dist.sync_timeout_s)
+    except BaseException:
+        await end_ranks(started)
+        raise
+    return workers
+
+
+async def end_ranks(workers: Iterable[Worker]) -> None:
+    """End ranks that have failed, including those that hang."""
+    await gather_all(worker.stop(timeout_s=FAILED_STOP_S) for worker in workers)

@@ -1,0 +1,195 @@
+"""The train ranks as one trainer, for the loop and for the service: each verb spreads its work, calls every rank, and gives one answer.
+
+Works on any `Ranks`. A new verb is a method here and one of the same name on `offbeat.trainer.trainer.Trainer`. Torch-free.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from offbeat.algorithms.adam import AdamParams, adam_params
+from offbeat.config.root import Config
+from offbeat.config.train import OptimizerConfig
+from offbeat.data.balance import partition
+from offbeat.data.batch import Batch, gather_ranges
+from offbeat.ranks.ranks import Ranks
+from offbeat.trainer.messages import (
+    BroadcastRequest,
+    Canary,
+    CanaryScores,
+    ExportRequest,
+    Folder,
+    Loaded,
+    Names,
+    NewAdapter,
+    OptimStep,
+    Scores,
+    Stepped,
+    Trained,
+    WriteRequest,
+    Written,
+)
+from offbeat.types import Version
+from offbeat.weights.protocol import Manifest
+
+T = TypeVar("T")
+OnSpan = Callable[[str, str, float, float], None]
+
+
+class Trainers:
+    """R ranks that train one policy, or many adapters. In SPMD mode every rank calls the same methods.
+
+    Attributes:
+        steps: number of optimizer steps that each adapter has taken, by name; empty where one policy is trained.
+    """
+
+    def __init__(self, ranks: Ranks, config: Config, *, on_span: OnSpan = lambda *_: None) -> None:
+        """`on_span(name, track, start_s, end_s)` is called with what each rank did."""
+        self.steps: dict[str, int] = {}
+        self._ranks = ranks
+        self._config = config
+        self._on_span = on_span
+        self._optimizer = config.train.optimizer
+        self._total_steps = config.run.total_steps
+        self._step = 0
+        self._held: Version | None = None
+
+    # -- one policy --------------------------------------------------------------------------------------------------------------------
+
+    async def restart_optimizer(self, optimizer: OptimizerConfig, *, total_steps: int) -> None:
+        """Start over with a fresh optimizer, at the beginning of a schedule of `total_steps` training steps; the weights stay."""
+        self._step, self._held = 0, None
+        self._optimizer, self._total_steps = optimizer, total_steps
+        await self._all("restart_optimizer", None, NoneType)
+
+    async def train_step(self, batch: Batch, *, num_minibatches: int = 1) -> dict[str, float]:
+        """Run one training step on what this process has drawn; returns metrics over all ranks.
+
+        A step on a batch without sequences changes nothing.
+
+        Raises:
+            DataError: a sequence exceeds the token budget.
+        """
+        params = adam_params(self._step, config=self._optimizer, total_steps=self._total_steps)
+        shares = await self._ranks.spread(batch, params, num_minibatches=num_minibatches, seed=self._config.run.seed + self._step)
+        self._step, self._held = self._step + 1, None
+        answers = await self._ranks.call("train_step", shares, Trained, timeout_s=self._config.train.step_timeout_s)
+        for rank, answer in enumerate(answers):
+            self._on_span("train_step", f"rank {rank}", answer.start_s, answer.end_s)
+        return answers[0].metrics | self._ranks.observe([answer.busy_s for answer in answers])
+
+    async def write_weights(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+        """Write or offer the weights; see `offbeat.weights.channels.WriteVersion`. In SPMD mode only rank 0 gives a fingerprint."""
+        self._held = version
+        timeout_s = self._config.weights.stage_timeout_s
+        broadcast = BroadcastRequest(self._ranks.host, num_receivers, timeout_s) if num_receivers else None
+        request = WriteRequest(str(folder), self._config.model.dtype, canary, broadcast=broadcast)
+        written = await self._all("write_weights", request, Written, timeout_s=timeout_s)
+        return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast)
+
+    def holds(self, version: Version) -> bool:
+        """Tell whether the ranks have the weights of this version, and no call that changes them is on its way."""
+        return self._held == version
+
+    async def save(self, folder: Path) -> None:
+        """Write a resumable checkpoint."""
+        await self._all("save", Folder(str(folder)), NoneType, timeout_s=self._config.checkpoint.timeout_s)
+
+    async def load(self, folder: Path) -> int:
+        """Load a checkpoint to go on from; returns its training step."""
+        self._held = None
+        self._step = (await self._all("load", Folder(str(folder)), Loaded, timeout_s=self._config.checkpoint.timeout_s)).step
+        return self._step
+
+    async def export(self, folder: Path, *, tokenizer: str) -> None:
+        """Write a Hugging Face folder, with the tokenizer of the folder `tokenizer`."""
+        request = ExportRequest(str(folder), tokenizer, self._config.model.dtype)
+        await self._all("export", request, NoneType, timeout_s=self._config.checkpoint.timeout_s)
+
+    # -- many adapters -----------------------------------------------------------------------------------------------------------------
+
+    async def add(self, adapter: NewAdapter) -> None:
+        """Add an adapter: a fresh one, or one loaded from a PEFT folder."""
+        self.steps[adapter.name] = 0  # the name is taken from here on
+        try:
+            await self._all("add", adapter, NoneType)
+        except BaseException:
+            self.steps.pop(adapter.name, None)
+            raise
+
+    async def remove(self, name: str) -> None:
+        """Remove an adapter."""
+        await self._all("remove", Names((name,)), NoneType)
+        self.steps.pop(name, None)
+
+    async def forward(self, batch: Batch) -> Scores:
+        """Score the batch's targets, each sequence under its own adapter."""
+        return await self._pass("forward", batch)
+
+    async def forward_backward(self, batch: Batch) -> Scores:
+        """Score a batch and accumulate the gradients of its losses in its adapters.
+
+        If that fails, none of its adapters keeps a gradient, as another rank may have added its part.
+        """
+        try:
+            return await self._pass("forward_backward", batch)
+        except BaseException:
+            if self._ranks.alive:
+                await self.discard(sorted(set(batch.adapters) & self.steps.keys()))
+            raise
+
+    async def discard(self, names: Sequence[str]) -> None:
+        """Drop the accumulated gradients of these adapters."""
+        await self._all("discard", Names(tuple(names)), NoneType)
+
+    async def optim_step(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
+        """Run one optimizer step of each adapter named. Returns gradient norms by name, not finite where the update was skipped."""
+        stepped = await self._all("optim_step", OptimStep(dict(params)), Stepped)
+        self.steps.update(stepped.steps)
+        return stepped.grad_norms
+
+    async def score_base(self, canary: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the log-probability of each of canary[1:] under the base model."""
+        return (await self._all("score_base", Canary(canary), CanaryScores)).logprobs
+
+    async def write_adapter(self, name: str, version: Version, folder: Path, *, canary: tuple[int, ...]) -> Manifest:
+        """Write an adapter to a new PEFT folder."""
+        written = await self._all("write_weights", WriteRequest(str(folder), self._config.model.dtype, canary, name), Written)
+        return Manifest(
+            version, str(folder), written.fingerprint, canary, written.canary_logprobs, adapter=name, num_bytes=written.num_bytes)
+
+    async def save_adapter(self, name: str, folder: Path) -> None:
+        """Write everything that an adapter's training needs to go on exactly."""
+        await self._all("save", Folder(str(folder), name), NoneType)
+
+    async def load_adapter(self, name: str, folder: Path, *, optimizer: bool) -> None:
+        """Load what `save_adapter` wrote, with its optimizer state or with a fresh optimizer."""
+        self.steps[name] = (await self._all("load", Folder(str(folder), name, optimizer), Loaded)).step
+
+    # -- calls -------------------------------------------------------------------------------------------------------------------------
+
+    async def _pass(self, method: str, batch: Batch) -> Scores:
+        shares = self._shares(batch.lengths)
+        answers = await self._ranks.call(
+            method, [batch.select(share) for share in shares], Scores, timeout_s=self._config.train.step_timeout_s)
+        logprobs, losses = np.zeros(batch.num_targets, np.float32), np.zeros(len(batch), np.float32)
+        for share, answer in zip(shares, answers, strict=True):
+            logprobs[gather_ranges(batch.target_offsets, share)] = answer.logprobs
+            losses[share] = answer.losses
+        return Scores(logprobs, losses)
+
+    def _shares(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """Return [n] int64 indices of each rank's sequences, ascending, balanced by tokens; a rank may get none."""
+        num_ranks = self._ranks.num_called
+        if num_ranks == 1 or len(lengths) == 0:
+            return [np.arange(len(lengths)), *([np.zeros(0, np.int64)] * (num_ranks - 1))]
+        return [np.sort(np.asarray(part, np.int64)) for part in partition(lengths.astype(np.float64), num_ranks).parts]
+
+    async def _all(self, method: str, request: Any, reply: type[T], *, timeout_s: float | None = None) -> T:
+        """Send one request to all ranks; returns rank 0's answer, or in SPMD mode this rank's."""
+        answer, *_ = await self._ranks.call(
+            method, [request] * self._ranks.num_called, reply, timeout_s=timeout_s or self._config.train.step_timeout_s)
+        return answer

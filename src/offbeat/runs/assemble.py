@@ -1,0 +1,82 @@
+"""Puts a run together from its configuration. The mode is chosen here alone.
+
+Nothing that the controller imports reaches torch: workers and SPMD mode are started by name.
+"""
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from offbeat.aio import both
+from offbeat.config.root import Config
+from offbeat.controller.inputs import RunInputs, choose_canary
+from offbeat.controller.parts import Publishing, RunParts, SingleProcess
+from offbeat.fleet.engine_group import EngineGroup
+from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
+from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody
+from offbeat.ranks.ranks import WorkerRanks
+from offbeat.ranks.trainers import Trainers
+from offbeat.rollout.episode import Generate
+from offbeat.runs.rank_info import RankInfo
+from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.telemetry.record import RunRecord
+from offbeat.types import Version
+from offbeat.weights.adapters import policy_adapter
+from offbeat.weights.channels import Channel, WriteVersion, draw_incarnation
+from offbeat.workers.worker import make_launcher
+
+
+@asynccontextmanager
+async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord) -> AsyncIterator[RunParts]:
+    """Open a run in single-controller mode: train ranks and engines are workers of this process, which has no device."""
+    assert rank_info.world == 1, f"a controller is alone, got {rank_info}"
+    if inputs.build is not None:
+        inputs.tokenizer.save(inputs.model)
+    async with AsyncExitStack() as stack:
+        launcher = await stack.enter_async_context(make_launcher(config))
+        ranks, (engines, rewards) = await both(
+            WorkerRanks.start(launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir),
+            both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, inputs, config, record)))
+        addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
+        fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
+        trainers = Trainers(ranks, config, on_span=record.on_span)
+        policy = await open_policy(stack, fleet, inputs, config, write=trainers.write_weights, holds=trainers.holds)
+        source = EngineRollouts(config, record, inputs, policy.generate, rewards)
+        yield RunParts(config, record, inputs, trainers, policy.publisher, source, SingleProcess(), policy.watch)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a run's policy is published to the engines, sampled there, and restored on an engine that was healed."""
+
+    publisher: Publishing
+    generate: Generate
+    watch: Callable[[], Coroutine[Any, Any, None]]
+
+
+async def open_policy(
+    stack: AsyncExitStack, fleet: Fleet, inputs: RunInputs, config: Config, *, write: WriteVersion, release: Release = release_nobody,
+    holds: Callable[[Version], bool] = lambda _version: False,
+) -> Policy:
+    """Publish what `write` writes, whole weights or the adapter that `model.lora` asks for, under names that are new with this start.
+
+    Args:
+        holds: whether `write` may be called again for this version, and by this process alone.
+        release: releases other ranks that wait for this process to publish.
+    """
+    pool, lora = fleet.pool, config.model.lora.rank > 0
+    directory, incarnation = config.weights_dir.resolve(), draw_incarnation()
+    fleet.record.events.record("incarnation", name=incarnation)
+    broadcasts = config.weights.channel == "collective" and not lora
+    channel = Channel(
+        directory, keep=config.weights.keep, canary=choose_canary(inputs, config), write=write, incarnation=incarnation,
+        num_receivers=lambda: len(pool.healthy) if broadcasts else 0, holds=holds, on_rewrite=partial(fleet.record.note, "rewritten"))
+    if lora:
+        adapter = policy_adapter(incarnation)
+        await fleet.unload_leftovers(directory)
+        policy = await stack.enter_async_context(PolicyPublisher(fleet.publisher, channel, adapter=adapter, release=release))
+        return Policy(policy, partial(fleet.dispatcher.generate, adapter=adapter), fleet.watch)
+    publisher = WeightsPublisher(pool, channel, config.weights, judge=fleet.judge, release=release)
+    return Policy(publisher, fleet.dispatcher.generate, partial(fleet.watch, publisher.bring))

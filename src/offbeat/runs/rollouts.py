@@ -1,0 +1,96 @@
+"""Rollouts of a process: brings together engines, rewards and data. Torch-free.
+
+Opened by the controller, by rank 0 in SPMD mode, and by every other rank that rolls out on rank 0's engines.
+"""
+
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from offbeat.algorithms.experience import sft_batch
+from offbeat.config.root import Config
+from offbeat.controller.inputs import RunInputs, choose_reward
+from offbeat.data.batch import Batch
+from offbeat.data.dataset import PromptStream, check_length, render
+from offbeat.data.row import Row
+from offbeat.errors import TooLongError
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.door import Door
+from offbeat.rollout.episode import Episode, Generate, Workflow
+from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
+from offbeat.rollout.functions import resolve
+from offbeat.rollout.reward_pool import RewardPool
+from offbeat.rollout.staleness import Gate
+from offbeat.telemetry.record import RunRecord
+from offbeat.types import Version
+
+
+@dataclass(frozen=True)
+class EngineRollouts:
+    """Plays rollouts on the engines that `generate` routes to."""
+
+    config: Config
+    record: RunRecord
+    inputs: RunInputs
+    generate: Generate
+    rewards: RewardPool
+
+    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> RolloutExecutor:
+        """Create an executor that feeds the training steps from `version` to `last_version`."""
+        config, record = self.config.timed_rollout, self.record
+        gate = Gate(
+            batch_size=config.consumer_batch_size, max_running=config.max_concurrent_rollouts, eta=config.max_head_offpolicyness,
+            version=version, last_version=last_version, on_stale=config.on_stale)
+        workflow: Workflow = resolve(config.workflow, kind="workflow")
+        accept: Accept = resolve(config.should_accept, kind="should_accept") if config.should_accept else lambda _group: True
+
+        def on_rejected(settled: Settled) -> None:
+            record.events.record(
+                "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind,
+                reason=settled.rejected)
+
+        return RolloutExecutor(
+            gate=gate, stream=stream, workflow=workflow, make_episode=self._episode, config=config, sampling=self.inputs.sampling,
+            accept=accept, door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
+            on_rejected=on_rejected, warn=record.console.note,
+            on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
+
+    def sft_batch(self, stream: PromptStream, count: int) -> Batch:
+        """See `RolloutSource.sft_batch`."""
+        return sft_batch(self.inputs.supervision.draw(stream, count))
+
+    def _episode(self, row: Row, group_size: int, sampling: Sampling) -> Episode:
+        inputs = self.inputs
+        prompt = tuple(render(row, inputs.tokenizer, self.config.data))
+        check_length(
+            len(prompt), self.config.data, name=repr(str(row.prompt)[:40]), context=inputs.context,
+            max_new_tokens=sampling.max_new_tokens)
+        return Episode(
+            row=row, prompt=prompt, group_size=group_size, sampling=sampling, generate=self._generate, score=self.rewards.score,
+            tokenizer=inputs.tokenizer, context=inputs.context)
+
+    def _generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> Awaitable[list[Sample]]:
+        """Generate samples; see `Generate`. Raises TooLongError where an engine would refuse because the context is too short."""
+        if len(prompt) + sampling.max_new_tokens > self.inputs.context:
+            raise TooLongError(
+                f"a prompt of {len(prompt)} tokens and max_new_tokens = {sampling.max_new_tokens} are more than the context of"
+                f" {self.inputs.context}; a workflow of several turns has to stop before that")
+        return self.generate(prompt, sampling, n=n, session=session)
+
+    def _too_long(self, needed: int) -> str:
+        """Return why a row of this many tokens cannot be trained on; empty if it can."""
+        most = self.config.train.max_tokens_per_microbatch
+        if needed > most:
+            return f"a row of {needed} tokens exceeds train.max_tokens_per_microbatch = {most}"
+        context = self.inputs.context
+        return f"a row of {needed} tokens exceeds the model's context of {context}" if needed > context else ""
+
+
+async def open_rewards(stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord) -> RewardPool:
+    """Start the reward processes, and try the reward on one row."""
+    rollout = config.rollout
+    rewards = await stack.enter_async_context(RewardPool(
+        choose_reward(config), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=record.log_dir,
+        memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
+    await rewards.check(inputs.train.row(0))
+    return rewards

@@ -1,0 +1,344 @@
+"""One run from its configuration to its result: folder, processes, warm-up, training, report. Called by the command line."""
+
+import asyncio
+import importlib
+import logging
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from offbeat.checkpoint.recover import none_sound
+from offbeat.config.load import dump_toml
+from offbeat.config.root import Config
+from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, index_of, part_of
+from offbeat.controller.inputs import RunInputs, read_inputs
+from offbeat.controller.loop import TrainResult, train
+from offbeat.controller.parts import RunParts
+from offbeat.controller.resume import compare
+from offbeat.controller.state import Highlights, RunState, SavedState
+from offbeat.controller.supervised import fine_tune, is_finished
+from offbeat.data import wire
+from offbeat.data.identity import Identity
+from offbeat.errors import ConfigError
+from offbeat.runs.base_model import needs_base, on_base
+from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
+from offbeat.runs.threads import choose_threads, usable_cores
+from offbeat.telemetry.console import Console
+from offbeat.telemetry.log import set_up_logging
+from offbeat.telemetry.record import RunRecord, SilentRecord, lock_run
+from offbeat.telemetry.sinks import check_installed
+from offbeat.workers.worker import library_environment
+
+# By name, because SPMD mode imports torch.
+_MODES = {"controller": ("offbeat.runs.assemble", "open_controller"), "spmd": ("offbeat.spmd.rank", "open_rank")}
+T = TypeVar("T")
+Body = Callable[[RunParts, RunState], Awaitable[T]]
+R = TypeVar("R", "RunResult", "SupervisedResult")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What `result.json` of `offbeat train` says.
+
+    Attributes:
+        heldout_before, heldout_after: accuracy before and after reinforcement learning; None without held-out prompts.
+        warm_up_steps: supervised steps before it, over all resumptions.
+        steps: reinforcement-learning steps.
+        train_wall_s: seconds of warm-up and reinforcement learning together, evaluations included.
+        startup_wall_s: seconds before that, for processes to start and libraries to load.
+        max_staleness_seen: versions between a trained token's policy and the trainer, at most.
+        max_logprob_gap: largest difference of trainer's and engines' canary log-probability under the same weights.
+        torch_in_controller: whether torch was imported by the process that wrote this; false for a controller, true in SPMD mode.
+        controller_memory_bytes: that process's largest resident memory.
+        stopped_early: the user asked to stop; the run resumes from its checkpoint.
+    """
+
+    heldout_before: float | None
+    heldout_after: float | None
+    warm_up_steps: int
+    steps: int
+    train_wall_s: float
+    startup_wall_s: float
+    max_staleness_seen: int
+    max_logprob_gap: float
+    seed: int
+    torch_in_controller: bool
+    controller_memory_bytes: int
+    stopped_early: bool
+
+
+@dataclass(frozen=True)
+class SupervisedResult:
+    """What `result.json` of `offbeat sft` says; see `SftResult` and `RunResult`. Wall times are of this start of the run."""
+
+    steps: int
+    trained_tokens: int
+    final_loss: float | None
+    accuracy: float | None
+    train_wall_s: float
+    startup_wall_s: float
+    seed: int
+    torch_in_controller: bool
+    controller_memory_bytes: int
+    stopped_early: bool
+
+
+def run_training(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> RunResult | None:
+    """`offbeat train`: warm-up if configured, then reinforcement learning; writes `result.json`. None on a rank that does not lead.
+
+    A `fresh` run never resumes: an older one of its name is moved aside. An adapter on random weights gets a warmed-up base first.
+    """
+    start = time.monotonic()
+    base_steps, base_wall_s = 0, 0.0
+    if needs_base(config):
+        config, base_steps, base_wall_s = _make_base(config, console, debug=debug, fresh=fresh)
+
+    async def body(parts: RunParts, state: RunState) -> RunResult:
+        ready = time.monotonic()
+        warm_up_steps = base_steps
+
+        async def begins() -> bool:
+            index = index_of(config, TRAINING)
+            return index.newest() is None and not index.damaged()
+
+        if config.run.warm_up and await parts.peers.lead("warm_up", begins, bool):
+            warm_up_steps = (await fine_tune(parts, state, standalone=False)).steps
+            state.version += 1
+        begun = Highlights(warm_up_steps=warm_up_steps)
+        interrupted = warm_up_steps > base_steps and state.stopping
+        result = TrainResult(0, begun, stopped_early=True) if interrupted else await train(parts, state, begun)
+        marks = result.highlights
+        return RunResult(
+            heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, warm_up_steps=marks.warm_up_steps, steps=result.steps,
+            train_wall_s=round(time.monotonic() - ready + base_wall_s, 3), startup_wall_s=round(ready - start - base_wall_s, 3),
+            max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
+            torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
+
+    return _finish(execute(config, console, body, debug=debug, fresh=fresh), config, console)
+
+
+def run_supervised(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SupervisedResult | None:
+    """`offbeat sft`: supervised fine-tuning, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
+
+    A `fresh` run never resumes: an older one of its name is moved aside.
+    """
+    start = time.monotonic()
+
+    async def body(parts: RunParts, state: RunState) -> SupervisedResult:
+        ready = time.monotonic()
+        result = await fine_tune(parts, state, standalone=True)
+        return SupervisedResult(
+            steps=result.steps, trained_tokens=result.trained_tokens, final_loss=result.final_loss, accuracy=result.accuracy,
+            train_wall_s=round(time.monotonic() - ready, 3), startup_wall_s=round(ready - start, 3), seed=config.run.seed,
+            torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
+
+    return _finish(execute(config, console, body, debug=debug, fresh=fresh, supervised=True), config, console)
+
+
+def _finish(result: R | None, config: Config, console: Console) -> R | None:
+    """Write and show what a run came to, on the process that leads."""
+    if result is not None:
+        part = config.run_dir / ".result.json.tmp"
+        part.write_bytes(wire.encode_json(result) + b"\n")
+        part.replace(config.run_dir / "result.json")
+        console.finish(asdict(result))
+    return result
+
+
+def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) -> tuple[Config, int, float]:
+    """The configuration on its base, and the steps and seconds that this took."""
+    results: list[SupervisedResult] = []
+    start = time.monotonic()
+
+    def make(base: Config) -> None:
+        console.note(f"the adapter needs a base that has learnt something: warming up a whole model as the run {base.run.name}")
+        result = run_supervised(base, console, debug=debug, fresh=fresh or _fine_tuned(base) is not None)
+        assert result is not None, "a controller leads"
+        if result.stopped_early:
+            raise KeyboardInterrupt
+        results.append(result)
+
+    config = on_base(config, make, fresh=fresh)
+    return config, sum(result.steps for result in results), time.monotonic() - start if results else 0.0
+
+
+def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, supervised: bool = False,
+    fresh: bool = False,
+) -> T | None:
+    """Open the run's folder and its processes, and run `body(parts, state)`, which only fine-tunes if it is `supervised`.
+
+    Ctrl-C once asks the body to end after its step and save; twice, or before the body has begun, ends at once. None on a rank that does
+    not lead.
+    """
+    rank_info = read_rank_info(config)
+    given, cores = resolve_ranks(config, rank_info), usable_cores()
+    config = choose_threads(given, cores=cores, rank_info=rank_info)
+    inputs = read_inputs(config, supervised=supervised)
+    with _open_record(config, rank_info, console, inputs.identity, supervised=supervised, fresh=fresh, debug=debug) as record:
+        if config != given:
+            users = (("train rank", config.train.threads), ("engine", config.inference.threads))
+            threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
+            record.console.note(f"CPU threads: {threads}, of {cores} cores")
+        try:
+            result = asyncio.run(_with_parts(config, rank_info, inputs, record, body))
+            return result if rank_info.leads else None
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        except Exception as exc:
+            record.events.record("failed", error=f"{type(exc).__name__}: {exc}", notes=getattr(exc, "__notes__", []))
+            log.exception("the run failed")
+            raise
+
+
+def _open_record(
+    config: Config, rank_info: RankInfo, console: Console, identity: Identity, *, supervised: bool, fresh: bool, debug: bool,
+) -> RunRecord:
+    if not rank_info.leads:
+        # Its log is opened when it has met the leader, who may first move an older run of this name out of the way.
+        return SilentRecord(config.run_dir)
+    check_installed(config.telemetry.sinks)  # before an older run is moved out of the way
+    aside = prepare_run_dir(config, supervised=supervised, fresh=fresh)
+    check_resumption(config, identity, supervised=supervised)
+    record = RunRecord(
+        config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
+        settings=config.model_dump(mode="json"))
+    set_up_logging(record.log_dir / ("controller.log" if rank_info.world == 1 else "rank-0.log"), debug=debug)
+    if aside is not None and not fresh:
+        record.note("begun_anew", f"no checkpoint was there to go on from, so the run begins anew; what it had is kept in {aside}")
+    (config.run_dir / "config.toml").write_text(dump_toml(config))
+    return record
+
+
+def open_run(config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord) -> AbstractAsyncContextManager[RunParts]:
+    """Open this process's part of a training run; everything it has started is gone when the body ends, however it ends."""
+    for variable, value in library_environment(config.train.threads).items():
+        os.environ.setdefault(variable, value)  # a rank of SPMD mode is about to import torch
+    module, name = _MODES[config.run.mode]
+    return getattr(importlib.import_module(module), name)(config, rank_info, inputs, record)
+
+
+async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord, body: Body[T]) -> T:
+    state = RunState(total_steps=config.run.total_steps)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "runs inside a task"
+
+    begun = False
+
+    def interrupted(how: str) -> None:
+        if state.asked_to_stop or not begun:
+            task.cancel()
+            return
+        state.asked_to_stop = True
+        record.console.note(how)
+
+    loop.add_signal_handler(signal.SIGINT, interrupted, "stopping after this step; press Ctrl-C again to stop at once")
+    loop.add_signal_handler(signal.SIGTERM, interrupted, "asked to end, so this step is the last")
+    async with open_run(config, rank_info, inputs, record) as parts:
+        begun = True
+        return await body(parts, state)
+
+
+def prepare_run_dir(config: Config, *, supervised: bool = False, fresh: bool = False) -> Path | None:
+    """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
+    A `fresh` run always does the latter.
+
+    Args:
+        supervised: the run only fine-tunes; reinforcement learning does not go on from its checkpoints, nor it from those.
+
+    Returns:
+        Where the older run is now, if it was moved.
+
+    Raises:
+        ConfigError: `run.resume` is off and the run exists, it has done all its steps, or another process is running it.
+        StorageError: it has checkpoints, and all are damaged.
+    """
+    run_dir = config.run_dir
+    if not any((run_dir / name).exists() for name in ("config.toml", "checkpoints")):
+        return None
+    if fresh:
+        return move_aside(config)
+    if not config.run.resume:
+        raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
+    if done := _fine_tuned(config) if supervised else _trained(config):
+        raise ConfigError(f"the run {str(run_dir)!r} has {done}, or give run.name a new name")
+    indexes = [index_of(config, kind) for kind in _kinds(config, supervised=supervised)]
+    if any(index.newest() for index in indexes):
+        return None
+    if damages := [damage for index in indexes for damage in index.damaged()]:
+        raise none_sound(damages)
+    return move_aside(config) if (run_dir / "metrics.jsonl").exists() else None
+
+
+def check_resumption(config: Config, identity: Identity, *, supervised: bool = False) -> None:
+    """Refuse what the newest checkpoint cannot go on with, before anything is started; see `offbeat.controller.resume`.
+
+    Raises:
+        ConfigError: names the setting, or what else has changed.
+    """
+    for kind in _kinds(config, supervised=supervised):
+        if newest := index_of(config, kind).newest():
+            compare(identity, wire.decode_json(SavedState, newest.payload), run_dir=config.run_dir, part=part_of(kind))
+            return
+
+
+def _kinds(config: Config, *, supervised: bool) -> tuple[str, ...]:
+    """The checkpoints that the run goes on from, those that come first first."""
+    return (FINE_TUNING,) if supervised else (TRAINING, WARM_UP) if config.run.warm_up else (TRAINING,)
+
+
+def _trained(config: Config) -> str | None:
+    """What reinforcement learning has done and how it would go on, if it is finished."""
+    newest = index_of(config, TRAINING).newest()
+    if newest is None or newest.step < config.run.total_steps:
+        return None
+    return f"done its {newest.step} steps; raise run.total_steps to go on"
+
+
+def _fine_tuned(config: Config) -> str | None:
+    """What `offbeat sft` has done and how it would go on, if it is finished."""
+    newest = index_of(config, FINE_TUNING).newest()
+    if newest is None:
+        return None
+    accuracy = wire.decode_json(SavedState, newest.payload).highlights.heldout_after
+    if not is_finished(config.sft, steps=newest.step, accuracy=accuracy):
+        return None
+    if newest.step >= config.sft.total_steps:
+        return f"done its {newest.step} supervised steps; raise sft.total_steps to go on"
+    return (
+        f"reached a held-out accuracy of {accuracy:.3f} after {newest.step} supervised steps; set sft.stop_at_accuracy ="
+        f" {config.sft.stop_at_accuracy:g} above that to go on")
+
+
+def move_aside(config: Config) -> Path:
+    """Rename the run's folder to the next free `name.N`, which is returned; nothing is deleted but published weights.
+
+    Raises:
+        ConfigError: another process is running it, or the run that is to begin reads from it.
+    """
+    for name, path in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer), ("data.path", config.data.path)):
+        if path and Path(path).resolve().is_relative_to(config.run_dir.resolve()):
+            raise ConfigError(f"{name} = {path!r} lies in the folder of the run itself, which begins anew; give run.name a new name")
+    number = 1
+    while (aside := config.run_dir.with_name(f"{config.run.name}.{number}")).exists():
+        number += 1
+    with lock_run(config.run_dir):
+        config.run_dir.rename(aside)
+    shutil.rmtree(aside / "weights", ignore_errors=True)
+    return aside
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: getrusage would count the parent's memory, which a process has until it executes its program
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,216 @@
+"""What ranks of SPMD mode do together besides training: the loop's peers, and publishing on every rank.
+
+    EngineNews.watch  on rank 0; consumes time; produces notices of engines that moved; waits for the store under its deadline
+    Followed.watch    on other ranks that roll out; consumes time, quarantines and notices; produces engines in service
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from offbeat.aio import SideThread
+from offbeat.config.inference import InferenceConfig
+from offbeat.config.root import Config
+from offbeat.controller.inputs import RunInputs, choose_canary
+from offbeat.data import wire
+from offbeat.errors import DeadlineError, EngineError
+from offbeat.fleet.health import Healer
+from offbeat.fleet.members import State
+from offbeat.fleet.pool import EnginePool
+from offbeat.fleet.publication import PublishReport
+from offbeat.fleet.publishers import OnServed, Release
+from offbeat.inference.client import EngineClient
+from offbeat.ranks.trainers import Trainers
+from offbeat.sync.notice import Notice
+from offbeat.sync.sync import Sync
+from offbeat.types import Version
+
+T = TypeVar("T")
+
+_LOOK_S = 0.25
+"""Interval between two looks at the addresses of rank 0's engines."""
+
+_log = logging.getLogger(__name__)
+
+
+class RankPeers:
+    """The ranks as the loop's peers: named waits over the gloo group."""
+
+    def __init__(self, sync: Sync, thread: SideThread) -> None:
+        self._sync = sync
+        self._thread = thread
+
+    async def lead(self, name: str, work: Callable[[], Awaitable[T]], kind: Any, *, timeout_s: float | None = None) -> T:
+        """Let rank 0 do some work and share its result; see `Peers.lead`. A leader that fails tells the others when its run ends.
+
+        `timeout_s` is for work that partly runs in the leader's thread, where it shows no life.
+        """
+        result = await work() if self._sync.rank == 0 else None
+        data = wire.encode(result) if self._sync.rank == 0 else None
+        return wire.decode(kind, await self._thread.run(name, partial(self._sync.broadcast, name, data, timeout_s=timeout_s)))
+
+    async def gather(self, name: str, value: T) -> list[T]:
+        """See `Peers.gather`."""
+        return await self._thread.run(name, partial(self._sync.gather, name, value))
+
+    async def meet(self, name: str) -> None:
+        """See `Peers.meet`."""
+        await self._thread.run(name, partial(self._sync.barrier, name))
+
+
+@dataclass(frozen=True)
+class Published:
+    """Result of a publish, and the current URLs of the engines by name; a restarted engine has another URL."""
+
+    report: PublishReport
+    urls: dict[str, str]
+
+
+@dataclass(frozen=True)
+class FollowingPublisher:
+    """Publishing on a rank that does not lead: it contributes its weights, and continues when rank 0 releases it.
+
+    Rank 0 does so when engines serve whole weights, or when it has written an adapter. It is waited for as long as it shows life.
+
+    Attributes:
+        give: this rank's part in writing a version.
+        timeout_s: seconds that rank 0 has to write the weights, during which it may show no life.
+        on_published: called with the result, if this rank is told.
+    """
+
+    give: Callable[[Version], Awaitable[object]]
+    peers: RankPeers
+    timeout_s: float
+    on_published: Callable[[Published], None] = lambda _published: None
+
+    async def publish(self, version: Version, *, on_served: OnServed) -> PublishReport | None:
+        """Contribute to a version and wait for rank 0; see `Publishing.publish`.
+
+        Returns:
+            The result, where rank 0 sends it.
+
+        Raises:
+            PeerError: rank 0 failed.
+        """
+        await self.give(version)
+        published = await _pass_published(self.peers, None, timeout_s=self.timeout_s)
+        if published is None:
+            return None
+        self.on_published(published)
+        on_served(published.report)
+        return published.report
+
+    async def settle(self) -> None:
+        """Do nothing; see `Publishing.settle`. Rank 0 waits for engines, and this rank for rank 0 where it needs it."""
+
+
+def make_release(pool: EnginePool, config: Config, peers: RankPeers) -> Release:
+    """Return the function by which rank 0, which brings weights to the pool's engines, releases the other ranks."""
+
+    async def release(report: PublishReport | None) -> None:
+        published = report and Published(report, _urls_of(pool))
+        await _pass_published(peers, published, timeout_s=config.weights.stage_timeout_s)
+
+    return release
+
+
+async def _pass_published(peers: RankPeers, published: Published | None, *, timeout_s: float) -> Published | None:
+    """Meet at the point at which ranks leave a publish; returns what rank 0 tells."""
+
+    async def told() -> Published | None:
+        return published
+
+    return await peers.lead("published", told, Published | None, timeout_s=timeout_s)
+
+
+def follow(
+    trainers: Trainers, inputs: RunInputs, config: Config, peers: RankPeers, *, followed: "Followed | None" = None,
+) -> FollowingPublisher:
+    """Create the publisher of a rank that does not lead; one that rolls out routes to the engines that rank 0 has proven."""
+    canary = choose_canary(inputs, config)
+
+    async def give_weights(version: Version) -> None:
+        await trainers.write_weights(version, Path(), canary=canary)
+
+    publisher = partial(FollowingPublisher, give_weights, peers, config.weights.stage_timeout_s)
+    return publisher(followed.take) if followed is not None else publisher()
+
+
+class EngineNews:
+    """Addresses of rank 0's engines, for ranks that cannot wait for the next publish; shared without a sync point."""
+
+    def __init__(self, notice: Notice) -> None:
+        self._notice = notice
+
+    async def watch(self, pool: EnginePool) -> None:
+        """On rank 0: announce each restarted engine with the URLs of all engines, until cancelled."""
+        told = _urls_of(pool)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if (urls := _urls_of(pool)) != told:
+                try:
+                    await self._notice.put_up(wire.encode_json(urls).decode())
+                    told = urls
+                except DeadlineError as exc:  # the next publish announces it
+                    _log.warning("the other ranks cannot be told where engines are: %s", exc)
+
+    async def find(self, engine: EngineClient) -> str:
+        """On another rank: return the engine's current URL.
+
+        Raises:
+            EngineError: as far as rank 0 has announced, the engine has not moved.
+            DeadlineError: the store does not answer.
+        """
+        text = await self._notice.read()
+        url = wire.decode_json(dict[str, str], text.encode()).get(engine.name, "") if text else ""
+        if url in ("", engine.url):
+            raise EngineError(f"rank 0 has not started {engine.name} anew since its last publish; it has to heal it first")
+        return url
+
+
+def _urls_of(pool: EnginePool) -> dict[str, str]:
+    return {name: pool.client(name).url for name in pool.states}
+
+
+class Followed:
+    """In the pool of another rank: the engines as rank 0 has published to them."""
+
+    def __init__(self, pool: EnginePool, config: InferenceConfig, *, find: Callable[[EngineClient], Awaitable[str]]) -> None:
+        """`find` returns the new URL of an engine that is no longer at its old one; see `EngineNews.find`."""
+        self._pool = pool
+        self._config = config
+        self._find = find
+        self._version: Version | None = None
+
+    def take(self, published: Published) -> None:
+        """Route to the engines that serve a version, at their current URLs, and to no others."""
+        pool, report = self._pool, published.report
+        self._version = report.version
+        for name, state in pool.states.items():
+            if name not in report.serving:
+                pool.quarantine(name, report.quarantined.get(name, "rank 0 has taken it out of service"))
+            elif state in (State.QUARANTINED, State.HEALING) or pool.client(name).url != published.urls[name]:
+                pool.quarantine(name, "rank 0 has started it anew")  # even where this rank has not missed it
+                pool.mark_healing(name, url=published.urls[name])
+                pool.restore(name, report.version)
+            else:
+                pool.admit(name, report.version)
+
+    async def watch(self) -> None:
+        """Notice failing engines, and restore them at their current URLs once rank 0 has healed them; runs until cancelled."""
+        interval_s = self._config.probe_interval_s
+        # Rank 0 does the healing; this rank only checks whether it is done, and may do so often.
+        healer = Healer(
+            self._pool, reload=self._look, restart=lambda name: self._find(self._pool.client(name)), probe_interval_s=interval_s,
+            probe_timeout_s=self._config.probe_timeout_s, max_backoff_s=interval_s)
+        await healer.run()
+
+    async def _look(self, engine: EngineClient) -> Version | None:
+        version = (await engine.health(timeout_s=self._config.probe_timeout_s)).get("version")
+        if version != self._version:
+            raise EngineError(f"{engine.name} serves version {version}, and {self._version} is published; rank 0 has to heal it first")
+        return self._version

@@ -1,0 +1,220 @@
+"""SPMD mode: every rank that torchrun started runs the loop beside its own trainer. Imports torch, so it is opened by name.
+
+Rank 0 leads: it starts the engines, publishes to them, evaluates, writes the run's files and talks to the user. With
+`rollout.single_rank_load` it also draws all data and rolls out, and hands every rank its share of each batch. The other ranks wait for it
+at named points for as long as it shows life; whatever it does meanwhile has deadlines of its own.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from offbeat.aio import SideThread, beside, both, run_beside
+from offbeat.config.root import Config
+from offbeat.controller.inputs import RunInputs
+from offbeat.controller.parts import RunParts
+from offbeat.errors import OffbeatError, PeerError
+from offbeat.fleet.engine_group import EngineAddresses, EngineGroup
+from offbeat.fleet.fleet import UNPUBLISHED, make_dispatcher, open_fleet, open_pool
+from offbeat.pulse import work
+from offbeat.ranks.sharding import Sharder
+from offbeat.ranks.trainers import Trainers
+from offbeat.rollout.reward_pool import RewardPool
+from offbeat.runs.assemble import open_policy
+from offbeat.runs.rank_info import RankInfo
+from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.spmd.peers import EngineNews, Followed, RankPeers, follow, make_release
+from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
+from offbeat.spmd.rollouts import NoRolloutSource, share_limits, share_rows
+from offbeat.sync.mesh import ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
+from offbeat.sync.notice import Notice
+from offbeat.sync.sync import Sync
+from offbeat.telemetry.events import EventLog
+from offbeat.telemetry.log import set_up_logging
+from offbeat.telemetry.record import RunRecord
+from offbeat.trainer.trainer import Trainer
+from offbeat.trainer.worker import build_model, build_trainer
+from offbeat.workers.worker import make_launcher
+
+_BEAT_INTERVAL_S = 0.25
+_HEARSAY_LOOKS = 3
+"""Torchrun checks its ranks every 0.1 s, and may know of a failure before the other ranks do."""
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_rank(config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord) -> AsyncIterator[RunParts]:
+    """Open this rank's part of a run; see `offbeat.runs.assemble.open_run`."""
+    thread = SideThread("rank", around=work)
+    try:
+        async with beside(_listen()):
+            groups = await thread.run("join", partial(_join, config, rank_info))
+            if not rank_info.leads:
+                set_up_logging(record.log_dir / f"rank-{rank_info.rank}.log")
+                if not config.rollout.single_rank_load:  # only this rank records what it rejects
+                    record.events = EventLog(record.run_dir / f"events-rank-{rank_info.rank}.jsonl")
+            peers = RankPeers(groups.sync, thread)
+            async with beside(_beat(groups.sync, thread)), AsyncExitStack() as stack:
+                yield await _open(stack, config, rank_info, inputs, record, groups, thread, peers)
+                await peers.meet("leave")
+            await thread.run("leave", leave)
+    except BaseException as exc:
+        error = await _reason(exc)
+        if not isinstance(error, asyncio.CancelledError):
+            log.error("rank %d failed", rank_info.rank, exc_info=error)
+            give_up(error)
+            _tell_torchrun(error)
+        if error is not exc:
+            raise error from None
+        raise
+    finally:
+        thread.close()
+
+
+async def _open(
+    stack: AsyncExitStack, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord, groups: ProcessGroups,
+    thread: SideThread, peers: RankPeers,
+) -> RunParts:
+    one_loads = config.rollout.single_rank_load
+    own, rows = (config, inputs) if one_loads else (share_limits(config, rank_info), share_rows(inputs, rank_info))
+    # Engines start while the trainer loads, but only the trainer may use collectives then, as they must come in the same order on every
+    # rank.
+    trainer, (engines, rewards) = await both(
+        _build_trainer(config, inputs, groups, thread, peers),
+        both(_start_engines(stack, config, rank_info, record), _start_rewards(stack, own, rank_info, rows, record)))
+
+    async def serve() -> EngineAddresses:
+        assert engines is not None, "the leader has started engines"
+        return await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
+
+    addresses = await peers.lead("engines", serve, EngineAddresses)
+    sharder = Sharder.of(config, model=inputs.model, num_ranks=rank_info.world if one_loads else 1)
+    loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
+    trainers = Trainers(OwnRank(trainer, loading, thread, host=rank_info.store_host), config, on_span=record.on_span)
+    num_heads, head = (1, 0) if one_loads else (rank_info.world, rank_info.rank)
+    parts = partial(RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head)
+    if rewards is None:
+        return parts(follow(trainers, inputs, config, peers), NoRolloutSource(inputs), watch=_watch_nothing)
+    if engines is None:
+        pool = await open_pool(stack, addresses, config, record, model=inputs.model)
+        source = EngineRollouts(own, record, rows, make_dispatcher(pool, config.inference, record).generate, rewards)
+        followed = Followed(pool, config.inference, find=(await _open_news(stack, config, rank_info)).find)
+        return parts(follow(trainers, inputs, config, peers, followed=followed), source, watch=followed.watch)
+    fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
+    policy = await open_policy(
+        stack, fleet, inputs, config, write=trainers.write_weights, release=make_release(fleet.pool, config, peers))
+    source = EngineRollouts(own, record, rows, policy.generate, rewards)
+    if one_loads:
+        return parts(policy.publisher, source, watch=policy.watch)
+    news = await _open_news(stack, config, rank_info)
+    return parts(policy.publisher, source, watch=lambda: run_beside(policy.watch(), news.watch(fleet.pool)))
+
+
+async def _open_news(stack: AsyncExitStack, config: Config, rank_info: RankInfo) -> EngineNews:
+    client = await asyncio.to_thread(connect_store, rank_info.store_host, rank_info.store_port, timeout_s=config.dist.init_timeout_s)
+    notice = Notice(client, f"attempt-{rank_info.attempt}/engines")
+    stack.callback(notice.close)
+    return EngineNews(notice)
+
+
+async def _watch_nothing() -> None:
+    """Watch nothing: rank 0 watches the engines."""
+
+
+async def _build_trainer(
+    config: Config, inputs: RunInputs, groups: ProcessGroups, thread: SideThread, peers: RankPeers,
+) -> Trainer:
+    async def build() -> None:
+        if inputs.build is not None:
+            inputs.tokenizer.save(inputs.model)
+            await asyncio.to_thread(build_model, inputs.build)
+
+    def load() -> Trainer:
+        with groups.sync.region("load_policy"):  # DDP and FSDP let ranks wait for each other in collectives
+            return build_trainer(inputs.model, config, groups)
+
+    await peers.lead("build_model", build, None)
+    return await thread.run("load the model", load)
+
+
+async def _start_engines(stack: AsyncExitStack, config: Config, rank_info: RankInfo, record: RunRecord) -> EngineGroup | None:
+    if not rank_info.leads:
+        return None
+    launcher = await stack.enter_async_context(make_launcher(config, devices_taken=rank_info.local_world))
+    return await EngineGroup.start(launcher, config, log_dir=record.log_dir)
+
+
+async def _start_rewards(
+    stack: AsyncExitStack, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord,
+) -> RewardPool | None:
+    if not rank_info.leads and config.rollout.single_rank_load:
+        return None
+    return await open_rewards(stack, inputs, config, record)
+
+
+def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:
+    torch.set_num_threads(config.train.threads)  # torchrun has set one thread for every process
+    timeout_s = config.dist.init_timeout_s
+    if rank_info.leads and not rank_info.store_is_served:
+        store = host_store(timeout_s, host=rank_info.store_host, port=rank_info.store_port)
+    else:
+        store = connect_store(rank_info.store_host, rank_info.store_port, timeout_s=timeout_s)
+    return join(
+        rank=rank_info.rank, world=rank_info.world, store=store, config=config.dist, local_rank=rank_info.local_rank,
+        prefix=f"attempt-{rank_info.attempt}/")
+
+
+async def _listen() -> None:
+    """Notice peers that failed while this rank waits for none of them, or is late itself; runs until cancelled.
+
+    Raises:
+        PeerError: a peer has failed.
+    """
+    while True:
+        try:
+            check_peers()
+        except PeerError:
+            await asyncio.sleep(_BEAT_INTERVAL_S)  # if the rank's thread waits at a point, it hears of it, too, and says more
+            raise
+        await asyncio.sleep(_BEAT_INTERVAL_S)
+
+
+async def _reason(error: BaseException) -> BaseException:
+    """Find why this rank ends. A cancelled rank ends because of a failed peer, if there is one: torchrun ends the others then."""
+    if isinstance(error, asyncio.CancelledError):
+        for _ in range(_HEARSAY_LOOKS):
+            try:
+                check_peers()
+            except PeerError as exc:
+                return exc
+            await asyncio.sleep(_BEAT_INTERVAL_S)
+    return error
+
+
+async def _beat(sync: Sync, thread: SideThread) -> None:
+    """Say that this rank's loop is alive while it waits for rollouts and engines, under their own deadlines.
+
+    It does not while the rank's thread works: a live loop says nothing about a thread that hangs.
+    """
+    while True:
+        if thread.idle:
+            sync.beat()
+        await asyncio.sleep(_BEAT_INTERVAL_S)
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Write the error to the file from which torchrun takes its final table of failed ranks."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"
+        details = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+        with suppress(OSError):  # the error itself matters more than torchrun's table
+            Path(path).write_text(json.dumps({"message": details}))

@@ -1,0 +1,134 @@
+"""SPMD mode's ranks: this rank's trainer, and how a batch comes to it. Every rank calls the same methods in the same order.
+
+`rollout.single_rank_load` chooses the way of the batch: `OneRankLoads` scatters rank 0's over the gloo group, `HeadsLoad` trains every rank
+on what it drew itself. The loss is the same either way, because all denominators are global.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from offbeat.aio import SideThread
+from offbeat.algorithms.adam import AdamParams
+from offbeat.data import wire
+from offbeat.data.batch import Batch
+from offbeat.ranks.sharding import Sharder
+from offbeat.sync.sync import Sync
+from offbeat.trainer.messages import TrainStep
+from offbeat.trainer.trainer import Trainer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a head has drawn: the denominator of its loss weights, and the number of its micro-batches in each minibatch."""
+
+    denominator: float
+    num_microbatches: tuple[int, ...]
+
+
+class Loading(Protocol):
+    """How the batch of a step comes to this rank."""
+
+    def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
+        """Return this rank's share, given what it has drawn; collective."""
+        ...
+
+    def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
+        """Return balance metrics of a step, from the seconds that each rank computed."""
+        ...
+
+
+class OneRankLoads:
+    """Rank 0 has the whole batch and hands each rank its share."""
+
+    def __init__(self, sync: Sync, sharder: Sharder) -> None:
+        self._sync = sync
+        self._sharder = sharder
+
+    def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
+        """See `Loading.share`; the batches of other ranks are ignored."""
+        parts = None
+        if self._sync.rank == 0:
+            parts = [wire.encode(share) for share in self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)]
+        return wire.decode(TrainStep, self._sync.scatter("distributed_batch", parts))
+
+    def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
+        """See `Loading.observe`; empty except on rank 0."""
+        return self._sharder.observe(busy_s) if self._sync.rank == 0 else {}
+
+
+class HeadsLoad:
+    """Every rank has drawn its own batch, whose loss weights are rescaled to the common denominator."""
+
+    def __init__(self, sync: Sync, sharder: Sharder) -> None:
+        """`sharder` is for one rank."""
+        self._sync = sync
+        self._sharder = sharder
+
+    def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
+        """See `Loading.share`."""
+        (own,) = self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)
+        drawn = Drawn(batch.denominator, tuple(len(minibatch) for minibatch in own.minibatches))
+        everyones = self._sync.gather("train_batch", drawn)
+        total = sum(one.denominator for one in everyones)
+        weights = own.batch.columns["loss_weights"] * np.float32(batch.denominator / max(total, 1.0))
+        counts = [max(count[i] if i < len(count) else 1 for count in (one.num_microbatches for one in everyones))
+                  for i in range(max(len(one.num_microbatches) for one in everyones))]
+        whole = replace(own.batch.with_columns(loss_weights=weights), denominator=total)
+        return TrainStep(whole, _pad(own.minibatches, counts), params)
+
+    def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
+        """See `Loading.observe`."""
+        return {"balance/lost_s": max(busy_s) - sum(busy_s) / len(busy_s)}
+
+
+class OwnRank:
+    """This rank's trainer as `Ranks`; calls run in the rank's thread."""
+
+    num_called = 1
+
+    def __init__(self, trainer: Trainer, loading: Loading, thread: SideThread, *, host: str = "127.0.0.1") -> None:
+        """`host` is rank 0's machine, as engines reach it."""
+        self.host = host
+        self._trainer = trainer
+        self._loading = loading
+        self._thread = thread
+
+    @property
+    def alive(self) -> bool:
+        """Always true of the rank that asks."""
+        return True
+
+    async def call(self, method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float) -> list[T]:  # noqa: ARG002
+        """See `Ranks.call`."""
+        (request,) = requests
+        return await self._thread.run(method, partial(self._call, method, request, timeout_s))
+
+    async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
+        """See `Ranks.spread`."""
+        share = partial(self._loading.share, batch, params, num_minibatches=num_minibatches, seed=seed)
+        return [await self._thread.run("train_step", share)]
+
+    def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
+        """See `Ranks.observe`."""
+        return self._loading.observe(busy_s)
+
+    def _call(self, method: str, request: Any, timeout_s: float) -> list[Any]:
+        answer, sync = getattr(self._trainer, method)(request), self._trainer.groups.sync
+        if method == "train_step":
+            return sync.gather("step_times", answer)
+        if method == "export":
+            sync.barrier("save_hf_done", timeout_s=timeout_s)  # rank 0 writes meanwhile
+        return [answer]
+
+
+def _pad(minibatches: tuple[tuple[np.ndarray, ...], ...], counts: Sequence[int]) -> tuple[tuple[np.ndarray, ...], ...]:
+    """Pad minibatches to `counts` micro-batches each with empty ones, so that all ranks run equally many forward passes."""
+    empty = np.zeros(0, np.int64)
+    given = [*minibatches, *([()] * (len(counts) - len(minibatches)))]
+    return tuple((*own, *([empty] * (count - len(own)))) for own, count in zip(given, counts, strict=True))

@@ -1,0 +1,98 @@
+"""Rollouts of a rank in SPMD mode: none, or its share on rank 0's engines. Rank 0 itself has a plain `EngineRollouts`. Torch-free."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from offbeat.algorithms.experience import sft_batch
+from offbeat.config.root import Config
+from offbeat.controller.inputs import RunInputs
+from offbeat.data.batch import Batch
+from offbeat.data.dataset import EveryNth, PromptStream
+from offbeat.data.row import Row
+from offbeat.data.trajectory import Group
+from offbeat.errors import ConfigError, DataError
+from offbeat.inference.sampling import Sampling
+from offbeat.runs.rank_info import RankInfo
+from offbeat.telemetry.tracker import StatsPart
+from offbeat.types import Version
+
+
+@dataclass(frozen=True)
+class NoRolloutSource:
+    """The source of a rank that gets its share of every batch from rank 0."""
+
+    inputs: RunInputs
+
+    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> "NoRollouts":  # noqa: ARG002
+        """See `RolloutSource.rollouts`."""
+        return NoRollouts(self.inputs.sampling)
+
+    def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
+        """See `RolloutSource.sft_batch`."""
+        return sft_batch([])
+
+
+@dataclass(frozen=True)
+class NoRollouts:
+    """Rollouts of a rank that does not roll out."""
+
+    sampling: Sampling
+    in_flight: tuple[str, ...] = ()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        pass
+
+    async def prepare_batch(self) -> list[Group]:
+        """Return nothing: rank 0 sends the batch to the trainers."""
+        return []
+
+    def advance(self, version: Version) -> None:
+        """Do nothing, since nothing is admitted."""
+
+    def take_stats(self) -> StatsPart:
+        """Return empty statistics."""
+        return StatsPart()
+
+    async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:  # noqa: ARG002
+        """Never called: rank 0 evaluates."""
+        raise AssertionError("a rank without rollouts was asked to play some")
+
+
+def share_limits(config: Config, rank_info: RankInfo) -> Config:
+    """Return the configuration of one head: every limit that counts groups or sequences is divided by the number of heads.
+
+    Raises:
+        ConfigError: a batch has fewer groups or sequences than there are heads.
+    """
+    for name, size in (("rollout.consumer_batch_size", config.rollout.consumer_batch_size), ("sft.batch_size", config.sft.batch_size)):
+        if size < rank_info.world:
+            raise ConfigError(
+                f"{name} must be at least the number of ranks = {rank_info.world} with rollout.single_rank_load = false, got {size};"
+                " raise it, or let one rank load")
+    rollout = config.rollout.model_copy(update={
+        "consumer_batch_size": _share(config.rollout.consumer_batch_size, rank_info),
+        "max_concurrent_rollouts": max(_share(config.rollout.max_concurrent_rollouts, rank_info), 1)})
+    sft = config.sft.model_copy(update={"batch_size": _share(config.sft.batch_size, rank_info)})
+    return config.model_copy(update={"rollout": rollout, "sft": sft})
+
+
+def share_rows(inputs: RunInputs, rank_info: RankInfo) -> RunInputs:
+    """Return the inputs with the rows that one head draws.
+
+    Raises:
+        DataError: there are fewer rows than heads.
+    """
+    num_rows = inputs.train.num_rows
+    if num_rows is not None and num_rows < rank_info.world:
+        raise DataError(
+            f"the dataset has {num_rows} rows to train on, fewer than the {rank_info.world} ranks that draw from it with"
+            " rollout.single_rank_load = false; let one rank load, or start fewer ranks")
+    return replace(inputs, train=EveryNth(inputs.train, rank_info.rank, rank_info.world))
+
+
+def _share(count: int, rank_info: RankInfo) -> int:
+    return count // rank_info.world + (rank_info.rank < count % rank_info.world)

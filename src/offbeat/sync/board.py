@@ -1,0 +1,122 @@
+"""What the threads of one rank share: the point that it waits at, the failure that ended the group, and its last beat.
+
+Fields are single references, written by one thread and read by others, so they need no lock. Only the first message of a wait counts.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from offbeat import phase, pulse
+from offbeat.sync.verdict import Status, Verdict
+
+_log = logging.getLogger(__name__)
+
+PASSED = None
+"""Message to a waiting caller: all ranks are there."""
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """Message to a waiting caller: the rank that it waits for patiently is alive, so the deadline starts again."""
+
+
+Message = Verdict | Renewed | None
+
+
+@dataclass(frozen=True, eq=False)
+class Announcement:
+    """Message to the judge: this rank cannot go on, and the peers must be told this verdict."""
+
+    verdict: Verdict
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def breakage(rank: int, exc: Exception) -> Announcement:
+    """Announce an unexpected exception in a thread of this process, which is rank `rank`; it makes its peers' points meaningless, too."""
+    _log.error("a thread of sync broke", exc_info=exc)
+    return Announcement(Verdict("failed", f"rank {rank} failed: its sync broke: {type(exc).__name__}: {exc}"))
+
+
+@dataclass(eq=False)
+class Wait:
+    """One arrival of this rank at a sync point.
+
+    Attributes:
+        n: number of the point, counted alike on every rank, from 1.
+        keys: keys of the values that are exchanged behind the point; they must agree between ranks, as the name must.
+        source: rank whose beats extend this wait; None for none.
+        messages: messages to the caller.
+        heard: whether the store has answered the judge that looks at this wait.
+        abandoned: why the caller left without a verdict; if this rank owns the verdict, it hands out this one.
+    """
+
+    n: int
+    name: str
+    timeout_s: float
+    source: int | None
+    thread: int
+    keys: tuple[str, ...] = ()
+    since_s: float = field(default_factory=time.monotonic)
+    messages: "queue.SimpleQueue[Message]" = field(default_factory=queue.SimpleQueue)
+    heard: bool = False
+    abandoned: Verdict | None = None
+
+    @property
+    def signature(self) -> str:
+        """What all ranks must agree on at this point."""
+        return "\0".join((self.name, *self.keys))
+
+
+class Board:
+    """State of one rank.
+
+    Attributes:
+        wait: the arrival that the caller waits for; None when it is elsewhere.
+        arrivals: number of arrivals so far.
+        last, last_s: name of the point that the caller left last, and time.monotonic() at that moment.
+        inside: number of the point whose collective the caller is in; 0 outside.
+        inside_s: time.monotonic() when it entered that collective.
+        failure: why no point will ever be passed again; None while all is well.
+        beat_s: time.monotonic() of the last beat.
+    """
+
+    def __init__(self, rank: int, *, on_stuck: Callable[[Verdict], None] = lambda _verdict: None) -> None:
+        """`on_stuck` is told of a failure that the caller may never see, since it may be in a collective that does not end."""
+        self._on_stuck = on_stuck
+        self.rank = rank
+        self.wait: Wait | None = None
+        self.arrivals = 0
+        self.last = "start"
+        self.last_s = time.monotonic()
+        self.inside = 0
+        self.inside_s = time.monotonic()
+        self.failure: Verdict | None = None
+        self.beat_s = time.monotonic()
+
+    def status(self) -> Status:
+        """Describe what this rank does; without `states`, which the watcher adds."""
+        now, mark, wait, work = time.monotonic(), phase.current(), self.wait, pulse.current()
+        thread = wait.thread if wait else work.thread if work else mark.thread
+        return Status(
+            rank=self.rank, phase=mark.text, phase_s=now - mark.since_s, point=wait.name if wait else "",
+            keys=wait.keys if wait else (), n=wait.n if wait else 0,
+            waited_s=now - wait.since_s if wait else 0.0, last=self.last, last_s=now - self.last_s, inside=self.inside,
+            stack=phase.stack(thread), beat_age_s=now - self.beat_s, states=(), still_s=work.still_s if work else 0.0,
+            waits=work.waits if work else wait is not None)
+
+    def leave_point(self, name: str) -> None:
+        """Record that the caller goes on, with or without an error."""
+        self.wait, self.last, self.last_s = None, name, time.monotonic()
+
+    def fail(self, verdict: Verdict) -> Wait | None:
+        """Record that no point will be passed again; the first failure stays. Returns the wait that was told, whose result is open."""
+        is_first, self.failure = self.failure is None, self.failure or verdict
+        if is_first and verdict.kind == "stuck":
+            self._on_stuck(verdict)
+        if wait := self.wait:
+            wait.messages.put(self.failure)
+        return wait

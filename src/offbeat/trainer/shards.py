@@ -1,0 +1,96 @@
+"""Checkpoints to resume from: each rank writes its share of weights and optimizer state, whatever the strategy.
+
+Called by the trainer on all ranks at once. A checkpoint can be loaded with another number of ranks and another strategy. It is written
+beside its final name and renamed when every rank is done, so a crash or a full disk leaves the previous contents intact. Loading never
+executes anything from a checkpoint, wherever it came from.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from offbeat.errors import RunError, StorageError
+from offbeat.pulse import progress
+from offbeat.sync.mesh import ProcessGroups
+from offbeat.trainer.metadata import SafePlanner, SafeReader
+
+
+def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> None:
+    """Write weights, optimizer state and the step to `folder`, replacing what is there; a collective call.
+
+    Args:
+        state: values under "model", "optimizer" and "step"; tensors may be in shards.
+
+    Raises:
+        StorageError: on every rank, when some rank could not write; `folder` is unchanged.
+    """
+    part = folder.with_name(folder.name + ".part")
+    leads = groups.rank == 0
+    if leads:
+        # No rank writes before rank 0 has planned, which happens after this.
+        shutil.rmtree(part, ignore_errors=True)
+    failure = None
+    with groups.sync.region("save_recover"):
+        progress("write_checkpoint")
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(part), process_group=groups.cpu_group)
+        except CheckpointException as exc:  # raised on every rank if on any, so no rank fails alone
+            failure = exc
+    if failure:
+        if leads:
+            shutil.rmtree(part, ignore_errors=True)
+        raise _describe(failure, folder, "written; what was saved before is intact") from failure
+    error = _replace(part, folder) if leads else None
+    if groups.sync.sum_scalars("save_recover_done", {"failed": error is not None})["failed"]:
+        raise StorageError(f"checkpoint {folder} could not be put in place by rank 0: {error or 'see its log'}") from error
+
+
+def load(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> dict[str, Any]:
+    """Read what `save` wrote into `state`, whose tensors are overwritten, and return it; a collective call.
+
+    Raises:
+        StorageError: on every rank, when some rank could not read.
+    """
+    missing = not (folder / ".metadata").is_file()
+    if num_missing := int(groups.sync.sum_scalars("load_recover", {"missing": missing})["missing"]):
+        raise StorageError(
+            f"{num_missing} of {groups.world} ranks find no checkpoint in {folder}; it must lie on a disk that all ranks see")
+    failure = None
+    with groups.sync.region("load_recover_read"):
+        progress("read_checkpoint")
+        try:
+            dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), process_group=groups.cpu_group)
+        except CheckpointException as exc:
+            failure = exc
+    if failure:
+        raise _describe(failure, folder, "read") from failure
+    return state
+
+
+def _replace(part: Path, folder: Path) -> OSError | None:
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        part.rename(folder)
+    except OSError as exc:
+        return exc
+    return None
+
+
+def _describe(exc: CheckpointException, folder: Path, outcome: str) -> StorageError | RunError:
+    failures = {rank: failure[0] for rank, failure in exc.failures.items()}
+    reasons = "; ".join(f"rank {rank}: {_reason(failure)}" for rank, failure in sorted(failures.items()))
+    kind = StorageError if any(_is_storage(failure) for failure in failures.values()) else RunError
+    return kind(f"checkpoint {folder} could not be {outcome} ({reasons})")
+
+
+def _is_storage(failure: BaseException) -> bool:
+    # When a write fails inside torch's archive writer, the error is the writer's complaint about its own position.
+    return isinstance(failure, OSError) or "inline_container" in str(failure)
+
+
+def _reason(failure: BaseException) -> str:
+    return "a file could not be written to its end; is the disk full?" if "inline_container" in str(failure) else str(failure)

@@ -1,0 +1,101 @@
+"""The process of one train rank: joins its peers, builds its trainer, and passes calls on to it. Imports torch; started by name.
+
+Calls reach all ranks at once, in the same order. User errors are raised while no peer waits in a collective.
+"""
+
+import gc
+from pathlib import Path
+
+from offbeat.config.model import TinyConfig
+from offbeat.config.root import Config
+from offbeat.errors import StuckError, SyncError, UserError
+from offbeat.model.tiny import build_tiny
+from offbeat.process import Lifeline
+from offbeat.pulse import work
+from offbeat.sync.mesh import ProcessGroups, connect_store, host_store, join
+from offbeat.sync.peers import own_card
+from offbeat.trainer.bank_trainer import BankTrainer
+from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress
+from offbeat.trainer.model_trainer import ModelTrainer
+from offbeat.trainer.trainer import Trainer
+from offbeat.workers.worker import Nothing, Service, answer
+
+_STORE_TIMEOUT_S = 60.0
+
+
+def build_model(request: BuildRequest) -> None:
+    """Build the tiny model that all ranks and engines then load; runs on one rank."""
+    build_tiny(
+        Path(request.folder), tiny=TinyConfig.model_validate_json(request.tiny), vocab_size=request.vocab_size,
+        eos_token_id=request.eos_token_id, pad_token_id=request.pad_token_id, seed=request.seed)
+
+
+def build_trainer(model: str, config: Config, groups: ProcessGroups, *, many: bool = False) -> Trainer:
+    """Load a model, given as a folder or hub id, and build the trainer of a run or of `many` adapters; collective."""
+    if many:
+        trainer = BankTrainer.build_empty(model, config=config, groups=groups)
+    else:
+        trainer = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
+    gc.freeze()  # what libraries have loaded stays forever; each collection that walks it costs 0.1 s
+    return trainer
+
+
+class TrainWorker(Service):
+    """One train rank."""
+
+    lifeline: Lifeline | None = None
+
+    def __init__(self) -> None:
+        self._store = None
+        self._groups: ProcessGroups | None = None
+        self._request: JoinRequest | None = None
+        self._trainer: Trainer | None = None
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        """Answer one call; if it fails, the other ranks are told at their next sync point, or where they wait."""
+        try:
+            with work(method):
+                return answer(self if hasattr(TrainWorker, method) or self._trainer is None else self._trainer, method, payload)
+        except (SyncError, UserError):  # raised by every rank alike, or by one outside of collectives: the ranks are in step
+            raise
+        except Exception as exc:
+            if self._groups is not None:
+                self._groups.sync.fail(f"{type(exc).__name__} in {method}: {exc}")
+            raise
+
+    def host_store(self, address: StoreAddress) -> StoreAddress:
+        """Rank 0: serve the store on a free port of the given host."""
+        self._store = host_store(_STORE_TIMEOUT_S, host=address.host)
+        return StoreAddress(address.host, self._store.port, own_card(0, hosts_store=True))
+
+    def build_model(self, request: BuildRequest) -> Nothing:
+        """Rank 0: build the tiny model that all ranks and engines then load."""
+        build_model(request)
+        return Nothing()
+
+    def join(self, request: JoinRequest) -> Nothing:
+        """Meet the other ranks."""
+        self._request = request
+        config = Config.model_validate_json(request.config)
+        at = request.store
+        store = self._store or connect_store(at.host, at.port, timeout_s=config.dist.init_timeout_s, server=at.server)
+        self._groups = join(
+            rank=request.rank, world=request.world, store=store, config=config.dist, server=at.server, on_stuck=self._give_up,
+            on_beat=self._beat)
+        return Nothing()
+
+    def load_model(self, _request: Nothing) -> Nothing:
+        """Load the model that this rank joined for."""
+        request, groups = self._request, self._groups
+        assert request is not None and groups is not None, "a rank joins before it loads"
+        self._trainer = build_trainer(request.model, Config.model_validate_json(request.config), groups, many=request.many)
+        return Nothing()
+
+    def _give_up(self, error: StuckError) -> None:
+        """End the current call for the controller, though its thread may hang, or wait in a collective for a rank that does."""
+        if self.lifeline is not None:
+            self.lifeline.give_up(error)
+
+    def _beat(self, text: str) -> None:
+        if self.lifeline is not None:
+            self.lifeline.beat(text)

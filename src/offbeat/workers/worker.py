@@ -1,0 +1,216 @@
+"""Workers behind one interface, whoever launched them: `Launcher.start(spec)` gives a `Worker`, and `ask` calls it with types.
+
+`ask_all` calls several at once that depend on each other, and finds out what really happened when they fail.
+
+What crosses is a frozen dataclass each way, encoded by `data.wire`. A `Service` is the other end: its public methods take one
+such argument.
+"""
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, get_type_hints
+
+from offbeat.config.root import Config
+from offbeat.data import wire
+from offbeat.errors import PeerError, first_line
+from offbeat.workers.cause import Cause, cause_of, consequences, root_cause
+
+T = TypeVar("T")
+# By name, because importing Ray costs a second, and Ray is an optional extra.
+_LAUNCHERS = {"local": ("offbeat.workers.local", "LocalLauncher"), "ray": ("offbeat.workers.ray", "RayLauncher")}
+FAILED_STOP_S = 0.5
+"""After a failure, what a worker gets to end by itself. Those that were told of it have said what they know."""
+
+_GRACE_S = 0.3
+_CAUSE_GRACE_S = 2.0
+"""How long the others' errors are waited for after the first, and once more where the first ones are mere consequences."""
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """The argument or answer of a call that has none."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One worker to start.
+
+    Attributes:
+        name: how people know it, such as "rank 0" or "engine 1".
+        target: "module:Class" of its `Service`.
+        log: file for its output; None shares the terminal.
+        threads: CPU threads of its numeric libraries; also what it asks of a scheduler.
+        num_devices: accelerators it needs.
+        env: further environment variables.
+    """
+
+    name: str
+    target: str
+    log: Path | None
+    threads: int = 1
+    num_devices: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.threads > 0, f"threads are chosen before a worker is started, got {self.threads} for {self.name}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that must be set before numeric libraries load."""
+        none = {} if self.num_devices else {"CUDA_VISIBLE_DEVICES": ""}  # else every process would take the first one it finds
+        return {**library_environment(self.threads), **none, **self.env}
+
+
+def library_environment(threads: int) -> dict[str, str]:
+    """What numeric libraries read when they load: their threads, which starve every neighbour if they spin, and how much they say.
+
+    Memory that was freed stays with the process, up to its own peak: activations come and go at every layer, and glibc would give the large
+    ones back each time, so that a tenth of the time went into mapping them again.
+    """
+    count = str(threads)
+    return {
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OMP_WAIT_POLICY": "passive",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a peer that is gone is told by a verdict, not by pages of native stack
+    }
+
+
+class Worker(Protocol):
+    """One live worker."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def host(self) -> str:
+        """Address on which its servers listen for the other processes of the run."""
+        ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
+        """See `offbeat.process.Child.call`."""
+        ...
+
+    async def stack(self) -> str:
+        """Where its threads are, or what the system knows of it where it does not answer."""
+        ...
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """End it, gently at first."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers somewhere. Used as `async with`; leaving it ends what it started, gently, or after an error within a moment."""
+
+    async def __aenter__(self) -> "Launcher": ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
+        """Start a worker and wait until its service is constructed.
+
+        Raises:
+            WorkerError, DeathError: it failed or died; shows the first real error.
+            DeadlineError: it was not ready in time; it has been ended.
+        """
+        ...
+
+
+def make_launcher(config: Config, *, devices_taken: int = 0) -> Launcher:
+    """Create the launcher that [cluster] names; the first `devices_taken` accelerators belong to other processes."""
+    module, name = _LAUNCHERS[config.cluster.launcher]
+    return getattr(importlib.import_module(module), name).from_config(config, devices_taken=devices_taken)
+
+
+async def ask(worker: Worker, method: str, request: Any, reply: type[T], *, timeout_s: float, patience_s: float | None = None) -> T:
+    """Call `method` with a frozen dataclass and decode its answer as `reply`."""
+    return wire.decode(reply, await worker.call(method, wire.encode(request), timeout_s=timeout_s, patience_s=patience_s))
+
+
+async def ask_all(
+    workers: Sequence[Worker], method: str, requests: Sequence[Any], reply: type[T], *, timeout_s: float, patience_s: float | None = None,
+) -> list[T]:
+    """`ask` each worker its request, all at once.
+
+    Args:
+        patience_s: for how long a worker may be stopped, or hang.
+
+    Raises:
+        OffbeatError: the root cause where some fail, as raised by its worker; the others' errors are notes of one line. Where all that
+            is known is a missed deadline, notes show what every worker was doing.
+    """
+    tasks = {
+        worker.name: asyncio.create_task(ask(worker, method, request, reply, timeout_s=timeout_s, patience_s=patience_s))
+        for worker, request in zip(workers, requests, strict=True)}
+    failures: dict[str, Exception] = {}  # in the order in which they come
+    for name, task in tasks.items():
+        task.add_done_callback(lambda task, name=name: _note_failure(failures, name, task))
+    try:
+        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        if not failures:
+            return [task.result() for task in tasks.values()]
+        await asyncio.wait(tasks.values(), timeout=_GRACE_S)
+        if all(cause_of(error).is_consequence for error in failures.values()):
+            await asyncio.wait(tasks.values(), timeout=_CAUSE_GRACE_S)
+        unanswered = [worker for worker in workers if not tasks[worker.name].done()]
+        raise await _explained(failures, method, unanswered)
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+def _note_failure(failures: dict[str, Exception], name: str, task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled() and isinstance(error := task.exception(), Exception):
+        failures[name] = error
+
+
+async def _explained(failures: Mapping[str, Exception], method: str, unanswered: Sequence[Worker]) -> Exception:
+    """The root cause, with what the others have to say."""
+    root = root_cause(failures)
+    error, cause = failures[root], cause_of(failures[root])
+    notes = []
+    if cause is Cause.LOST_PEER and not isinstance(error, PeerError) and unanswered:
+        # All that is known is that a collective broke, of which whoever is not in it any more is a victim.
+        names = " and ".join(worker.name for worker in unanswered)
+        error = PeerError(f"{names} did not get on in {method}, so that a collective of the others broke ({first_line(error)})")
+        notes = await asyncio.gather(*(worker.stack() for worker in unanswered))
+    if cause is Cause.LATE:
+        notes = [note for name, other in failures.items() if name != root for note in getattr(other, "__notes__", ())]
+        notes += await asyncio.gather(*(worker.stack() for worker in unanswered))
+    if cause is Cause.RAISED and root not in str(error):
+        notes.append(f"{root} raised it in {method}")
+    notes += consequences(failures, root=root)
+    notes += [f"{worker.name}: had not answered {method}" for worker in unanswered]
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+class Service:
+    """The worker's end: each public method takes a frozen dataclass or None, and returns one. Types are read from its annotations."""
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        """Decode, call, encode."""
+        return answer(self, method, payload)
+
+
+def answer(service: object, method: str, payload: bytes) -> bytes:
+    """Call a public method of `service` with an encoded request; returns its encoded answer.
+
+    Raises:
+        LookupError: there is no such method.
+    """
+    function = getattr(service, method, None)
+    if method.startswith("_") or method == "handle" or not inspect.ismethod(function):
+        raise LookupError(f"{type(service).__name__} has no method {method!r}")
+    argument = next(name for name in inspect.signature(function).parameters)
+    request = wire.decode(get_type_hints(function)[argument], payload)
+    return wire.encode(function(request))

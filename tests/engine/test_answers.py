@@ -1,0 +1,77 @@
+"""Answers in OpenAI's words; the server's tests send them over HTTP."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from offbeat.data.tokenizer import character_tokenizer
+from offbeat.engine.answers import Answer, ChatFormat, CompletionFormat, error_body
+from offbeat.engine.request import Output
+from offbeat.engine.wire import CompletionBody
+
+TOKENIZER = character_tokenizer()
+
+
+def answer(form, **body) -> Answer:
+    stops = tuple(body.get("stop", ()))
+    return Answer("id-1", form, CompletionBody(prompt=[1], **body), tokenizer=TOKENIZER, model="tiny", prompt_len=3, stops=stops)
+
+
+def output(index: int, text: str, reason: str | None = "stop") -> Output:
+    ids = TOKENIZER.encode(text)
+    return Output(index, ids, [-0.5] * len(ids), [7] * len(ids), reason)
+
+
+def test_samples_come_in_order_with_their_usage() -> None:
+    whole = json.loads(answer(CompletionFormat(), n=2).whole([output(1, "34"), output(0, "1", "length")]))
+    assert (whole["id"], whole["object"], whole["model"]) == ("id-1", "text_completion", "tiny")
+    assert [(c["index"], c["text"], c["finish_reason"], c["logprobs"]) for c in whole["choices"]] == [
+        (0, "1", "length", None), (1, "34", "stop", None)]
+    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert "token_ids" not in whole["choices"][0]
+
+
+def test_tokens_logprobs_and_versions_are_given_on_request_and_text_is_cut_at_a_stop() -> None:
+    (choice,) = json.loads(answer(CompletionFormat(), logprobs=0, return_token_ids=True, stop=["="]).whole([output(0, "12=3")]))["choices"]
+    assert choice["text"] == "12"
+    assert choice["token_ids"] == TOKENIZER.encode("12=3")
+    assert choice["logprobs"] == {"token_logprobs": [-0.5] * 4}
+    assert choice["versions"] == [7] * 4
+
+
+def test_the_likeliest_tokens_are_told_by_id() -> None:
+    told = replace(output(0, "1"), top_logprobs=[((4, -0.1), (5, -2.0))])
+    (choice,) = json.loads(answer(CompletionFormat(), logprobs=2).whole([told]))["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"token_id:4": -0.1, "token_id:5": -2.0}]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_token_that_stopped_a_sample_is_not_in_its_text(reason: str) -> None:
+    ended, text = output(0, "123", reason), "12" if reason == "stop" else "123"
+    body = {"stop_token_ids": TOKENIZER.encode("3")}
+    (choice,) = json.loads(answer(CompletionFormat(), return_token_ids=True, **body).whole([ended]))["choices"]
+    assert (choice["text"], choice["token_ids"]) == (text, TOKENIZER.encode("123"))
+    event = json.loads(answer(CompletionFormat(), stream=True, **body).piece(ended).removeprefix(b"data: "))
+    assert event["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize(("form", "read"), [
+    (CompletionFormat(), lambda choice: choice["text"]), (ChatFormat(), lambda choice: choice["delta"]["content"])])
+def test_pieces_of_a_stream_add_up_to_the_text(form, read) -> None:
+    streaming = answer(form, stream=True)
+    pieces = [streaming.piece(output(0, "1", None)), streaming.piece(output(0, "23"))]
+    events = [json.loads(piece.removeprefix(b"data: ")) for piece in pieces]
+    assert "".join(read(event["choices"][0]) for event in events) == "123"
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None, "stop"]
+
+
+def test_a_chat_answers_as_the_assistant_with_each_token_beside_its_logprob() -> None:
+    (choice,) = json.loads(answer(ChatFormat(), logprobs=True).whole([output(0, "12")]))["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "12"}
+    assert choice["logprobs"]["content"] == [{"token": "1", "logprob": -0.5}, {"token": "2", "logprob": -0.5}]
+
+
+def test_errors_say_whose_they_are() -> None:
+    assert json.loads(error_body("x", status=400))["error"] == {"message": "x", "type": "invalid_request_error", "code": 400}
+    assert json.loads(error_body("x", status=500))["error"]["type"] == "server_error"

@@ -1,0 +1,123 @@
+"""The slot cache keeps what is written through growth and moves, and attention over it equals a plain one."""
+
+import weakref
+
+import numpy as np
+import torch
+
+from offbeat.engine.cache import CacheShape, PromptRows, SlotCache, attend
+
+CPU = torch.device("cpu")
+SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+
+
+def filled(lengths: list[int], *, max_slots: int = 8) -> tuple[SlotCache, torch.Tensor]:
+    cache = SlotCache(SHAPE, device=CPU, max_slots=max_slots, max_positions=200)
+    content = torch.randn(2, 2, len(lengths), 2, max(lengths), 4)
+    cache.reserve(slots=len(lengths), positions=max(lengths))
+    rows = torch.arange(len(lengths))
+    for layer in range(2):
+        cache.write_prompts(layer, content[layer, 0], content[layer, 1], PromptRows(rows, rows))
+    return cache, content
+
+
+def test_content_survives_growth_in_slots_and_positions():
+    cache, content = filled([5, 3])
+    cache.reserve(slots=7, positions=100)
+    assert cache.slots >= 7 and cache.positions >= 100
+    keys, values = cache.layer(1)
+    assert torch.equal(keys[:2, :, :5], content[1, 0]) and torch.equal(values[:2, :, :5], content[1, 1])
+    assert cache.size_bytes == cache.slots * cache.positions * 2 * 2 * 2 * 4 * 4
+
+
+def test_growth_stops_at_the_bounds_it_was_given():
+    cache = SlotCache(SHAPE, device=CPU, max_slots=5, max_positions=40)
+    cache.reserve(slots=4, positions=33)
+    cache.reserve(slots=5, positions=40)
+    assert (cache.slots, cache.positions) == (5, 64)
+
+
+def test_a_copy_takes_the_memory_of_one_layer_beside_the_cache(monkeypatch):
+    shape = CacheShape(num_layers=16, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+    cache = SlotCache(shape, device=CPU, max_slots=64, max_positions=512)
+    cache.reserve(slots=8, positions=64)
+    live: list[weakref.ref] = []
+    most = 0
+    allocate = SlotCache._allocate
+
+    def watched(self, slots, positions):
+        nonlocal most
+        tensor = allocate(self, slots, positions)
+        live.append(weakref.ref(tensor))
+        old = sum(layer.nbytes for layer in self._data if not any(ref() is layer for ref in live))
+        most = max(most, old + sum(new.nbytes for ref in live if (new := ref()) is not None))
+        return tensor
+
+    monkeypatch.setattr(SlotCache, "_allocate", watched)
+    cache.reserve(slots=16, positions=64)
+    assert cache.size_bytes < most <= cache.size_bytes * (1 + 1 / 16)
+
+
+def test_no_growth_takes_more_than_its_bytes_and_what_is_not_in_use_gives_way():
+    shape = CacheShape(num_layers=2, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    cache = SlotCache(shape, device=CPU, max_slots=100, max_positions=10_000, max_bytes=shape.bytes_per_token * 3200 + 7)
+    assert cache.max_tokens == 3200
+    for slots, positions in ((50, 64), (2, 1500), (3, 40), (10, 320), (100, 32), (1, 3200), (33, 90)):
+        cache.reserve(slots=slots, positions=positions)
+        assert cache.slots >= slots and cache.positions >= positions and cache.slots * cache.positions <= 3200
+
+
+def test_content_survives_where_a_cache_gives_up_slots_for_positions():
+    cache = SlotCache(SHAPE, device=CPU, max_slots=8, max_positions=256, max_bytes=SHAPE.bytes_per_token * 256)
+    cache.reserve(slots=8, positions=32)
+    keys, values = torch.randn(2, 2, 20, 4), torch.randn(2, 2, 20, 4)
+    rows = torch.arange(2)
+    cache.write_prompts(1, keys, values, PromptRows(rows, rows))
+    cache.reserve(slots=2, positions=100)
+    assert torch.equal(cache.layer(1)[0][:2, :, :20], keys) and torch.equal(cache.layer(1)[1][:2, :, :20], values)
+
+
+def test_one_prompt_can_fill_several_slots():
+    cache = SlotCache(SHAPE, device=CPU, max_slots=4, max_positions=32)
+    cache.reserve(slots=4, positions=3)
+    keys, values = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
+    cache.write_prompts(0, keys, values, PromptRows(torch.tensor([3, 0, 1]), torch.tensor([1, 0, 1])))
+    stored = cache.layer(0)[0][:, :, :3]
+    assert torch.equal(stored[3], keys[1]) and torch.equal(stored[0], keys[0]) and torch.equal(stored[1], keys[1])
+
+
+def test_moved_slots_carry_their_content():
+    cache, content = filled([5, 5, 5, 5])
+    cache.move([3], [0], positions=5)
+    for layer in range(2):
+        assert torch.equal(cache.layer(layer)[0][0, :, :5], content[layer, 0, 3])
+        assert torch.equal(cache.layer(layer)[1][1, :, :5], content[layer, 1, 1])
+
+
+def test_a_decode_step_attends_to_a_rows_own_past_and_itself():
+    lengths = [31, 7, 1]
+    cache, content = filled(lengths)
+    step = cache.step(np.array(lengths))
+    new_keys, new_values, queries = torch.randn(3, 2, 4), torch.randn(3, 2, 4), torch.randn(3 * 2, 3, 4)
+    keys, values = step.extend(1, new_keys, new_values)
+    got = attend(queries, keys, values, mask=step.mask, scale=0.5).view(3, 2, 3, 4)
+    for row, length in enumerate(lengths):
+        k = torch.cat([content[1, 0, row, :, :length], new_keys[row, :, None]], 1)
+        v = torch.cat([content[1, 1, row, :, :length], new_values[row, :, None]], 1)
+        weights = torch.softmax(0.5 * queries.view(3, 2, 3, 4)[row] @ k.transpose(1, 2), -1)
+        assert torch.allclose(got[row], weights @ v, atol=1e-6)
+
+
+def test_a_window_hides_what_is_too_far_back():
+    cache, _ = filled([6, 2])
+    step = cache.step(np.array([6, 2]))
+    visible = (step.window_mask(3)[::2, 0] == 0).nonzero().tolist()
+    assert visible == [[0, 4], [0, 5], [0, 6], [1, 0], [1, 1], [1, 2]]
+
+
+def test_cleared_slots_are_zero_and_the_others_are_not():
+    cache, content = filled([5, 3, 4])
+    cache.clear([0, 2])
+    keys, values = cache.layer(1)
+    assert not keys[[0, 2]].any() and not values[[0, 2]].any()
+    assert torch.equal(keys[1, :, :3], content[1, 0, 1, :, :3])

@@ -1,0 +1,32 @@
+"""A weight in any form multiplies alike and gives its numbers back."""
+
+import pytest
+import torch
+
+from offbeat.engine import matrix as matrix_module
+from offbeat.engine.matrix import ByColumns, ByRows, Packed, head_matrix, matrix
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [ByColumns, ByRows, Packed])
+def test_every_form_multiplies_and_adds_alike_and_gives_its_numbers_back(form, dtype):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
+    formed = form(weight)
+    assert formed.plain.dtype == dtype and torch.equal(formed.plain, weight)
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
+    for rows in (1, 5, 200):
+        x, base = torch.randn(rows, 64).to(dtype), torch.randn(rows, 96).to(dtype)
+        before = base.clone()
+        product = (x.double() @ weight.double().t())
+        for got, expected in ((formed(x), product), (formed(x, bias), product + bias), (formed.add(base, x), product + base)):
+            torch.testing.assert_close(got.double(), expected, **tolerance)
+        assert torch.equal(base, before)
+
+
+def test_only_large_matrices_are_packed(monkeypatch):
+    weight = torch.randn(16, 16)
+    assert type(matrix(weight)) is ByColumns and type(head_matrix(weight)) is ByRows
+    assert head_matrix(weight).plain is weight, "a tied head takes no memory of its own"
+    monkeypatch.setattr(matrix_module, "PACK_FROM", 256)
+    assert type(matrix(weight)) is type(head_matrix(weight)) is Packed

@@ -1,0 +1,426 @@
+"""The HTTP contract: OpenAI's answers and errors, streaming, aborts, weight control, and the ends of a server's life."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import threading
+import time
+
+import aiohttp
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from offbeat.data.tokenizer import load_tokenizer
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.server import EngineServer
+from offbeat.errors import PortBusyError
+from offbeat.model.fingerprint import fingerprint
+from offbeat.model.tensors import named_bytes
+from waiting import wait_until
+
+RL = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+
+
+@contextlib.contextmanager
+def serving(folder: str, **options):
+    server = EngineServer(EngineOptions(model=folder, **options))
+    try:
+        yield server, server.start()
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def url(model_folder):
+    """A server that the tests which change nothing share."""
+    with serving(model_folder("qwen3")) as (_, url):
+        yield url
+
+
+@pytest.fixture(params=["direct", "hf"])
+def fresh(request, model_folder):
+    with serving(model_folder("qwen3"), forward=request.param, max_running=4, max_queued=2) as (server, url):
+        yield server, url
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def call(url: str, path: str, body: dict | None = None, *, headers: dict | None = None):
+    """(status, headers, decoded answer) of a POST with a body, or a GET without."""
+    async with aiohttp.ClientSession() as session:
+        async with session.request("GET" if body is None else "POST", url + path, json=body, headers=headers) as response:
+            text = await response.text()
+            return response.status, response.headers, json.loads(text) if text.startswith("{") else text
+
+
+def fetch(url: str, path: str, body: dict | None = None, **more):
+    return run(call(url, path, body, **more))
+
+
+async def until(condition) -> None:
+    while not condition():  # noqa: ASYNC110 (the engine's thread sets no asyncio event)
+        await asyncio.sleep(0.005)
+
+
+def test_a_prompt_of_text_begins_with_the_bos_that_the_tokenizer_adds(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder("qwen3"), tmp_path / "with-bos")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.hf.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    tokenizer.save(folder)
+    with serving(str(folder)) as (_, url):
+        greedy = {"max_tokens": 4, "temperature": 0, **RL}
+        text, ids = (fetch(url, "/v1/completions", {"prompt": prompt, **greedy})[2] for prompt in ("12>", [2, *tokenizer.encode("12>")]))
+    assert text["usage"]["prompt_tokens"] == 4
+    assert text["choices"][0]["token_ids"] == ids["choices"][0]["token_ids"]
+
+
+def test_a_completion_from_token_ids_has_tokens_logprobs_and_versions(url, reference):
+    prompt = [5, 9, 20, 3]
+    status, _, answer = fetch(url, "/v1/completions", {"prompt": prompt, "n": 3, "max_tokens": 7, "seed": 1, **RL})
+    assert status == 200 and answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
+    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 21, "total_tokens": 25}
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "length" and choice["versions"] == [0] * 7
+        expected = reference("qwen3").logprobs(prompt + choice["token_ids"])[3:]
+        assert torch.allclose(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-4)
+    again = fetch(url, "/v1/completions", {"prompt": prompt, "n": 3, "max_tokens": 7, "seed": 1, **RL})[2]
+    assert [c["token_ids"] for c in again["choices"]] == [c["token_ids"] for c in answer["choices"]]
+
+
+def test_a_completion_from_text_has_text_and_16_tokens_by_default(url):
+    _, _, answer = fetch(url, "/v1/completions", {"prompt": "12+3=", "temperature": 0, "ignore_eos": True, "frequency_penalty": 0.1})
+    (choice,) = answer["choices"]
+    assert answer["usage"]["prompt_tokens"] == 5 and answer["usage"]["completion_tokens"] == 16
+    assert choice["text"] and choice["logprobs"] is None and "token_ids" not in choice
+
+
+def test_text_is_cut_before_a_stop_string_and_tokens_are_not(url):
+    free = fetch(url, "/v1/completions", {"prompt": "12", "max_tokens": 30, "seed": 3, **RL})[2]["choices"][0]
+    stop = free["text"][8:10]
+    body = {"prompt": "12", "max_tokens": 30, "seed": 3, "stop": stop, **RL}
+    stopped = fetch(url, "/v1/completions", body)[2]["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == free["text"][: free["text"].index(stop)]
+    assert stopped["token_ids"] == free["token_ids"][: len(stopped["token_ids"])] and len(stopped["token_ids"]) >= 2
+    streamed = run(stream(url, "/v1/completions", {**body, "stream": True}))
+    assert "".join(event["choices"][0]["text"] for event in streamed) == stopped["text"]
+
+
+def test_stop_token_ids_end_with_the_token_included(url):
+    free = fetch(url, "/v1/completions", {"prompt": "12", "max_tokens": 30, "seed": 3, **RL})[2]["choices"][0]
+    stop = free["token_ids"][4]
+    stopped = fetch(url, "/v1/completions", {"prompt": "12", "max_tokens": 30, "seed": 3, "stop_token_ids": [stop], **RL})[2]["choices"][0]
+    assert stopped["token_ids"] == free["token_ids"][: free["token_ids"].index(stop) + 1]
+
+
+def test_a_chat_uses_the_template(url, model_folder):
+    messages = [{"role": "user", "content": "hi"}]
+    status, _, answer = fetch(url, "/v1/chat/completions", {"messages": messages, "max_tokens": 5, "ignore_eos": True, "logprobs": True})
+    (choice,) = answer["choices"]
+    assert status == 200 and answer["object"] == "chat.completion" and answer["usage"]["prompt_tokens"] == len("user: hi\nassistant: ")
+    assert choice["message"]["role"] == "assistant"
+    assert len(choice["logprobs"]["content"]) == 5 and choice["logprobs"]["content"][0]["logprob"] < 0
+
+
+def test_a_chat_may_fill_the_context(url):
+    body = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
+    answer = fetch(url, "/v1/chat/completions", body)[2]
+    assert answer["usage"]["total_tokens"] == 160
+    limited = fetch(url, "/v1/chat/completions", {**body, "max_completion_tokens": 3})[2]
+    assert limited["usage"]["completion_tokens"] == 3
+
+
+async def stream(url: str, path: str, body: dict) -> list[dict]:
+    async with aiohttp.ClientSession() as session:
+        async with session.post(url + path, json=body) as response:
+            assert response.status == 200 and response.content_type == "text/event-stream"
+            lines = [line.decode().strip() async for line in response.content]
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def test_a_stream_adds_up_to_the_whole_answer(url):
+    body = {"prompt": "12+3", "n": 2, "max_tokens": 12, "seed": 5, **RL}
+    whole = fetch(url, "/v1/completions", body)[2]
+    events = run(stream(url, "/v1/completions", {**body, "stream": True}))
+    for choice in whole["choices"]:
+        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert len(mine) == 12
+        assert "".join(piece["text"] for piece in mine) == choice["text"]
+        assert [t for piece in mine for t in piece["token_ids"]] == choice["token_ids"]
+        assert [p["finish_reason"] for p in mine] == [None] * 11 + ["length"]
+    chat = run(stream(url, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": True}))
+    assert chat[0]["object"] == "chat.completion.chunk" and "content" in chat[0]["choices"][0]["delta"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", {}, "missing required field `prompt`"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt takes one string or one list of token ids"),
+        ("/v1/completions", {"prompt": [[1, 2]]}, "prompt takes one string or one list of token ids"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": "many"}, "$.max_tokens"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens must be >= 1, got 0"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature must be 0"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo is not offered"),
+        ("/v1/completions", {"prompt": "a", "n": 0}, "n must be >= 1"),
+        ("/v1/completions", {"prompt": ""}, "the prompt is empty"),
+        ("/v1/completions", {"prompt": [10**6]}, "outside the vocabulary"),
+        ("/v1/completions", {"prompt": [5] * 150, "max_tokens": 20, "stream": True}, "150 tokens and max_tokens is 20"),
+        ("/v1/completions", {"prompt": "a", "stop": [""]}, "empty string"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "missing required field `content`"),
+        ("/v1/score", {"tokens": [5]}, "2 to 160 tokens"),
+        ("/v1/score", {"tokens": [5, 6], "targets": [[]]}, "one list for each of the 2 tokens, got 1 lists"),
+        ("/v1/completions", {"prompt": "a", "logprobs": -1}, "logprobs must be 0 to 1024 likeliest tokens, got -1"),
+        ("/v1/weights/stage", {"version": 1, "folder": "nowhere"}, "nowhere holds no model.safetensors"),
+        ("/v1/weights/switch", {"version": 1, "interrupt": "maybe"}, "$.interrupt"),
+        ("/pause", {"mode": "later"}, "$.mode"),
+    ],
+)
+def test_wrong_requests_are_answered_400_with_the_reason(path, body, message, url):
+    status, _, answer = fetch(url, path, body)
+    assert status == 400 and message in answer["error"]["message"], answer
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_what_is_not_json_is_answered_400(url):
+    async def post() -> tuple[int, str]:
+        async with aiohttp.ClientSession() as session, session.post(
+            url + "/v1/completions", data=b"{nope", headers={"Content-Type": "application/json"}) as response:
+            return response.status, await response.text()
+
+    status, text = run(post())
+    assert status == 400 and "request body is wrong" in text
+
+
+def test_models_health_and_metrics(url):
+    assert fetch(url, "/v1/models")[2]["data"][0]["max_model_len"] == 160
+    assert fetch(url, "/health")[2] == {
+        "status": "ok", "paused": None, "version": 0, "running": 0, "waiting": 0, "max_context": 160, "max_adapter_rank": 64}
+    status, headers, text = fetch(url, "/metrics")
+    assert status == 200 and headers["Content-Type"].startswith("text/plain")
+    for name in ("running 0.0", "waiting 0.0", "weight_version 0.0", "prompt_tokens_total", "generated_tokens_total", "switch_seconds"):
+        assert f"offbeat_engine_{name}" in text
+
+
+def test_a_score_tells_of_the_likeliest_tokens_and_of_targets_where_they_are_asked_for(url, reference):
+    table = reference("qwen3").logits([5, 9, 20])[:-1].log_softmax(-1)
+    plain = fetch(url, "/v1/score", {"tokens": [5, 9, 20]})[2]
+    assert plain.keys() == {"version", "logprobs"}
+    answer = fetch(url, "/v1/score", {"tokens": [5, 9, 20], "top_k": 2, "targets": [[1], [], [3, 4]]})[2]
+    assert answer["logprobs"] == pytest.approx(plain["logprobs"], abs=1e-5)
+    assert [[token for token, _ in row] for row in answer["top_logprobs"]] == table.topk(2).indices.tolist()
+    assert answer["target_logprobs"] == [[], pytest.approx(table[1, [3, 4]].tolist(), abs=1e-4)]
+
+
+def test_a_client_that_goes_away_takes_its_score_back(fresh):
+    server, url = fresh
+
+    async def body():
+        blocked = threading.Event()
+        server._loop.call(lambda: blocked.wait(60))
+        calls = [asyncio.create_task(call(url, "/v1/score", {"tokens": [5, 6]})) for _ in range(2)]
+        await until(lambda: len(server._inboxes) == 2)
+        calls[0].cancel()
+        await until(lambda: len(server._inboxes) == 1)
+        blocked.set()
+        assert (await calls[1])[0] == 200
+
+    scored = []
+    compute = server._engine._scorer.compute
+    server._engine._scorer.compute = lambda jobs, *args, **more: scored.extend(jobs) or compute(jobs, *args, **more)
+    run(body())
+    assert len(scored) == 1 and not server._inboxes
+
+
+def test_a_key_is_wanted_where_one_is_set(model_folder):
+    with serving(model_folder("qwen3"), api_key="secret") as (_, url):
+        assert fetch(url, "/health")[0] == 401
+        status, _, answer = fetch(url, "/v1/completions", {"prompt": "a"}, headers={"Authorization": "Bearer wrong"})
+        assert status == 401 and "Authorization: Bearer KEY" in answer["error"]["message"]
+        assert fetch(url, "/health", headers={"Authorization": "Bearer secret"})[0] == 200
+
+
+@pytest.mark.parametrize(("headers", "status", "reason"), [
+    ({"Host": "evil.example:8001"}, 403, "answers to 127.0.0.1 and localhost only, not to 'evil.example:8001'"),
+    ({"Origin": "https://evil.example"}, 403, "does nothing for a page of 'https://evil.example'"),
+    ({"Origin": "null"}, 403, "does nothing for a page of 'null'"),
+    ({"Content-Type": "text/plain"}, 415, "the body must be JSON"),
+    ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "the body must be JSON"),
+    ({"Origin": "http://localhost:3000", "Content-Type": "application/json; charset=utf-8"}, 200, "")])
+def test_without_a_key_no_web_page_can_use_an_engine(url, headers, status, reason):
+    async def post(path: str) -> tuple[int, str]:
+        async with aiohttp.ClientSession() as session, session.post(url + path, data=b"{}", headers=headers) as response:
+            return response.status, await response.text()
+
+    for path in ("/pause", "/resume"):
+        answered, text = run(post(path))
+        assert answered == status and reason in text
+    assert fetch(url, "/health")[2]["status"] == "ok"
+
+
+def test_with_a_key_a_proxy_may_ask_under_any_name(model_folder):
+    with serving(model_folder("qwen3"), api_key="secret") as (_, url):
+        named = {"Host": "engines.example", "Authorization": "Bearer secret"}
+        assert fetch(url, "/health", headers=named)[0] == 200
+        assert fetch(url, "/health", headers=named | {"Authorization": "Bearer sécret"})[0] == 401
+
+
+def test_health_tells_who_has_paused_an_engine_and_for_how_long(fresh):
+    server, url = fresh
+    assert fetch(url, "/health")[2]["paused"] is None
+    fetch(url, "/pause", {"by": "the run before"})
+    time.sleep(0.02)
+    pause = fetch(url, "/health")[2]["paused"]
+    assert pause["by"] == "the run before" and pause["for_s"] >= 0.02
+    fetch(url, "/resume", {})
+    fetch(url, "/pause", {})
+    assert fetch(url, "/health")[2]["paused"]["by"] == "127.0.0.1"
+    fetch(url, "/resume", {})
+    assert fetch(url, "/health")[2]["paused"] is None and not server._engine.paused
+
+
+def test_a_full_queue_is_answered_429_and_waiting_requests_are_served(fresh):
+    server, url = fresh
+
+    async def scenario() -> None:
+        await call(url, "/pause", {})
+        assert (await call(url, "/health"))[2]["status"] == "paused"
+        waiting = [asyncio.create_task(call(url, "/v1/completions", {"prompt": "a", "max_tokens": 3, **RL})) for _ in range(2)]
+        await until(lambda: server._engine.num_waiting == 2)
+        status, headers, answer = await call(url, "/v1/completions", {"prompt": "a"})
+        assert status == 429 and headers["Retry-After"] == "1" and "queue is full" in answer["error"]["message"]
+        await call(url, "/resume", {})
+        assert [(await task)[0] for task in waiting] == [200, 200]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_client_that_goes_away_aborts_its_samples(streaming, fresh, slow_down):
+    server, url = fresh
+    slow_down(server._engine)
+
+    async def scenario() -> None:
+        body = {"prompt": "a", "n": 3, "max_tokens": 150, "stream": streaming, **RL}
+        task = asyncio.create_task(call(url, "/v1/completions", body))
+        await until(lambda: server._engine.num_running == 3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: server._engine.num_running == 0)
+        assert server._engine.finished["abort"] == 3
+        await until(lambda: not server._inboxes)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("interrupt", ["recompute", "keep", "drain"])
+def test_weights_are_staged_switched_and_proved_while_requests_run(interrupt, fresh, model_folder, reference, slow_down):
+    server, url = fresh
+    let_go = slow_down(server._engine)
+    folder = model_folder("qwen3", 1)
+
+    async def scenario() -> list[dict]:
+        body = {"prompt": [5, 9], "n": 2, "max_tokens": 60, "seed": 2, **RL}
+        running = asyncio.create_task(call(url, "/v1/completions", body))
+        await until(lambda: server._engine.num_generated_tokens >= 8)
+        for _ in range(2):
+            assert (await call(url, "/v1/weights/stage", {"version": 7, "folder": folder}))[0] == 200
+        if interrupt == "drain":
+            let_go.set()
+        status, _, answer = await call(url, "/v1/weights/switch", {"version": 7, "interrupt": interrupt})
+        let_go.set()
+        assert status == 200 and answer["version"] == 7 and answer["switch_s"] >= 0
+        live = (await call(url, "/v1/weights/fingerprint"))[2]
+        assert live == {"version": 7, "fingerprint": fingerprint(named_bytes(reference("qwen3", 1).model))}
+        score = (await call(url, "/v1/score", {"tokens": [5, 9, 20, 3]}))[2]
+        assert score["version"] == 7
+        assert torch.allclose(torch.tensor(score["logprobs"]), reference("qwen3", 1).logprobs([5, 9, 20, 3]), atol=1e-4)
+        choices = (await running)[2]["choices"]
+        for body in ({"folder": model_folder("qwen3", 2)}, {"folder": model_folder("qwen3"), "fingerprint": "of a resumed run"}):
+            assert (await call(url, "/v1/weights/stage", {"version": 7, **body}))[0] == 200
+        assert (await call(url, "/v1/weights/switch", {"version": 7, "interrupt": interrupt}))[0] == 200
+        live = (await call(url, "/v1/weights/fingerprint"))[2]
+        assert live == {"version": 7, "fingerprint": fingerprint(named_bytes(reference("qwen3").model))}
+        return choices
+
+    for choice in run(scenario()):
+        versions, tokens = choice["versions"], [5, 9, *choice["token_ids"]]
+        changed = versions.count(0)
+        assert versions == [0] * changed + [7] * (60 - changed)
+        assert changed == 60 if interrupt == "drain" else 4 <= changed < 60
+        got = torch.tensor(choice["logprobs"]["token_logprobs"])
+        assert torch.allclose(got[:changed], reference("qwen3").logprobs(tokens)[1 : 1 + changed], atol=1e-4)
+        if interrupt == "recompute":
+            assert torch.allclose(got[changed:], reference("qwen3", 1).logprobs(tokens)[1 + changed :], atol=1e-4)
+
+
+def test_pause_abort_answers_with_partial_samples(fresh, slow_down):
+    server, url = fresh
+    slow_down(server._engine)
+
+    async def scenario() -> dict:
+        running = asyncio.create_task(call(url, "/v1/completions", {"prompt": "a", "max_tokens": 150, **RL}))
+        await until(lambda: server._engine.num_generated_tokens >= 3)
+        await call(url, "/pause", {"mode": "abort"})
+        return (await running)[2]["choices"][0]
+
+    choice = run(scenario())
+    assert choice["finish_reason"] == "abort" and 3 <= len(choice["token_ids"]) == len(choice["versions"]) < 150
+
+
+def test_a_failed_engine_fails_its_requests_and_its_health(fresh):
+    server, url = fresh
+
+    def broken(tokens, step, *, lora):
+        raise RuntimeError("out of luck")
+
+    server._engine._forward.decode = broken
+    for path, body in (("/v1/completions", {"prompt": "a", "max_tokens": 9, **RL}), ("/health", None), ("/v1/score", {"tokens": [5, 6]})):
+        status, _, answer = fetch(url, path, body)
+        assert status == 500 and "out of luck" in answer["error"]["message"]
+
+
+def test_stopping_answers_what_is_in_flight_and_leaves_no_thread(model_folder, slow_down):
+    before = threading.active_count()
+    with serving(model_folder("qwen3")) as (server, url):
+        slow_down(server._engine)
+
+        async def scenario():
+            running = asyncio.create_task(call(url, "/v1/completions", {"prompt": "a", "max_tokens": 150, **RL}))
+            await until(lambda: server._engine.num_running == 1)
+            await asyncio.to_thread(server.stop)
+            return await running
+
+        status, _, answer = run(scenario())
+        assert status == 500 and "the engine was stopped" in answer["error"]["message"]
+    assert threading.active_count() <= before
+
+
+def test_a_taken_port_is_said_plainly(model_folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortBusyError, match=f"127.0.0.1:{port}: Address already in use; choose another port"):
+            EngineServer(EngineOptions(model=model_folder("qwen3"))).start(port=port)
+
+
+def test_a_step_that_does_not_end_is_told_by_health(fresh, monkeypatch):
+    server, url = fresh
+    monkeypatch.setattr("offbeat.engine.server.STALLED_S", 0.2)
+    stuck, let_go = threading.Event(), threading.Event()
+    server._loop.call(lambda: (stuck.set(), let_go.wait(60)))
+    assert stuck.wait(60)
+    time.sleep(0.4)
+    status, _, answer = fetch(url, "/health")
+    let_go.set()
+    assert status == 500 and "has been in one step" in answer["error"]["message"]
+    wait_until(lambda: fetch(url, "/health")[0] == 200, timeout_s=60)

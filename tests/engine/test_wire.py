@@ -1,0 +1,44 @@
+"""Bodies become sampling parameters as OpenAI and vLLM mean them."""
+
+import pytest
+
+from offbeat.engine.request import SamplingParams
+from offbeat.engine.wire import ChatBody, CompletionBody, SwitchBody, read_body
+from offbeat.errors import RefusedError
+
+
+def test_defaults_are_openais():
+    body = read_body(CompletionBody, b'{"prompt": "a", "model": "anything", "user": "x"}')
+    assert body.params(default_max_tokens=16) == SamplingParams(max_new_tokens=16)
+    assert not body.wants_logprobs and not body.stream and body.model == "anything"
+
+
+def test_every_field_arrives():
+    data = b"""{"prompt": [1, 2], "n": 3, "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 11, "stop": ["a", "b"],
+        "stop_token_ids": [5], "ignore_eos": true, "logprobs": 6, "scaled_logprobs": true, "return_token_ids": true, "stream": true}"""
+    body = read_body(CompletionBody, data)
+    assert body.prompt == [1, 2] and body.n == 3 and body.wants_logprobs and body.return_token_ids and body.stream
+    assert body.params(default_max_tokens=16) == SamplingParams(
+        max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop=("a", "b"), stop_token_ids=(5,), ignore_eos=True,
+        scaled_logprobs=True, top_logprobs=6,
+    )
+
+
+def test_null_zero_and_vllms_minus_one_mean_no_limit():
+    body = read_body(CompletionBody, b'{"prompt": "a", "top_k": -1, "top_p": null, "temperature": 0, "stop": "x", "logprobs": null}')
+    assert body.params(default_max_tokens=1) == SamplingParams(max_new_tokens=1, temperature=0, stop=("x",))
+    assert not body.wants_logprobs
+
+
+def test_chat_logprobs_are_a_switch():
+    message = b'"messages": [{"role": "user", "content": "hi"}]'
+    wanted = read_body(ChatBody, b'{"logprobs": true, ' + message + b"}")
+    assert wanted.wants_logprobs and wanted.num_top == 0
+    assert read_body(CompletionBody, b'{"prompt": "a", "logprobs": true}').num_top == 0
+    assert not read_body(ChatBody, b'{"logprobs": false, ' + message + b"}").wants_logprobs
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"version": "one"}', b'{"version": 1, "interrupt": "now"}', b"\xff"])
+def test_a_wrong_body_is_one_sentence(data):
+    with pytest.raises(RefusedError, match="^the request body is wrong: "):
+        read_body(SwitchBody, data)

@@ -1,0 +1,119 @@
+"""Rewards and rollouts of an source. Whole arenas run in the tests of the controller and of SPMD mode."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from offbeat.config.root import Config
+from offbeat.controller.inputs import read_inputs
+from offbeat.data.dataset import PromptStream
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.server import EngineServer
+from offbeat.errors import CodeError
+from offbeat.fleet.dispatch import Dispatcher
+from offbeat.fleet.pool import EnginePool
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.sampling import Sample
+from offbeat.rollout.workflows.single_turn import single_turn
+from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.telemetry.console import Console
+from offbeat.telemetry.jsonl import read_json_lines
+from offbeat.telemetry.record import RunRecord
+from small_run import build_small_model, small_config
+
+
+def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path: Path) -> None:
+    reward = tmp_path / "broken.py"
+    reward.write_text("def reward(completion, row):\n    raise ValueError('no answer')\n")
+    config = small_config(tmp_path, rollout__reward=f"{reward}:reward")
+
+    async def main(record: RunRecord) -> None:
+        async with AsyncExitStack() as stack:
+            await open_rewards(stack, read_inputs(config), config, record)
+
+    with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
+        with pytest.raises(CodeError, match="no answer"):
+            asyncio.run(main(record))
+
+
+async def score(completions, row):
+    return [float(i) for i in range(len(completions))]
+
+
+async def generate(prompt, sampling, *, n, session=""):
+    return [Sample((5,) * sampling.max_new_tokens, (-0.5,) * sampling.max_new_tokens, (0,) * sampling.max_new_tokens, "2", "length")] * n
+
+
+async def talkative(episode):
+    """The first sample goes on for a second turn; of a row that begins with an odd digit for so many that they do not fit."""
+    group = await single_turn(episode)
+    turns = 40 if int(str(episode.row.prompt)[0]) % 2 else 1
+    first = group[0]
+    for _ in range(turns):
+        [sample] = await episode.generate(tuple(first.tokens.tolist()), episode.sampling, n=1)
+        more = {"tokens": sample.token_ids, "loss_mask": [True] * 5, "rollout_logprobs": sample.logprobs, "versions": sample.versions}
+        first = replace(first, **{name: np.concatenate([getattr(first, name), values]) for name, values in more.items()})
+    return [first, *group[1:]]
+
+
+def play(config: Config, root: Path) -> tuple[list, list[dict]]:
+    """The groups of one step, and what was recorded meanwhile."""
+    async def main(record: RunRecord) -> list:
+        inputs = read_inputs(config)
+        source = EngineRollouts(config, record, inputs, generate, SimpleNamespace(score=score))
+        async with source.rollouts(PromptStream(inputs.train, seed=0), version=0, last_version=1) as rollouts:
+            return await rollouts.prepare_batch()
+
+    with RunRecord(root / "run", trace=False, console=Console("quiet")) as record:
+        groups = asyncio.run(main(record))
+    return groups, list(read_json_lines(root / "run" / "events.jsonl"))
+
+
+def test_what_a_workflow_makes_too_long_is_left_out_or_rejected_with_its_reason(tmp_path: Path, model_dir: str) -> None:
+    # Prompts of 4 tokens, answers of 5: a second turn makes 14 tokens, of which the last is not run.
+    config = small_config(
+        tmp_path, model_dir, rollout__workflow=f"{__file__}:talkative", train__max_tokens_per_microbatch="12", rollout__group_size="3",
+        rollout__consumer_batch_size="12", rollout__max_concurrent_rollouts="12")
+    groups, events = play(config, tmp_path)
+    reason = "too long: a row of 13 tokens exceeds train.max_tokens_per_microbatch = 12"
+    assert [[t.reason for t in group.trajectories] for group in groups] == [[reason, "length", "length"]] * 12
+    unusable = [event for event in events if event["kind"] == "unusable_samples"]
+    assert {tuple(event["reasons"]) for event in unusable} == {(reason,)}
+    rejected = [event for event in events if event["kind"] == "rejected"]
+    assert {event["why"] for event in rejected} == {"too long"}
+    assert "a prompt of 64 tokens and max_new_tokens = 5 are more than the context of 64" in rejected[0]["reason"]
+
+
+def test_a_row_as_long_as_a_micro_batch_is_trained_on(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="8")
+    groups, events = play(config, tmp_path)
+    assert {t.reason for group in groups for t in group.trajectories} == {"length"}
+    assert events == []
+
+
+def test_samples_end_at_every_end_token_of_the_model_and_hold_it(tmp_path: Path) -> None:
+    model = Path(build_small_model(tmp_path / "model", seed=1))
+    (model / "generation_config.json").write_text('{"eos_token_id": [0, 30]}')
+    config = small_config(tmp_path, str(model), rollout__stop='["<unk>"]')
+    sampling = replace(read_inputs(config).sampling, max_new_tokens=56, seed=3)
+
+    async def main() -> list[Sample]:
+        async with EngineSession() as http:
+            pool = EnginePool([EngineClient("engine 0", server.start(), http.session)])
+            pool.admit("engine 0", 0)
+            return await Dispatcher(pool, request_timeout_s=60).generate((13, 14, 15), sampling, n=16)
+
+    server = EngineServer(EngineOptions(model=str(model)))
+    try:
+        samples = asyncio.run(main())
+    finally:
+        server.stop()
+    ends = {0, 30, 2}
+    stopped = [sample for sample in samples if sample.finish_reason == "stop"]
+    assert {sample.token_ids[-1] for sample in stopped} == ends
+    assert all(not ends & set(sample.token_ids[:-1]) for sample in samples)

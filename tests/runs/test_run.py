@@ -1,0 +1,187 @@
+"""Whole runs, in processes of their own: what they leave behind, how they go on, and what they never touch."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat.checkpoint.recover import CheckpointIndex
+from offbeat.config.load import load_config
+from offbeat.controller.state import Highlights, SavedState
+from offbeat.data.tokenizer import load_tokenizer
+from offbeat.data.wire import encode_json
+from offbeat.errors import CodeError, ConfigError
+from offbeat.model.load import load_causal_lm
+from offbeat.runs.run import prepare_run_dir, run_training
+from offbeat.telemetry.console import Console
+from offbeat.telemetry.record import lock_run
+from small_run import REWARDS, SmallRun, small_config
+
+
+def quiet() -> Console:
+    return Console("quiet", stream=io.StringIO())
+
+
+def test_a_run_leaves_its_result_and_its_controller_stays_small_and_free_of_torch(finished_run: SmallRun) -> None:
+    result = json.loads((finished_run.folder / "result.json").read_text())
+    assert (result["steps"], result["warm_up_steps"], result["seed"], result["stopped_early"]) == (2, 0, 0, False)
+    assert 0 <= result["heldout_before"] <= 1 and 0 <= result["heldout_after"] <= 1
+    assert result["train_wall_s"] > 0 and result["startup_wall_s"] > 0
+    assert 0 <= result["max_staleness_seen"] <= 1
+    assert 0 <= result["max_logprob_gap"] < 1e-3
+    assert result["torch_in_controller"] is False
+    assert result["controller_memory_bytes"] < 200e6
+
+
+def test_a_run_leaves_a_row_per_step_and_its_resolved_configuration(finished_run: SmallRun, model_dir: str) -> None:
+    rows = finished_run.metrics()
+    assert [row["global_step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert {"train/loss", "train/grad_norm", "reward/mean", "step/total_s", "policy/logprob_gap_mean", "policy/canary_gap"} <= set(row)
+        assert row["rollout/drawn_again_prompts"] == 0
+        assert row["policy/canary_gap"] < 1e-3
+        assert 0 < row["rollout/generated_tokens"] <= 2 * 2 * 5
+    assert rows[0]["rollout/rejected_share"] == rows[0]["rollout/rejected_timed_out_share"] == 0
+    assert rows[0]["policy/logprob_gap_max"] < 1e-3, "the first step trains on its own policy's tokens"
+    assert load_config(str(finished_run.folder / "config.toml")) == small_config(finished_run.root, model_dir)
+
+
+def test_a_run_leaves_a_model_that_loads(finished_run: SmallRun, model_dir: str) -> None:
+    folder = finished_run.folder / "export"
+    tokens = torch.tensor([load_tokenizer(folder).encode("321>")])
+    with torch.inference_mode():
+        new, old = (load_causal_lm(str(f), attention="sdpa")(input_ids=tokens, use_cache=False).logits for f in (folder, model_dir))
+    assert new.shape == old.shape
+    assert not torch.equal(new, old), "two steps with rewards left the weights as they were"
+
+
+def test_a_stopped_run_saves_and_says_so(stopped_run: SmallRun) -> None:
+    assert stopped_run.done is not None and stopped_run.done.returncode == 130, stopped_run.done
+    result = json.loads((stopped_run.folder / "result.json").read_text())
+    assert result["stopped_early"] is True
+    assert result["steps"] == stopped_run.metrics()[-1]["global_step"] == stopped_run.events("checkpoint")[-1]["global_step"]
+
+
+def saved_state(run: SmallRun, step: int) -> dict:
+    return json.loads((run.folder / "checkpoints" / f"step-{step:08d}" / "complete.json").read_text())
+
+
+def test_a_run_that_is_started_again_goes_on_and_loses_no_prompt(stopped_run: SmallRun, tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    shutil.copytree(stopped_run.folder, run.folder)
+    done = stopped_run.metrics()[-1]["global_step"]
+    (saved,) = saved_state(run, done)["heads"]
+    assert saved["in_flight"], "nothing was in flight at the checkpoint, so this test shows nothing"
+    result = run_training(small_config(tmp_path, model_dir, run__total_steps=str(done + 2)), quiet())
+    assert (result.steps, result.stopped_early) == (done + 2, False)
+    assert [row["global_step"] for row in run.metrics()] == list(range(1, done + 3))
+    (resumed,) = run.events("resumed")
+    assert (resumed["global_step"], resumed["version"], resumed["prompts_in_flight"]) == (done, done, len(saved["in_flight"]))
+    assert run.events("publish")[-1]["version"] == done + 2
+    # Every prompt that was ever drawn was trained on once: those in flight at the checkpoint come first.
+    trained = [group["prompt_id"] for step in range(1, done + 3) for group in run.groups(step)]
+    drawn = saved_state(run, done + 2)["heads"][0]["stream"]["position"]
+    assert sorted(trained) == sorted(f"0:{index}" for index in range(drawn))
+    assert run.events("rejected") == []
+    assert set(saved["in_flight"][:2]) <= set(trained[2 * done :])
+
+
+def test_a_run_that_got_somewhere_but_has_no_checkpoint_is_moved_aside(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    prepare_run_dir(config)
+    for number in (1, 2):
+        (config.run_dir / "weights").mkdir(parents=True)
+        (config.run_dir / "config.toml").write_text(f"# {number}")
+        prepare_run_dir(config)
+        assert config.run_dir.exists()
+        (config.run_dir / "metrics.jsonl").touch()
+        prepare_run_dir(config)
+        assert not config.run_dir.exists()
+        aside = tmp_path / f"small.{number}"
+        assert (aside / "config.toml").read_text() == f"# {number}"
+        assert not (aside / "weights").exists()
+
+
+@pytest.mark.parametrize(("supervised", "warm_up", "kind", "goes_on"), [
+    (True, "false", "sft", True), (True, "true", "warm-up", False), (True, "false", "step", False),
+    (False, "true", "warm-up", True), (False, "false", "warm-up", False), (False, "true", "sft", False), (False, "false", "step", True),
+])
+def test_a_run_goes_on_only_from_checkpoints_of_its_own_kind(
+    supervised: bool, warm_up: str, kind: str, goes_on: bool, tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path, run__warm_up=warm_up, run__total_steps="9", sft__total_steps="9")
+    index = CheckpointIndex(config.run_dir / "checkpoints", kind)
+    index.complete(3, encode_json(SavedState(3, 3, ())))
+    for name in ("config.toml", "metrics.jsonl"):
+        (config.run_dir / name).touch()
+    prepare_run_dir(config, supervised=supervised)
+    assert config.run_dir.exists() is goes_on
+
+
+def test_a_fine_tuning_that_has_reached_its_accuracy_says_so(tmp_path: Path) -> None:
+    config = small_config(tmp_path, sft__total_steps="9", sft__stop_at_accuracy="0.5")
+    index = CheckpointIndex(config.run_dir / "checkpoints", "sft")
+    index.complete(3, encode_json(SavedState(3, 3, (), Highlights(heldout_after=0.625))))
+    (config.run_dir / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"reached a held-out accuracy of 0.625 after 3 supervised steps; set sft.stop_at"):
+        prepare_run_dir(config, supervised=True)
+
+
+def test_a_fresh_run_moves_an_older_one_aside_whatever_it_came_to(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    for _ in range(2):
+        config.run_dir.mkdir()
+        (config.run_dir / "config.toml").touch()
+        prepare_run_dir(config, fresh=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.1", "small.2"]
+
+
+def test_a_run_that_another_process_runs_keeps_its_folder(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.run_dir.mkdir()
+    for name in ("config.toml", "metrics.jsonl"):
+        (config.run_dir / name).touch()
+    with lock_run(config.run_dir), pytest.raises(ConfigError, match="is being run by another process"):
+        prepare_run_dir(config)
+    assert (config.run_dir / "config.toml").exists()
+
+
+def test_an_existing_run_is_refused_where_resuming_is_off(tmp_path: Path) -> None:
+    config = small_config(tmp_path, run__resume="false")
+    prepare_run_dir(config)
+    config.run_dir.mkdir()
+    (config.run_dir / "config.toml").touch()
+    with pytest.raises(ConfigError, match="exists and run.resume is false"):
+        prepare_run_dir(config)
+
+
+def test_a_run_that_has_done_its_steps_is_told_apart_from_one_that_goes_on(finished_run: SmallRun, model_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"has done its 2 steps; raise run.total_steps to go on"):
+        prepare_run_dir(small_config(finished_run.root, model_dir))
+    prepare_run_dir(small_config(finished_run.root, model_dir, run__total_steps="3"))
+    assert finished_run.folder.exists()
+
+
+def test_a_run_that_fails_says_why_in_its_events(tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    config = small_config(tmp_path, model_dir, rollout__reward=f"{REWARDS}:gives_text")
+    with pytest.raises(CodeError, match="gives_text returned what cannot be trained on: 'good'"):
+        run_training(config, quiet())
+    (failed,) = run.events("failed")
+    assert failed["error"].startswith("CodeError: the reward")
+    assert "the run failed" in (run.folder / "logs" / "controller.log").read_text()
+    assert not (run.folder / "result.json").exists()
+
+
+def test_a_run_that_reads_from_its_own_folder_is_not_moved_from_under_itself(tmp_path: Path) -> None:
+    config = small_config(tmp_path, str(tmp_path / "runs" / "small" / "export"))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(config.run_dir / "export")})})
+    (config.run_dir / "export").mkdir(parents=True)
+    (config.run_dir / "config.toml").write_text("")
+    (config.run_dir / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match="model.path = .* lies in the folder of the run itself"):
+        prepare_run_dir(config)
+    assert (config.run_dir / "export").exists()

@@ -1,0 +1,117 @@
+"""Whole runs in SPMD mode, under the real torchrun."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from offbeat.engine.options import EngineOptions
+from offbeat.engine.server import EngineServer
+from offbeat.errors import RefusedError
+from offbeat.telemetry.jsonl import read_json_lines
+from small_run import SmallRun, torchrun
+from waiting import wait_until
+
+LORA = {"model__lora__rank": "4", "rollout__max_head_offpolicyness": "0", "checkpoint__every_steps": "2"}
+HEADS = {"rollout__single_rank_load": "false", "rollout__balance_batch": "false"}
+WORKFLOWS = Path(__file__).parents[1] / "support" / "workflows.py"
+
+
+def processes_of(run: SmallRun) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if str(run.root) in " ".join(process.info["cmdline"] or ())]
+
+
+@pytest.mark.parametrize("changes", [{}, HEADS], ids=["one rank loads", "heads load"])
+def test_ranks_under_torchrun_train_save_and_go_on(changes: dict[str, str], tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    done = torchrun("train", *run.arguments(checkpoint__every_steps="1", evaluate__every_steps="1", **changes), "--json", world=2)
+    assert done.returncode == 0, done.stderr
+    assert [row["global_step"] for row in run.metrics()] == [1, 2]
+    assert all(row["train/tokens"] > 0 and row["rollout/staleness_max_versions"] <= 1 for row in run.metrics())
+    assert [event["version"] for event in run.events("publish")] == [0, 1, 2]
+    assert all(event["canary_gap"] < 1e-3 for event in run.events("publish"))
+    assert len(run.events("evaluation")) == 3
+    events = [json.loads(line)["event"] for line in done.stdout.splitlines()]
+    assert events[0] == "start" and events[-1] == "finish" and events.count("finish") == 1, "one rank speaks for all"
+    assert (run.folder / "export" / "model.safetensors").exists()
+    assert not processes_of(run)
+    again = torchrun("train", *run.arguments(run__total_steps="3", **changes), "--json", world=2)
+    assert again.returncode == 0, again.stderr
+    assert [row["global_step"] for row in run.metrics()] == [1, 2, 3]
+    (resumed,) = run.events("resumed")
+    assert (resumed["global_step"], resumed["version"]) == (2, 2)
+
+
+def skewed(run: SmallRun, **changes: str) -> list[str]:
+    """Every second row, which is every row of the second head, takes ten times as long."""
+    rows = [{"prompt": f"{i % 10}>", "answer": "slow" if i % 2 else "fast"} for i in range(64)]
+    data = run.root / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run.arguments(
+        data__task="", data__path=str(data), data__heldout_size="0", data__shuffle="false", rollout__consumer_batch_size="4",
+        rollout__max_concurrent_rollouts="64", rollout__max_head_offpolicyness="4", rollout__workflow=f"{WORKFLOWS}:slow_by_answer",
+        dist__sync_timeout_s="5", **changes)
+
+
+def test_a_head_whose_rollouts_are_slow_is_named_with_what_it_waits_for(tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    done = torchrun("train", *skewed(run, **HEADS), "--json", world=2)
+    assert done.returncode == 1
+    last_words = [line for line in done.stderr.splitlines() if line.startswith("offbeat: ")]
+    assert len(last_words) == 2, done.stderr
+    for line in last_words:
+        assert "sync point 'train_batch' timed out after 5 s" in line and "rank 1 is slow" in line and "waiting for rollouts" in line, line
+    assert not processes_of(run)
+
+
+def test_one_rank_that_loads_carries_the_same_work_through(tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    done = torchrun("train", *skewed(run, rollout__single_rank_load="true", rollout__balance_batch="true"), "--json", world=2)
+    assert done.returncode == 0, done.stderr
+    assert [row["global_step"] for row in read_json_lines(run.folder / "metrics.jsonl")] == [1, 2]
+    assert max(row["step/rollout_wait_s"] for row in run.metrics()) > 5, "no wait was longer than the deadline, so this shows nothing"
+
+
+@pytest.fixture
+def engine(model_dir: str) -> Iterator[tuple[EngineServer, str]]:
+    """An engine in this process, and its URL."""
+    server = EngineServer(EngineOptions(model=model_dir))
+    try:
+        yield server, server.start()
+    finally:
+        server.stop()
+
+
+def test_ranks_go_on_while_an_adapter_is_fanned_out_and_one_that_no_engine_takes_ends_the_run(
+    engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
+) -> None:
+    run, (server, url), load = SmallRun(tmp_path, model_dir), engine, engine[0]._loop.load_adapter
+    bad = 3
+
+    def load_late(name: str, folder: str) -> None:
+        """Not before all ranks have passed the points behind the step that published the version."""
+        version = int(name.rpartition("@")[2])
+        if version == bad:
+            raise RefusedError("this adapter is not to my taste")
+        wait_until(lambda: not version or len(run.metrics()) >= version, timeout_s=90)
+        load(name, folder)
+
+    server._loop.load_adapter = load_late
+    done = torchrun("train", *run.arguments(**LORA, run__total_steps="5", inference__urls=json.dumps([url])), world=2)
+    assert done.returncode == 1
+    last_words = [line for line in done.stderr.splitlines() if line.startswith("offbeat: ")]
+    assert len(last_words) == 2 and all(line.endswith("400: this adapter is not to my taste") for line in last_words), done.stderr
+    assert any(re.match(r"offbeat: the adapter policy\.[0-9a-f]{6}@3 is bad: no engine takes it; engine 0: ", line) for line in last_words)
+    assert any(line.startswith("offbeat: sync point 'distributed_batch' cannot be passed: rank 0 failed") for line in last_words)
+    assert [event["version"] for event in run.events("publish")] == [0, 1, 2]
+    assert [row["global_step"] for row in run.metrics()] == [1, 2, 3]
+    for row, event in zip(run.metrics(), run.events("publish")[1:], strict=False):
+        assert row["time_s"] < event["time_s"], "the loop waited for the fan-out"
+    for step in (1, 2, 3):
+        versions = {v for group in run.groups(step) for t in group["trajectories"] for v in t["versions"] if v >= 0}
+        assert versions == {step - 1}, "the bound is 0"
+    assert [event["global_step"] for event in run.events("checkpoint")] == [2]
+    assert not processes_of(run)

@@ -1,0 +1,94 @@
+"""Ranks meet through a store; the ones that do not come are named."""
+
+import queue
+import socket
+
+import pytest
+import torch
+
+from offbeat.config.dist import DistConfig
+from offbeat.errors import ConfigError, DeadlineError, PortBusyError, StuckError, SyncTimeout
+from offbeat.pulse import progress, work
+from offbeat.sync.mesh import MeshShape, ProcessGroups, connect_store, host_store, join, leave
+from ranks import run_ranks
+
+
+def test_a_hosted_store_answers_on_its_host_alone():
+    store = host_store(30)
+    connect_store("127.0.0.1", store.port, timeout_s=30).set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", store.port), timeout=2):
+        pass
+
+
+def test_a_store_on_a_port_that_is_taken_is_refused():
+    store = host_store(30)
+    with pytest.raises(PortBusyError, match=f"no store can be served at 127.0.0.1:{store.port} "):
+        host_store(30, port=store.port)
+
+
+def test_a_store_that_nobody_hosts_is_a_missed_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(DeadlineError, match=f"127.0.0.1:{port} within 1 s"):
+        connect_store("127.0.0.1", port, timeout_s=1)
+
+
+def test_a_single_rank_joins_and_leaves_twice():
+    for _ in range(2):
+        groups = join(rank=0, world=1, store=host_store(30), config=DistConfig())
+        assert groups.world == 1
+        assert groups.mesh.mesh_dim_names == ("dp",)
+        assert (groups.dp_rank, groups.is_head, groups.shape) == (0, True, MeshShape(1))
+        assert torch.distributed.get_backend(groups.cpu_group) == "gloo"
+        leave()
+    leave()
+
+
+def test_a_single_rank_that_hangs_is_told_to_whoever_waits_for_it():
+    stuck, beats = queue.SimpleQueue(), []
+    groups = join(
+        rank=0, world=1, store=host_store(30), config=DistConfig(sync_timeout_s=0.5), on_stuck=stuck.put, on_beat=beats.append)
+    try:
+        with work("save"):
+            progress("write_checkpoint")
+            text = str(_take_while_asleep(stuck))
+        assert text.startswith("rank 0 hangs in 'save' (write_checkpoint): for ")
+        assert "in _take_while_asleep: return stuck.get(timeout=60)" in text
+        assert set(beats) == {"'save' (write_checkpoint)"}
+        with pytest.raises(StuckError, match="^rank 0 hangs in 'save'"):
+            groups.sync.check()
+    finally:
+        leave()
+
+
+def _take_while_asleep(stuck):
+    return stuck.get(timeout=60)
+
+
+def test_ranks_that_do_not_join_are_named():
+    store = host_store(30)
+    with pytest.raises(SyncTimeout) as error:
+        join(rank=1, world=3, store=store, config=DistConfig(init_timeout_s=1))
+    assert str(error.value) == (
+        "sync point 'join' timed out after 1 s with 1 of 3 ranks there: rank 0 has not started, rank 2 has not started")
+    leave()
+
+
+@pytest.mark.parametrize(("shape", "world"), [(MeshShape(2), 3), (MeshShape(2, 2), 2), (MeshShape(0), 0), (MeshShape(-1, -2), 2)])
+def test_a_world_that_does_not_match_the_mesh_is_refused(shape, world):
+    with pytest.raises(ConfigError, match=f"a mesh of {shape.dp} data-parallel times {shape.tp} .* ranks needs .* got {world}"):
+        join(rank=0, world=world, store=host_store(30), config=DistConfig(), shape=shape)
+
+
+def _find_peers(groups, _argument):
+    return [groups.dp_rank, groups.is_head, groups.shape.dp]
+
+
+def test_ranks_are_all_data_parallel_unless_told_otherwise():
+    assert run_ranks(_find_peers, world=2) == [[0, True, 2], [1, True, 2]]
+
+
+def test_tensor_parallel_neighbours_share_a_data_parallel_index():
+    groups = [ProcessGroups(rank, 4, MeshShape(dp=2, tp=2), mesh=None, cpu_group=None, sync=None) for rank in range(4)]
+    assert [(g.dp_rank, g.is_head) for g in groups] == [(0, True), (0, False), (1, True), (1, False)]
