@@ -262,11 +262,12 @@ def outcome(attacks: "subprocess.Popen[str]") -> dict[str, dict[str, int]]:
 
 
 def latencies(tenants: list[Tenant]) -> dict[str, dict[str, float]]:
-    """By kind of call, over all clients."""
+    """By kind of call and of all calls together, over all clients."""
     seen: dict[str, list[float]] = defaultdict(list)
     for tenant in tenants:
         for what, seconds in tenant.seconds.items():
             seen[what] += seconds
+            seen["any call"] += seconds
     return {
         what: {"calls": len(seconds)} | {f"p{share}": round(float(np.percentile(seconds, share)), 3) for share in (50, 95)}
         for what, seconds in sorted(seen.items())}
