@@ -139,7 +139,7 @@ class AdapterCache:
     def _check_unused(self, name: str) -> None:
         """A name must not stand for something else than what engines still hold under it."""
         if self.catalog.get(name) is None and any(name in slots.names for slots in self.slots.values()):
-            raise PublishError(f"requests still use {name} of a removed tenant {adapter_of(name)}; publish another version, or later")
+            raise PublishError(f"requests still use {name} of a removed adapter {adapter_of(name)}; publish another version, or later")
 
     # -- where adapters are ------------------------------------------------------------------------------------------------------------
 

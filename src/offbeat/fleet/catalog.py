@@ -62,7 +62,7 @@ class Catalog:
             return
         if newest is not None and manifest.version <= version_of(newest):
             raise PublishError(
-                f"{manifest.name} is not newer than {newest}; a version is published once, and a tenant's versions count up")
+                f"{manifest.name} is not newer than {newest}; a version is published once, and an adapter's versions count up")
         self._published[manifest.name], self._newest[manifest.adapter] = manifest, manifest.name
 
     def serves(self, name: str) -> None:

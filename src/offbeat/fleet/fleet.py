@@ -1,7 +1,7 @@
 """The engines of a run in service: their pool, the adapters on them, what sends requests and versions there, and what keeps all well.
 
-Opened by the controller, by rank 0 in SPMD mode, and by processes that serve tenants; other ranks of SPMD mode open a pool alone.
-Torch-free.
+The controller opens it, and so do rank 0 in SPMD mode and processes that train and serve many adapters; other ranks of SPMD mode open a
+pool alone. Torch-free.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
