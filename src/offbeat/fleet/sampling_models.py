@@ -23,7 +23,7 @@ from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 
 _PATIENCE_S = 10.0
-"""How long requests wait for a model without a healthy engine: it is not ours to mend, and others want their turn."""
+"""How long requests wait for a model without a healthy engine; nobody here can restart it, and other requests wait for their turn."""
 _ANY_TOKENS = (0, 1)
 
 
@@ -59,10 +59,10 @@ class SamplingModel:
 
 @asynccontextmanager
 async def open_sampling_models(config: Config, record: RunRecord) -> AsyncIterator[Mapping[str, SamplingModel]]:
-    """Connect to the engines of `serve.sampling_models`, and look after them while the body runs; models by name.
+    """Connect to the engines of `serve.sampling_models`, and look after them while the body runs. Yields the models by name.
 
     Raises:
-        ConfigError: an engine is not ready, or cannot tell what will be asked of it.
+        ConfigError: an engine is not ready, or does not say how long a context it has.
     """
     async with EngineSession() as http:
         opened = await gather_all(
