@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 YIELD_FACTOR = 1.5
 YIELD_REQUESTS = 4
-"""A session stays where its prefix is cached until that engine is busier by both of these. The factor alone would move sessions between
-engines that are nearly idle, and the requests alone would keep them on one that is far behind."""
+"""A session stays where its prefix is cached until that engine's load exceeds YIELD_FACTOR times the least load plus YIELD_REQUESTS
+requests. The factor alone would move sessions between engines that are nearly idle, and requests alone between those that are all busy."""
 _MAX_SESSIONS = 65_536
 
 
@@ -26,9 +26,8 @@ class Router:
     def choose(self, loads: Mapping[str, int], *, cost: int, session: str = "") -> str:
         """Choose among `loads`, the outstanding tokens of every engine that may take a request of `cost` tokens.
 
-        The engine that had the session's last request has its prefix in the cache. It is taken again unless it is more than YIELD_FACTOR
-        times as busy as the least busy one plus YIELD_REQUESTS requests of this cost; then the session moves. Equally busy engines take
-        turns.
+        The engine that had the session's last request has its prefix in the cache. It is taken again unless its load
+        exceeds YIELD_FACTOR * least load + YIELD_REQUESTS * cost; then the session moves. Equally busy engines take turns.
         """
         least = min(loads, key=lambda name: (loads[name], self._turns.get(name, 0)))
         home = self._homes.get(session, least) if session else least

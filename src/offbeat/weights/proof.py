@@ -19,8 +19,8 @@ from offbeat.types import Version
 from offbeat.weights.protocol import Manifest, Proof
 
 TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest root mean square over the canary's tokens of the difference between trainer and engine in nats, by number format; docs/weights.md has
-the measurements."""
+"""Largest root mean square, over the canary's tokens, of the difference between trainer and engine in nats, by number format. The file
+docs/weights.md has the measurements."""
 
 _SEPARATION = 5.0
 """Standard deviations of the noise between "it moved" and the threshold half-way, and from there to "it did not"."""
