@@ -1,5 +1,7 @@
 """A chat of several turns, templates in the manner of ChatML, and a byte-level tokenizer for them."""
 
+import string
+
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +21,8 @@ MARKED_WITHOUT_END = MARKED.replace("{{ message['content'] + '<|im_end|>' }}{% e
 FORGETS_THOUGHTS = OPENING + (
     "{{ message['content'] if loop.last else message['content'].split('=')[-1] }}{% else %}{{ message['content'] }}"
     "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+TEXT_ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \t\n"
+"""All printable ASCII characters, for a character tokenizer."""
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 CHAT = [
     {"role": "system", "content": "add"}, {"role": "user", "content": "3+4"}, {"role": "assistant", "content": "3+4=7"},

@@ -13,8 +13,8 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.objectives import CROSS_ENTROPY
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
-from offbeat.runs.tenants import Tenants, open_tenants
-from offbeat.service.backend import Backend
+from offbeat.runs.adapters import Adapters, open_adapters
+from offbeat.service.base_models import BaseModels
 from offbeat.service.futures import Futures
 from offbeat.service.incidents import Incidents
 from offbeat.service.limits import Limits, Usage
@@ -118,7 +118,7 @@ class SmallCluster:
 
     config: Config
     runner: asyncio.Runner
-    tenants: Tenants
+    adapters: Adapters
     answers: dict[bytes, Outcome] = field(default_factory=dict)
 
     def run(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -137,16 +137,17 @@ class SmallCluster:
         """A service on a data folder, new or used before; in the end it is closed gracefully, or else just gone as by kill -9."""
         store = Store.open(f"sqlite:///{folder / 'service.db'}")
         rows, usage, incidents = store.load(), Usage(lambda _: limits or Limits()), Incidents()
-        backend = Backend(
-            self.tenants, self.config, base_model=BASE, on_event=lambda kind, **fields: incidents.hear(kind, fields))
+        base_models, events = BaseModels.of(BASE, self.config.serve), self.adapters.fleet.record.events
+        events.listeners.append(incidents.hear)
         service: Service | None = None
         futures = Futures(
             store, Results(folder / "results"), encode=self._encode,
             owner_of=lambda session_id: service.sessions.owner_of(session_id) if service else None, usage=usage)
         service = Service(
-            backend, store, rows, futures, usage, folder=folder, settings=settings or ServiceSettings(patience_s=0.5),
+            self.adapters, base_models, store, rows, futures, usage, folder=folder, settings=settings or ServiceSettings(patience_s=0.5),
             make_samplers=lambda sessions, checkpoints: Samplers(
-                rows.samplers, engines=backend, store=store, usage=usage, sessions=sessions, checkpoints=checkpoints, timeout_s=3600))
+                rows.samplers, engines=self.adapters.fleet.adapters, base_models=base_models, store=store, usage=usage,
+                sessions=sessions, checkpoints=checkpoints, timeout_s=3600))
         work = asyncio.create_task(service.run())
         try:
             yield Open(service, store, usage, self.answers, incidents)
@@ -157,8 +158,9 @@ class SmallCluster:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             store.close()
-            for name in self.tenants.names if self.tenants.trainers_alive else ():
-                await self.tenants.remove(name)
+            events.listeners.remove(incidents.hear)
+            for name in self.adapters.names if self.adapters.trainers_alive else ():
+                await self.adapters.remove(name)
 
 
 @contextmanager
@@ -169,6 +171,6 @@ def small_cluster(root: Path, model_dir: str, **settings: str) -> Iterator[Small
     (config.run_dir / "logs").mkdir(parents=True)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
-        tenants = runner.run(stack.enter_async_context(open_tenants(config, SilentRecord(config.run_dir))))
-        yield SmallCluster(config, runner, tenants)
+        adapters = runner.run(stack.enter_async_context(open_adapters(config, SilentRecord(config.run_dir))))
+        yield SmallCluster(config, runner, adapters)
         runner.run(stack.aclose())

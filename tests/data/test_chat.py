@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from tokenizers.processors import ByteLevel
 
-from chats import CHAT, CHATML, FORGETS_THOUGHTS, MARKED, MARKED_WITHOUT_END, words
+from chats import CHAT, CHATML, FORGETS_THOUGHTS, MARKED, MARKED_WITHOUT_END, TEXT_ALPHABET, words
 from offbeat.config.data import DataConfig
 from offbeat.data.chat import mark_answers
 from offbeat.data.dataset import render, sft_sequence
 from offbeat.data.row import Row
-from offbeat.data.tokenizer import TEXT_ALPHABET, Tokenizer, character_tokenizer, load_tokenizer
+from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.errors import DataError, ModelError
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chats import CHAT, FORGETS_THOUGHTS, words
+from chats import CHAT, FORGETS_THOUGHTS, TEXT_ALPHABET, words
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.data import DataConfig
 from offbeat.config.train import SftConfig
@@ -13,7 +13,7 @@ from offbeat.data.dataset import ListDataset, PromptStream, open_datasets, rende
 from offbeat.data.packing import plan_microbatches
 from offbeat.data.row import Row
 from offbeat.data.supervised import Supervision
-from offbeat.data.tokenizer import TEXT_ALPHABET, Tokenizer, character_tokenizer
+from offbeat.data.tokenizer import Tokenizer, character_tokenizer
 from offbeat.errors import DataError, ModelError
 
 TOKENIZER = character_tokenizer()

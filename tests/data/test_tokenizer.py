@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from offbeat.data.tokenizer import DEFAULT_ALPHABET, DEFAULT_CHAT_TEMPLATE, TEXT_ALPHABET, character_tokenizer, load_tokenizer
+from chats import TEXT_ALPHABET
+from offbeat.data.tokenizer import DEFAULT_ALPHABET, DEFAULT_CHAT_TEMPLATE, character_tokenizer, load_tokenizer
 from offbeat.errors import ModelError
 
 TORCH_FREE = (

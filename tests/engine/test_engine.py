@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from named_bytes import named_bytes
 from offbeat.engine.engine import Engine
 from offbeat.engine.loader import load_engine
 from offbeat.engine.options import EngineOptions
@@ -11,7 +12,6 @@ from offbeat.engine.request import Output, Request, SamplingParams
 from offbeat.engine.versions import Source, fingerprint_tensors
 from offbeat.errors import BusyError, EngineError, ModelError, RefusedError
 from offbeat.model.fingerprint import fingerprint
-from offbeat.model.tensors import named_bytes
 
 PROMPTS = [[5, 9, 20, 3, 8, 8, 41, 7, 7, 30, 12, 3], [4], [17, 6, 5, 33], [9] * 25, [7, 8], [11, 12, 13], [50, 3, 40], [6, 6]]
 

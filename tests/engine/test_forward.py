@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from named_bytes import named_bytes
 from offbeat.engine import forward_direct, forward_hf, matrix
 from offbeat.engine.cache import PromptRows, SlotCache, attend_by_products
 from offbeat.engine.forward import Forward, _decoded_logprobs, _full_logprobs, check_forward, ordinary_tokens
@@ -19,7 +20,6 @@ from offbeat.engine.options import EngineOptions
 from offbeat.engine.versions import fingerprint_tensors, read_weights
 from offbeat.errors import ModelError
 from offbeat.model.fingerprint import fingerprint
-from offbeat.model.tensors import named_bytes
 
 DIRECT = ["qwen3", "qwen3-untied", "qwen2", "llama", "mistral", "llama-scaled-rope", "llama3-rope", "yarn"]
 PATHS = [("direct", kind) for kind in DIRECT] + [("hf", kind) for kind in (*DIRECT, "qwen2-sliding", "gpt2")]

@@ -13,12 +13,12 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
+from named_bytes import named_bytes
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.errors import PortBusyError
 from offbeat.model.fingerprint import fingerprint
-from offbeat.model.tensors import named_bytes
 from waiting import wait_until
 
 RL = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}

@@ -16,11 +16,12 @@ from typing import Any, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from chats import TEXT_ALPHABET
 from faults.sections import write_section
 from faults.workshop import Done, Workshop, workshop
 from offbeat.config.load import load_config, settings
 from offbeat.config.resume import CHANGES, Change
-from offbeat.data.tokenizer import TEXT_ALPHABET, character_tokenizer
+from offbeat.data.tokenizer import character_tokenizer
 from small_run import REWARDS, SETTINGS, SmallRun, build_small_model, offbeat
 
 CODE = """\

@@ -209,7 +209,7 @@ def test_a_tenant_that_returns_under_a_name_gets_nothing_of_the_one_before() -> 
         call = asyncio.create_task(fleet.ask("alice"))
         await until(lambda: engine.running["alice@1"])
         fleet.cache.remove("alice")
-        with pytest.raises(PublishError, match="requests still use alice@1 of a removed tenant alice"):
+        with pytest.raises(PublishError, match="requests still use alice@1 of a removed adapter alice"):
             await fleet.publish(manifest("alice", 1, folder="another"))
         engine.held_up.set()
         assert await call == "alice@1"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from named_bytes import named_bytes
 from offbeat.config.model import TinyConfig
 from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ModelError, StorageError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.hf_io import read_safetensors, write_safetensors
 from offbeat.model.load import context_length, load_causal_lm
-from offbeat.model.tensors import named_bytes
 from offbeat.model.tiny import build_tiny
 
 SMALL = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24, max_positions=32)

@@ -28,6 +28,13 @@ def test_capacity_is_the_smaller_of_concurrency_and_staleness() -> None:
     assert gate.capacity == 4
 
 
+def test_the_bound_allows_as_many_groups_as_the_steps_up_to_a_deadline_take() -> None:
+    gate = Gate(batch_size=4, max_running=100, eta=2, version=3)
+    assert (gate.max_held, gate.deadline) == (12, 5)
+    gate.advance(4)
+    assert (gate.max_held, gate.deadline) == (12, 6)
+
+
 def test_nothing_is_admitted_that_no_step_would_take() -> None:
     gate = Gate(batch_size=4, max_running=100, eta=3, version=7, last_version=9)
     assert gate.capacity == 8

@@ -1,7 +1,9 @@
 """A model is the same wherever it was meanwhile, and what it has lost is told before more is done."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +45,7 @@ def test_the_model_of_a_silent_session_is_parked_and_comes_back_as_it_was(cluste
         async with cluster.open(tmp_path, settings=ServiceSettings(session_timeout_s=-1.0)) as running:
             model = await running.model()
             await model.both(model.learn(training_data(1)), model.step())
-            before, bits = await losses(model), cluster.tenants.step_of(model.model_id.replace(":", "."))
+            before, bits = await losses(model), cluster.adapters.step_of(model.model_id.replace(":", "."))
             assert running.usage.of("alice").models == 1
             await until_parked(running)
             assert running.service.status().models[0].step == bits == 1 and running.usage.of("alice").models == 0
@@ -215,5 +217,21 @@ def test_an_adapter_that_cannot_be_trained_is_not_admitted(cluster: SmallCluster
             with pytest.raises(ModelError, match=sentence):
                 models.admit(ModelRow("m", "s", "alice", 0.0, 0.0, BASE, LORA.__class__(rank, 1.0, 0)))
             assert running.usage.of("alice").models == 0
+
+    cluster.run(body)
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"rank": 9}, "must be 1 to 8 on this server, got 9"), ({"rank": 0}, "must be 1 to 8"),
+    ({"train_attn": False, "train_mlp": False}, "needs train_attn or train_mlp")])
+def test_an_adapter_that_cannot_be_trained_is_refused_in_one_sentence(
+    cluster: SmallCluster, tmp_path: Path, changes: dict[str, Any], sentence: str,
+) -> None:
+    async def body() -> None:
+        async with cluster.open(tmp_path) as running:
+            session_id = await running.service.create_session(ALICE, metadata={}, tags=(), display_name="")
+            refused = await running.outcome(await running.service.create_model(
+                ALICE, session_id=session_id, model_seq_id=0, base_model=BASE, lora=replace(LORA, **changes), metadata={}))
+            assert isinstance(refused, Failed) and refused.category == "user" and sentence in refused.message
 
     cluster.run(body)

@@ -25,7 +25,8 @@ def run(tmp_path: Path, body: Callable[[World, Samplers], Awaitable[None]], worl
 
     async def main(store: Store) -> None:
         await body(world, Samplers(
-            store.load().samplers, engines=world, store=store, usage=world.usage, sessions=world, checkpoints=world, timeout_s=60.0,
+            store.load().samplers, engines=world, base_models=world.base_models, store=store, usage=world.usage, sessions=world,
+            checkpoints=world, timeout_s=60.0,
             clock=lambda: world.now))
 
     with closing(Store.open(f"sqlite:///{tmp_path / 'db'}")) as store:

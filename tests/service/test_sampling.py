@@ -94,7 +94,8 @@ def run(tmp_path: Path, body: Callable[[Setting], Awaitable[None]], *, max_in_fl
         usage = Usage(lambda _: Limits(max_queued_tokens=max_queued_tokens))
         futures = Futures(store, Results(tmp_path / "results"), encode=encode, owner_of=lambda _: "alice", usage=usage)
         rows = [SamplerRow(f"{SESSION}:sample:{seq}", SESSION, owner, "base") for seq, owner in enumerate(("alice", "bob"))]
-        samplers = Samplers(rows, engines=world, store=store, usage=usage, sessions=world, checkpoints=world, timeout_s=60.0)
+        samplers = Samplers(
+            rows, engines=world, base_models=world.base_models, store=store, usage=usage, sessions=world, checkpoints=world, timeout_s=60.0)
         sampling = Sampling(samplers, engines=engines, futures=futures, usage=usage, max_in_flight=max_in_flight)
         try:
             await body(Setting(world, engines, sampling, futures, usage, ended))

@@ -120,9 +120,12 @@ def test_each_sampler_has_a_version_of_its_own_that_engines_know(cluster: SmallC
                 row = running.service.checkpoints.readable(ALICE, CheckpointPath(model.model_id, "sampler", name))
                 names[row.version] = (await running.service.checkpoints.adapter(row.folder)).name
             assert sorted(names) == [0, 1]
-            generate = cluster.tenants.fleet.dispatcher.generate
+            generate = cluster.adapters.fleet.dispatcher.generate
             samples = [(await generate((7, 8), Sampling(8), n=1, adapter=name))[0] for name in names.values()]
             assert [set(sample.versions) for sample in samples] == [{0}, {1}]
+            status = running.service.status()
+            (engine,) = status.engines
+            assert set(names.values()) <= set(engine.adapters) and engine.outstanding_tokens == 0 and status.sampled_tokens >= 2
             await running.service.delete_checkpoint(ALICE, f"tinker://{model.model_id}/sampler_weights/a")
             assert not running.service.checkpoints.path(row.folder).parent.joinpath("nothing").exists()
             assert len(list((tmp_path / "checkpoints").iterdir())) == 1

@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,7 +21,7 @@ from offbeat.service.limits import Limits
 from offbeat.service.models import Model
 from offbeat.service.service import ServiceSettings
 from offbeat.service.types import Caller, CheckpointSaved, Failed, Outcome, PassDone, Pending, StepDone, TrainingData
-from small_service import ALICE, BOB, STEP, Client, Open, SmallCluster, training_data
+from small_service import ALICE, BOB, STEP, Client, SmallCluster, training_data
 from waiting import until
 
 
@@ -125,15 +127,18 @@ def test_what_one_owner_does_leaves_no_trace_in_anothers_model(cluster: SmallClu
     cluster.run(body)
 
 
-def test_many_models_share_passes_and_each_gets_what_it_gets_alone(cluster: SmallCluster, tmp_path: Path) -> None:
+def test_many_models_share_passes_and_each_gets_what_it_gets_alone(
+    cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body() -> None:
         async with cluster.open(tmp_path) as running:
             models, poison = [await running.model(caller) for caller in (ALICE, BOB, ALICE, BOB)], await running.model(BOB)
-            calls = note_calls(running)
+            calls = note_calls(cluster, monkeypatch)
             ids = [(model, await ask) for seed, model in enumerate(models) for ask in (model.learn(training_data(seed)), model.step())]
             ids += [(poison, await ask) for ask in (poison.learn(training_data(1, weight=3e38)), poison.step())]
             outcomes = [await model.outcome(request_id) for model, request_id in ids]
-            assert calls == ["run", "step"] and [isinstance(outcome, Failed) for outcome in outcomes] == [False] * 9 + [True]
+            assert calls == ["forward_backward", "optim_step"]
+            assert [isinstance(outcome, Failed) for outcome in outcomes] == [False] * 9 + [True]
             together = [await losses(model) for model in models]
             for seed, model in enumerate(models):
                 alone = await running.model(model.caller)
@@ -143,14 +148,16 @@ def test_many_models_share_passes_and_each_gets_what_it_gets_alone(cluster: Smal
     cluster.run(body)
 
 
-def note_calls(running: Open) -> list[str]:
+def note_calls(cluster: SmallCluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that trainers get from now on."""
-    backend, calls = running.service._backend, []
-    for name in ("run", "step"):
-        def told(*args: object, name: str = name, call: object = getattr(backend, name), **kwargs: object) -> object:
-            calls.append(name)
-            return call(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        setattr(backend, name, told)
+    calls: list[str] = []
+
+    def noted(name: str, call: Callable[[Any], object], given: object) -> object:
+        calls.append(name)
+        return call(given)
+
+    for name in ("forward_backward", "optim_step"):
+        monkeypatch.setattr(cluster.adapters, name, partial(noted, name, getattr(cluster.adapters, name)))
     return calls
 
 
@@ -336,11 +343,11 @@ def test_what_one_model_breaks_in_a_shared_pass_is_not_told_to_others(
         async with cluster.open(tmp_path) as running:
             models = [await running.model(caller) for caller in (ALICE, BOB)]
 
-            async def broken(batches: Mapping[str, Batch], *, learn: bool) -> None:
+            async def broken(batches: Mapping[str, Batch]) -> None:
                 raise DataError(f"a datum of {min(batches)} is wrong")
 
             with monkeypatch.context() as patch:
-                patch.setattr(running.service._backend, "run", broken)
+                patch.setattr(cluster.adapters, "forward_backward", broken)
                 ids = [(model, await ask) for model in models for ask in (model.learn(training_data(1)), model.step())]
                 failed = [await model.outcome(request_id) for model, request_id in ids]
             for outcome in failed:
@@ -384,8 +391,8 @@ def test_if_the_trainers_cannot_be_started_again_requests_fail_rather_than_wait(
                 raise WorkerError("no memory is left")
 
             with monkeypatch.context() as patch:
-                patch.setattr(cluster.tenants, "restart_trainers", fail)
-                patch.setattr(type(cluster.tenants), "trainers_alive", False)
+                patch.setattr(cluster.adapters, "restart_trainers", fail)
+                patch.setattr(type(cluster.adapters), "trainers_alive", False)
                 failed = await model.both(model.learn(training_data(1)), model.save("one"))
             assert [outcome.category for outcome in failed if isinstance(outcome, Failed)] == ["server"] * 2
 

@@ -22,7 +22,7 @@ _HEAD = """\
 What many tenants notice while engines and adapters are hurt. `make soak` measures it for ten minutes and writes this file.
 
 The tenants train adapters on one small random base model, on two ranks, a few at a time in turn; each publishes every few seconds, and
-samples without a pause from its current version or the one before. Everything is done by `open_tenants`, with engine processes of the run.
+samples without a pause from its current version or the one before. Everything is done by `open_adapters`, with engine processes of the run.
 A saboteur hurts one thing after the other and waits until all is well again.
 
 Before an engine sees a version, Hugging Face's modules say what it has to answer, with the adapter merged into the weights. Every sample of

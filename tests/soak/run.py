@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from offbeat.config.root import Config
-from offbeat.runs.tenants import open_tenants
+from offbeat.runs.adapters import open_adapters
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
@@ -73,11 +73,11 @@ async def _work(
     config: Config, ledger: Ledger, model: str, *, seconds: float, num_tenants: int, seed: int, console: Console, kinds: tuple[str, ...],
 ) -> None:
     with RunRecord(config.run_dir, trace=False, console=console) as record:
-        async with open_tenants(config, record) as tenants:
-            eos = tenants.tokenizer.eos_token_id
+        async with open_adapters(config, record) as adapters:
+            eos = adapters.tokenizer.eos_token_id
             reference = Reference(model, prompt=PROMPT, length=GREEDY.max_new_tokens, eos_token_id=eos)
-            work = Work(tenants, ledger, reference, seed=seed)
-            saboteur = FaultInjector(tenants, work, ledger, kinds=kinds, seed=seed)
+            work = Work(adapters, ledger, reference, seed=seed)
+            saboteur = FaultInjector(adapters, work, ledger, kinds=kinds, seed=seed)
             await work.begin(num_tenants)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(work.run())

@@ -16,7 +16,7 @@ import psutil
 
 from offbeat.fleet.fleet import Fleet
 from offbeat.model.peft_io import CONFIG_FILE, WEIGHTS_FILE
-from offbeat.runs.tenants import Tenants
+from offbeat.runs.adapters import Adapters
 from soak.ledger import ENGINE_FAULTS, Fault, Ledger
 from soak.work import Work
 from waiting import until
@@ -31,9 +31,9 @@ HEAL_LIMIT_S = 90.0
 class FaultInjector:
     """Works until the time is over."""
 
-    def __init__(self, tenants: Tenants, work: Work, ledger: Ledger, *, kinds: tuple[str, ...], seed: int) -> None:
-        self._tenants = tenants
-        self._serving: Fleet = tenants.fleet
+    def __init__(self, adapters: Adapters, work: Work, ledger: Ledger, *, kinds: tuple[str, ...], seed: int) -> None:
+        self._adapters = adapters
+        self._serving: Fleet = adapters.fleet
         self._work = work
         self._ledger = ledger
         self._kinds = kinds
@@ -82,7 +82,7 @@ class FaultInjector:
             await asyncio.sleep((1 - SLOW_SHARE) * SLOW_BEAT_S)
 
     async def _hurt_adapter(self, kind: str) -> None:
-        tenant = self._rng.choice(self._tenants.names)
+        tenant = self._rng.choice(self._adapters.names)
         damage = {"corrupt": self._rng.choice((flip_bytes, cut_off)), "rank": change_rank, "missing": remove_file}[kind]
         fault: Fault | None = None
 
@@ -99,7 +99,7 @@ class FaultInjector:
             fault.healed_s = time.time() - fault.at_s
 
     def _begin(self, kind: str, target: str) -> Fault:
-        self._tenants.serving.record.console.note(f"now: {kind} {target}")
+        self._adapters.fleet.record.console.note(f"now: {kind} {target}")
         self._ledger.faults.append(fault := Fault(kind, target, time.time()))
         return fault
 

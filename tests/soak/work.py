@@ -24,7 +24,7 @@ from offbeat.data.batch import Batch
 from offbeat.errors import OffbeatError, PublishError
 from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sampling
-from offbeat.runs.tenants import Tenants
+from offbeat.runs.adapters import Adapters
 from offbeat.weights.adapters import adapter_name
 from offbeat.weights.protocol import Manifest
 from soak.ledger import Ledger
@@ -47,9 +47,9 @@ OLDER = 0.2
 class Work:
     """All tenants' work, on `tenants`; leaves its records in `ledger`."""
 
-    def __init__(self, tenants: Tenants, ledger: Ledger, reference: Reference, *, seed: int) -> None:
+    def __init__(self, adapters: Adapters, ledger: Ledger, reference: Reference, *, seed: int) -> None:
         self.over = asyncio.Event()
-        self._tenants = tenants
+        self._adapters = adapters
         self._ledger = ledger
         self._reference = reference
         self._rng = random.Random(seed)
@@ -59,21 +59,21 @@ class Work:
         self._steps: Counter[str] = Counter()
         self._fingerprints: dict[str, tuple[int, str]] = {}
         self._steps_before: dict[str, int] = {}
-        self._publish_to_engines = tenants.fleet.publisher.publish
-        tenants.fleet.publisher.publish = self._on_written
+        self._publish_to_engines = adapters.fleet.publisher.publish
+        adapters.fleet.publisher.publish = self._on_written
 
     async def begin(self, count: int) -> None:
         """Add the tenants, and publish each once."""
         for number in range(count):
-            await self._tenants.add(f"tenant-{number}", seed=number)
-        await self._train(self._tenants.names)
-        await asyncio.gather(*(self.publish(name) for name in self._tenants.names))
+            await self._adapters.add(f"tenant-{number}", seed=number)
+        await self._train(self._adapters.names)
+        await asyncio.gather(*(self.publish(name) for name in self._adapters.names))
 
     async def run(self) -> None:
         """Until it is over."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_training())
-            for name in self._tenants.names:
+            for name in self._adapters.names:
                 tasks.create_task(self._keep_publishing(name))
                 tasks.create_task(self._keep_sampling(name))
 
@@ -86,7 +86,7 @@ class Work:
             self._steps_before[tenant] = self._steps[tenant]
             try:
                 async with self._timed("damaged publish" if damage else "publish", tenant):
-                    report = await self._tenants.publish(tenant)
+                    report = await self._adapters.publish(tenant)
                     self._published[tenant].append(report.version)
                     self._ledger.took("fan-out", report.total_s)
             except PublishError as exc:
@@ -97,8 +97,8 @@ class Work:
 
     async def check_all(self) -> None:
         """Ask every engine for every tenant's current version."""
-        pool, adapters = self._tenants.fleet.pool, self._tenants.fleet.adapters
-        for tenant in self._tenants.names:
+        pool, adapters = self._adapters.fleet.pool, self._adapters.fleet.adapters
+        for tenant in self._adapters.names:
             version = self._current(tenant)
             name = adapter_name(tenant, version)
             if missing := pool.states.keys() - set(adapters.holders(name)):
@@ -113,7 +113,7 @@ class Work:
         queue: list[str] = []
         while not self.over.is_set():
             if len(queue) < TOGETHER:
-                queue += self._rng.sample(self._tenants.names, len(self._tenants.names))
+                queue += self._rng.sample(self._adapters.names, len(self._adapters.names))
             chosen = tuple(dict.fromkeys(queue[:TOGETHER]))
             queue = queue[TOGETHER:]
             await self._train(chosen)
@@ -122,8 +122,8 @@ class Work:
     async def _train(self, names: tuple[str, ...]) -> None:
         self._steps.update(names)
         async with self._timed("train_step", ", ".join(names)):
-            await self._tenants.forward_backward({name: self._batch() for name in names})
-            await self._tenants.optim_step(dict.fromkeys(names, STEP))
+            await self._adapters.forward_backward({name: self._batch() for name in names})
+            await self._adapters.optim_step(dict.fromkeys(names, STEP))
         self._steps.update(names)  # again: a publish in between may have seen either
 
     def _batch(self) -> Batch:
@@ -166,14 +166,14 @@ class Work:
             older = known[-2] if len(known) > 1 and self._rng.random() < OLDER else None
             oldest = self._current(tenant) if older is None else older
             async with self._timed("sample", tenant):
-                samples = await self._tenants.sample(tenant, PROMPT, GREEDY, n=2, version=older)
+                samples = await self._adapters.sample(tenant, PROMPT, GREEDY, n=2, version=older)
                 newest = self._current(tenant) if older is None else older
                 for sample in samples:
                     self._ledger.check_sample(tenant, sample, oldest=oldest, newest=newest)
             await self._pause(SAMPLE_PAUSE_S)
 
     def _current(self, tenant: str) -> int:
-        return self._tenants.fleet.adapters.catalog.find(tenant).version
+        return self._adapters.fleet.adapters.catalog.find(tenant).version
 
     # -- waiting -----------------------------------------------------------------------------------------------------------------------
 

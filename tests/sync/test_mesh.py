@@ -9,7 +9,7 @@ import torch
 from offbeat.config.dist import DistConfig
 from offbeat.errors import ConfigError, DeadlineError, PortBusyError, StuckError, SyncTimeout
 from offbeat.pulse import progress, work
-from offbeat.sync.mesh import MeshShape, ProcessGroups, connect_store, host_store, join, leave
+from offbeat.sync.mesh import MeshShape, connect_store, host_store, join, leave
 from ranks import run_ranks
 
 
@@ -39,7 +39,7 @@ def test_a_single_rank_joins_and_leaves_twice():
         groups = join(rank=0, world=1, store=host_store(30), config=DistConfig())
         assert groups.world == 1
         assert groups.mesh.mesh_dim_names == ("dp",)
-        assert (groups.dp_rank, groups.is_head, groups.shape) == (0, True, MeshShape(1))
+        assert groups.shape == MeshShape(1)
         assert torch.distributed.get_backend(groups.cpu_group) == "gloo"
         leave()
     leave()
@@ -82,13 +82,8 @@ def test_a_world_that_does_not_match_the_mesh_is_refused(shape, world):
 
 
 def _find_peers(groups, _argument):
-    return [groups.dp_rank, groups.is_head, groups.shape.dp]
+    return [groups.rank, groups.shape.dp]
 
 
 def test_ranks_are_all_data_parallel_unless_told_otherwise():
-    assert run_ranks(_find_peers, world=2) == [[0, True, 2], [1, True, 2]]
-
-
-def test_tensor_parallel_neighbours_share_a_data_parallel_index():
-    groups = [ProcessGroups(rank, 4, MeshShape(dp=2, tp=2), mesh=None, cpu_group=None, sync=None) for rank in range(4)]
-    assert [(g.dp_rank, g.is_head) for g in groups] == [(0, True), (0, False), (1, True), (1, False)]
+    assert run_ranks(_find_peers, world=2) == [[0, 2], [1, 2]]

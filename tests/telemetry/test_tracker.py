@@ -53,14 +53,14 @@ def test_what_micro_batches_gave_is_what_all_elements_give_at_once():
         for rank in SIZES:
             tracker = StatsTracker()
             collect(tracker, rank, convert)
-            assert tracker.export_all() == pytest.approx(slow([rank]), rel=1e-12)
-            assert tracker.export_all() == {}
+            assert tracker.take().values() == pytest.approx(slow([rank]), rel=1e-12)
+            assert tracker.take().values() == {}
 
 
 def over_ranks(groups, ranks):
     tracker = StatsTracker()
     collect(tracker, ranks[groups.rank], torch.from_numpy)
-    return tracker.export_all(reduce_group=groups.sync)
+    return tracker.export_all(reduce_group=groups.sync).values()
 
 
 def parts_of(ranks):
@@ -103,7 +103,7 @@ def test_values_left_out_by_a_mask_do_not_count_even_if_they_are_nan():
         tracker.denominator(n=convert([1, 0, 1]))
         for kind in ("mean", "sum", "min", "max"):
             tracker.stat({kind: convert([1.0, math.nan, 3.0])}, reduce=kind, denominator="n")
-        assert tracker.export_all() == {"n": 2.0, "mean": 2.0, "sum": 4.0, "min": 1.0, "max": 3.0}
+        assert tracker.take().values() == {"n": 2.0, "mean": 2.0, "sum": 4.0, "min": 1.0, "max": 3.0}
 
 
 def test_a_nan_that_counts_is_shown():
@@ -111,7 +111,7 @@ def test_a_nan_that_counts_is_shown():
     for kind in ("mean", "sum", "min", "max"):
         tracker.stat({kind: torch.tensor([1.0, math.nan])}, reduce=kind)
         tracker.stat({kind: 2.0}, reduce=kind)
-    assert all(math.isnan(value) for value in tracker.export_all().values())
+    assert all(math.isnan(value) for value in tracker.take().values().values())
 
 
 def test_no_values_have_no_mean_minimum_or_maximum():
@@ -119,7 +119,7 @@ def test_no_values_have_no_mean_minimum_or_maximum():
     tracker.denominator(n=np.zeros(3, bool))
     for kind in ("mean", "sum", "min", "max"):
         tracker.stat({kind: np.ones(3)}, reduce=kind, denominator="n")
-    assert tracker.export_all() == {"n": 0.0, "sum": 0.0}
+    assert tracker.take().values() == {"n": 0.0, "sum": 0.0}
 
 
 def test_tensors_and_numbers_mix_under_one_name():
@@ -128,7 +128,7 @@ def test_tensors_and_numbers_mix_under_one_name():
         tracker.stat(reduce="max", high=value)
         tracker.stat(reduce="min", low=value)
         tracker.stat(mean=value)
-    assert tracker.export_all() == {"high": 5.0, "low": -2.0, "mean": 1.75}
+    assert tracker.take().values() == {"high": 5.0, "low": -2.0, "mean": 1.75}
 
 
 class Unreadable(torch.Tensor):
@@ -168,11 +168,11 @@ def test_a_scope_ends_with_its_block_even_after_an_error():
     with pytest.raises(RuntimeError), tracker.scope("a"):
         raise RuntimeError
     tracker.scalar(x=1.0)
-    assert tracker.export_all() == {"x": 1.0}
+    assert tracker.take().values() == {"x": 1.0}
 
 
 def test_tracking_needs_no_torch():
     code = (
         "import sys, numpy as np; from offbeat.telemetry.tracker import StatsTracker; t = StatsTracker(); t.stat(a=np.ones(2)); "
-        "assert t.export_all() == {'a': 1.0}; assert 'torch' not in sys.modules")
+        "assert t.take().values() == {'a': 1.0}; assert 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

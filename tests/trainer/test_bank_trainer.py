@@ -343,8 +343,8 @@ def test_requests_that_cannot_be_served_say_why_and_change_nothing(folder, tmp_p
             (ConfigError, "there is an adapter 'bob' already", lambda: add(trainer, "bob", rank=1, alpha=1.0, seed=0)),
             (ConfigError, "there is an adapter 'bob' already", lambda: add(
                 trainer, "bob", rank=1, alpha=1.0, seed=0, folder=tmp_path / "alice@0")),
-            (ConfigError, "a tenant's name is", lambda: add(trainer, "../bob", rank=1, alpha=1.0, seed=0)),
-            (ConfigError, "a tenant's name is", lambda: trainer.load(Folder(str(tmp_path), "../bob"))),
+            (ConfigError, "an adapter's name is", lambda: add(trainer, "../bob", rank=1, alpha=1.0, seed=0)),
+            (ConfigError, "an adapter's name is", lambda: trainer.load(Folder(str(tmp_path), "../bob"))),
             (ModelError, r"rank must be in 1\.\.4, got 5", lambda: add(trainer, "dave", rank=5, alpha=1.0, seed=0)),
             (ModelError, r"rank must be in 1\.\.4, got 0", lambda: add(trainer, "dave", rank=0, alpha=1.0, seed=0)),
             (ModelError, "is no adapter", lambda: add(trainer, "dave", rank=1, alpha=1.0, seed=0, folder=tmp_path)),

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
+from named_bytes import named_bytes
 from offbeat.algorithms.adam import AdamParams, learning_rate
 from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
@@ -17,7 +18,6 @@ from offbeat.data.batch import Batch
 from offbeat.errors import ConfigError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
-from offbeat.model.tensors import named_bytes
 from offbeat.trainer.messages import Folder, OptimStep, WriteRequest
 from ranks import run_alone, run_ranks
 from train_samples import OPTIMIZER, build_model, build_trainer, imitated, make_batch, share, take_step, temporary_model, train

@@ -9,11 +9,11 @@ from peft import PeftModel
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
+from named_bytes import named_bytes
 from offbeat.errors import StorageError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.model.peft_io import read_adapter
-from offbeat.model.tensors import named_bytes
 from ranks import run_alone
 from small_run import build_small_model
 from train_samples import build_trainer, make_batch, train

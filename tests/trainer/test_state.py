@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from named_bytes import named_bytes
 from offbeat.model.load import load_causal_lm
-from offbeat.model.tensors import named_bytes
 from offbeat.trainer.state import full_state, parameter_bytes, rounded
 from train_samples import build_model
 

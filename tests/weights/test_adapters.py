@@ -15,7 +15,7 @@ def test_a_name_is_the_adapter_and_the_version() -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "../up", ".hidden", "a@b", "a b", "x" * 101, "ü"])
 def test_an_adapter_that_could_leave_its_folder_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="a tenant's name is"):
+    with pytest.raises(ConfigError, match="an adapter's name is"):
         check_adapter(name)
 
 

@@ -1,4 +1,21 @@
-"""The training loop: the file to read first.
+"""The training loop: the file to read first. One step in single-controller mode, from top to bottom; messages cross the gaps:
+
+    engines 0..E-1               controller                             train ranks 0..R-1
+         │ tokens, logprobs, versions │                                        │
+         ├──────────── HTTP ─────────▶│ executor: rewards, finished groups     │
+         │                            │ gate: which B groups the step takes    │
+         │                            │ make_batch: advantages, loss weights   │
+         │                            ├── TrainStep: each rank its share ─────▶│ each minibatch: forward and backward of
+         │                            │                                        │ its micro-batches; the last one reduces
+         │                            │                                        │ gradients over ranks; optimizer step
+         │                            │◀── Trained: metrics of all ranks ──────┤
+         │                            ├── WriteRequest: version, canary ──────▶│ score the canary; rank 0 writes a folder,
+         │                            │◀── Written: fingerprint, logprobs ─────┤ or offers a broadcast
+         │◀── stage and switch ───────┤ publisher: one Manifest to all         │
+         ├─── Proof ─────────────────▶│ judge: is it what the trainer wrote?   │
+         │                            │ gate: advance, which admits prompts    │
+
+What runs at the same time:
 
     train          consumes batches of groups; produces weights; waits for rollouts, ranks and engines, each under a named deadline
     the executor   (rollout/executor.py) generates all the while, as far ahead as the staleness bound allows

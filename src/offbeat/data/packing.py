@@ -111,7 +111,7 @@ def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = 
     """
     used = _used_lengths(batch)
     own_from, host = _shared_prefixes(batch, used) if share_prefix else (np.zeros(len(batch), np.int64), np.full(len(batch), -1))
-    own_lengths = np.maximum(used - own_from, 0)
+    own_lengths = np.maximum(used - own_from, 0)  # 0 where the prompt's last token predicts all that a sequence is trained on
     hosts = np.unique(host[host >= 0])
 
     # A run is tokens [first, first + length) of sequence `owner`: one per shared prompt, then one per sequence.
@@ -123,7 +123,7 @@ def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = 
     prefix_length = np.where(prefix >= 0, length[prefix], 0)
     family = np.zeros_like(owner) if families is None else families[owner]
     order = np.lexsort((prefix_length, length, prefix >= 0, family))
-    order = order[length[order] > 0]
+    order = order[length[order] > 0]  # attention has no use for an empty run
     rank_of_run = np.full(len(length), -1)
     rank_of_run[order] = np.arange(len(order))
     owner_s, first_s, length_s, prefix_s = owner[order], first[order], length[order], prefix[order]
@@ -139,6 +139,7 @@ def pack_row(batch: Batch, *, share_prefix: bool, families: np.ndarray | None = 
 
     sequence = batch.target_sequences
     predictor = batch.positions - batch.offsets[sequence]
+    # The first token of an answer is predicted by the prompt's last one, which stands in another run than the answer.
     in_prefix = predictor < own_from[sequence]
     source = np.where(in_prefix, prompt_start[sequence] + predictor, own_start[sequence] + predictor - own_from[sequence])
     return PackedRow(
@@ -162,6 +163,7 @@ def find_prompts(batch: Batch) -> Batch:
     sequences, first = np.unique(batch.target_sequences[trained], return_index=True)
     prefix_lens = np.zeros(len(batch), np.int64)
     prefix_lens[sequences] = batch.positions[trained[first]] + 1 - batch.offsets[sequences]
+    # Groups are found by the prompts' bytes; a sequence without a prompt has its own index as key, which no other one has.
     ids: dict[bytes | int, int] = {}
     keys = [batch.tokens[start : start + length].tobytes() if length else i
             for i, (start, length) in enumerate(zip(batch.offsets[:-1], prefix_lens, strict=True))]
@@ -196,6 +198,8 @@ def plan_microbatches(
     tokens, loads = work_U2[:, 0].astype(np.int64).tolist(), cost.load(work_U2)
     in_order = _in_order(_group_of_units(batch, [members for members, _ in units]), num_ranks)
     if balance:
+        # All ranks run the same number of micro-batches, because each one is a collective. Balanced parts usually fit into as many as
+        # the fewest bins need; where they do not, the bins themselves are dealt, which always fits but balances less well.
         bins = _first_fit(tokens, max_tokens)
         num_rounds = max(1, -(-len(bins) // num_ranks))
         parts = [list(part) for part in partition(loads, num_ranks).parts]
@@ -232,7 +236,7 @@ def _shared_prefixes(batch: Batch, used: np.ndarray) -> tuple[np.ndarray, np.nda
     for members in _groups(batch, able):
         prompt_len = int(batch.prefix_lens[members[0]])
         # Equal ids promise equal prompts; a sequence that breaks the promise must not run on another's prompt.
-        while len(members) > 1:
+        while len(members) > 1:  # each turn settles the sequences whose prompt equals that of the first one left
             prompts = batch.tokens[batch.offsets[members][:, None] + np.arange(prompt_len)]
             equal = (prompts == prompts[0]).all(axis=1)
             sharing, members = members[equal], members[~equal]
@@ -251,7 +255,7 @@ def _groups(batch: Batch, candidates: np.ndarray) -> list[np.ndarray]:
 def _units(batch: Batch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield sequences that must stay together, with their work [2]: groups cut to max_tokens, or single sequences."""
     used = _used_lengths(batch)
-    if used.max(initial=0) > max_tokens:
+    if used.max(initial=0) > max_tokens:  # no plan can hold it, and cutting it would change what is trained on
         worst = int(used.argmax())
         raise DataError(
             f"sequence {worst} of {batch.lengths[worst]} tokens needs a row of {used[worst]}, which exceeds"
@@ -293,6 +297,7 @@ def _evenly(parts: list[list[int]], tokens: list[int], num_rounds: int, max_toke
     plan = []
     for part in parts:
         own = [tokens[unit] for unit in part]
+        # The longest-first rule fills micro-batches evenly but knows no cap; first-fit knows the cap but fills them unevenly.
         micros = longest_first(own, num_rounds)
         if any(sum(own[i] for i in micro) > max_tokens for micro in micros):
             micros = _first_fit(own, max_tokens)
@@ -304,7 +309,7 @@ def _evenly(parts: list[list[int]], tokens: list[int], num_rounds: int, max_toke
 
 def _deal(bins: list[list[int]], tokens: list[int], loads: np.ndarray, num_ranks: int, num_rounds: int) -> list[list[list[int]]]:
     """Give full micro-batches, longest first, to the least-loaded rank that has room for one more."""
-    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]  # by rank and micro-batch, the units in it
     rank_loads = [0.0] * num_ranks
     for _, micro in sorted(((sum(tokens[unit] for unit in micro), micro) for micro in bins), reverse=True):
         rank = min((r for r in range(num_ranks) if len(plan[r]) < num_rounds), key=rank_loads.__getitem__)
@@ -314,7 +319,7 @@ def _deal(bins: list[list[int]], tokens: list[int], loads: np.ndarray, num_ranks
 
 
 def _first_fit(costs: list[int], capacity: int) -> list[list[int]]:
-    """First-fit decreasing: item indices in bins of at most `capacity`; at most 11/9 of the fewest bins, plus one."""
+    """Return item indices in bins of at most `capacity`, by first-fit decreasing: at most 11/9 of the fewest bins possible, plus one."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -329,6 +334,7 @@ def _first_fit(costs: list[int], capacity: int) -> list[list[int]]:
 
 
 def _join(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """Return the elements of all arrays, [n] int64, ascending."""
     return np.sort(np.concatenate([np.empty(0, np.int64), *arrays]))
 
 

@@ -22,9 +22,6 @@ from offbeat.errors import ModelError
 DEFAULT_ALPHABET = string.digits + string.ascii_lowercase + " \n+-*/=()>,.?#:"
 """Characters that the built-in tasks and the default chat template need; 54 tokens with the three special ones."""
 
-TEXT_ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \t\n"
-"""All printable ASCII characters, for chats and word problems with a character tokenizer."""
-
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"

@@ -171,10 +171,6 @@ class Piece:
     rows: slice
     length: int
 
-    @property
-    def num_slots(self) -> int:
-        return self.slots.stop - self.slots.start
-
 
 @dataclass(frozen=True, eq=False)
 class Segments:

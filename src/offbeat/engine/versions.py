@@ -53,7 +53,7 @@ def read_weights(forward: Forward, folder: str, broadcast: str = "") -> Any:
 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Compute the fingerprint that the trainer's `named_bytes` of the same weights has."""
+    """Compute the fingerprint that the trainer computes of the same weights; see `fingerprint`."""
     return fingerprint((name, tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items())
 
 

@@ -1,8 +1,8 @@
 """The engines as a cache of adapters: which engine holds which, and what makes room for what.
 
-Requests (`dispatch`) and publishes (`publishers`) have adapters loaded here; which versions there are is the catalog's. An adapter that a
-request wants and no engine in service holds is loaded and proven first. All of this is kept on the event loop: what is read and changed
-without an `await` between is one.
+Requests (`dispatch`) and publishes (`publishers`) have adapters loaded here; the catalog knows which versions there are. An adapter that a
+request wants and no engine in service holds is loaded and proven first. All of this state belongs to the event loop: what is read and
+changed without an `await` in between is atomic.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from offbeat.weights.protocol import EngineControl, Manifest
 _BUSY_RETRY_S = 0.1
 _UNLOAD_TIMEOUT_S = 30.0
 _DISCARD_TIMEOUT_S = 5.0
-"""For an adapter that was not proven: nobody is sent there, so it only takes room."""
+"""Deadline for unloading an adapter that was not proven: no request goes there, so it only takes room."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Installed:
     """How an adapter came to an engine that serves it.
 
     Attributes:
-        num_retries: times that the engine was busy.
+        num_retries: number of times that the engine was busy.
         canary_gap: difference of the canary's mean log-probability between the trainer and the engine; 0 if it was there already.
-        inconclusive: why its proof shows nothing, where it does not.
+        inconclusive: why its proof shows nothing; empty if it shows something.
     """
 
     num_retries: int = 0
@@ -49,9 +49,9 @@ class AdapterCache:
     """The adapters on the engines of a pool. Use as `async with`; leaving cancels unloading that is under way.
 
     Attributes:
-        catalog: which versions there are.
-        slots: what each engine holds, by its name.
-        timeout_s: for one engine to load and prove one adapter.
+        catalog: the versions that there are.
+        slots: the adapters of each engine, by the engine's name.
+        timeout_s: how long one engine may take to load and prove one adapter.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class AdapterCache:
         keep: int = 2,
         on_event: Callable[..., None] = lambda _kind, **_fields: None,
     ) -> None:
-        """
+        """Begin with engines that hold no adapters.
+
         Args:
-            capacity: adapters that an engine holds at once.
-            judge: says what engines' proofs are worth.
-            keep: folders of each adapter's newest versions that stay, besides those in use.
-            on_event: hears "adapter_loaded" (engine, adapter, seconds) or "load_failed" (engine, adapter, reason) of each load outside of
-                publishes.
+            capacity: number of adapters that an engine holds at once.
+            judge: decides whether an engine's proof is believed.
+            keep: number of each adapter's newest versions whose folders stay, besides those in use.
+            on_event: called with "adapter_loaded" (engine, adapter, seconds) or "load_failed" (engine, adapter, reason) for each load
+                outside of publishes.
         """
         self.catalog = Catalog(keep=keep)
         self.slots = {name: AdapterSlots(capacity) for name in pool.states}
@@ -94,18 +95,19 @@ class AdapterCache:
     # -- versions ----------------------------------------------------------------------------------------------------------------------
 
     def add(self, manifest: Manifest, *, pinned: bool = False) -> None:
-        """Know a version that is about to be published; see `Catalog.add`.
+        """Add a version that is about to be published; see `Catalog.add`.
 
         Raises:
-            PublishError: the name stands for another version, or did and is still in use; or it is not newer than the adapter's newest.
+            PublishError: the name stands for another version, or did and is still in use; or the version is not newer than the adapter's
+                newest.
         """
         self._check_unused(manifest.name)
         self.catalog.add(manifest, pinned=pinned)
 
     def pin(self, manifest: Manifest) -> None:
-        """Know a version until it is unpinned, its folder included, whatever else is or was published of its adapter.
+        """Keep a version and its folder until it is unpinned, whatever else is or was published of its adapter.
 
-        No engine is asked: one loads and proves it before the first request goes there, and again whenever it has made room meanwhile.
+        No engine loads it now. One loads and proves it before its first request there, and again if it has made room for others since.
 
         Raises:
             PublishError: the name stands for another version, or did and is still in use.
@@ -114,13 +116,13 @@ class AdapterCache:
         self.catalog.pin(manifest)
 
     def unpin(self, name: str) -> None:
-        """Serve a version no more, also if it is its adapter's current one; requests in flight finish, and its folder stays."""
+        """Stop serving a version, even if it is its adapter's current one. Requests in flight finish, and its folder stays."""
         self.catalog.unpin(name)
         self._judge.forget_adapter(adapter_of(name))
         self.retire(adapter_of(name))
 
     def remove(self, adapter: str) -> None:
-        """Serve what was published of an adapter no more; requests in flight finish, its folders stay, and so do pinned versions."""
+        """Stop serving the published versions of an adapter. Requests in flight finish; its folders and its pinned versions stay."""
         self.catalog.remove(adapter)
         self._judge.forget_adapter(adapter)
         self.retire(adapter)
@@ -132,46 +134,46 @@ class AdapterCache:
             self._unload_drained(engine)
 
     def prune(self) -> None:
-        """Remove the folders of versions that are not among an adapter's newest, nor pinned, and that no engine or request may read."""
+        """Remove the folders of versions that are neither among an adapter's newest nor pinned, and that no engine or request may read."""
         for folder in self.catalog.prune({*self._requests}.union(*(slots.names for slots in self.slots.values()))):
             shutil.rmtree(folder, ignore_errors=True)  # what is gone already needs no removal
 
     def _check_unused(self, name: str) -> None:
-        """A name must not stand for something else than what engines still hold under it."""
+        """Raise PublishError if engines still hold something else under this name."""
         if self.catalog.get(name) is None and any(name in slots.names for slots in self.slots.values()):
-            raise PublishError(f"requests still use {name} of a removed tenant {adapter_of(name)}; publish another version, or later")
+            raise PublishError(f"requests still use {name} of a removed adapter {adapter_of(name)}; publish another version, or later")
 
     # -- where adapters are ------------------------------------------------------------------------------------------------------------
 
     @property
     def held(self) -> Mapping[str, list[str]]:
-        """Adapters that every engine holds, the least recently used first."""
+        """Names of the adapters that each engine holds, the least recently used first."""
         return {engine: list(slots.held) for engine, slots in self.slots.items()}
 
     def holders(self, name: str) -> list[str]:
-        """Engines in service that hold an adapter; while there is none, those that are about to."""
+        """Return the engines in service that hold an adapter; while there is none, those that are loading it."""
         slots = {engine: self.slots[engine] for engine in self._pool.healthy}
         return [e for e, its in slots.items() if name in its.held] or [e for e, its in slots.items() if name in its.coming]
 
     def targets(self, adapter: str, engines: Collection[str]) -> list[str]:
-        """Choose engines for a new version: those that hold the adapter's last, then those with the fewest adapters."""
+        """Choose engines for a new version: first those that hold another version of the adapter, then those with the fewest adapters."""
         adapters = {engine: {adapter_of(name) for name in self.slots[engine].names} for engine in engines}
         ranked = sorted(engines, key=lambda engine: (adapter not in adapters[engine], len(adapters[engine])))
         return ranked[: self._num_replicas]
 
     @property
     def _num_replicas(self) -> int:
-        """Engines per adapter, so that an old and a new version of every adapter fit."""
+        """Number of engines for each adapter: E * C / (2 A), so that an old and a new version of all A adapters fit into E engines of C."""
         return max(len(self.slots) * self._capacity // (2 * max(self.catalog.num_adapters, 1)), 1)
 
     # -- requests ----------------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def wanted(self, adapter: str) -> Iterator[Manifest]:
-        """Find an adapter's current version, or the version that `adapter@version` names; its folder stays while the body runs.
+        """Yield an adapter's current version, or the version that `adapter@version` names; its folder stays while the body runs.
 
         Raises:
-            RefusedError: there is none.
+            RefusedError: there is no such adapter or version.
         """
         manifest = self.catalog.find(adapter)
         with counted(self._requests, manifest.name):
@@ -179,7 +181,7 @@ class AdapterCache:
 
     @asynccontextmanager
     async def holding(self, engine: EngineControl, manifest: Manifest) -> AsyncIterator[None]:
-        """Let an engine hold an adapter while the body runs, loaded and proven there first if need be.
+        """Make an engine hold an adapter while the body runs; it loads and proves the adapter first if it has to.
 
         Raises:
             EngineError: it could not be loaded in time.
@@ -204,7 +206,7 @@ class AdapterCache:
             self._unload_drained(engine.name)
 
     async def verify(self, engine: EngineControl, manifest: Manifest) -> None:
-        """Have an engine prove an adapter that it should hold; if it cannot, it counts as not held from now, and is loaded again."""
+        """Have an engine prove an adapter that it should hold. If it cannot, the adapter counts as not held and is loaded again."""
         slots = self.slots[engine.name]
         async with slots.lock(manifest.name):
             try:
@@ -223,7 +225,8 @@ class AdapterCache:
         An engine that fails its proof is quarantined.
 
         Args:
-            canary_logprobs: log-probability of each of canary[1:] under the trainers' base model.
+            canary: [n] token IDs.
+            canary_logprobs: [n - 1] log-probabilities of canary[1:] under the trainers' base model.
 
         Raises:
             EngineError: too few engines are healthy.
@@ -309,7 +312,7 @@ class AdapterCache:
                         return Installed(num_retries, verdict.gap, verdict.reason)
 
     async def _load(self, engine: EngineControl, manifest: Manifest, *, patience_s: float) -> int:
-        """Make room on an engine and load an adapter; gives how often the engine was busy."""
+        """Make room on an engine and load an adapter. Returns how often the engine was busy."""
         give_up_s = time.monotonic() + patience_s
         for num_retries in itertools.count():
             try:

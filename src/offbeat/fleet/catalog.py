@@ -1,7 +1,7 @@
 """Which versions of adapters there are: those that are published, of which each adapter has a current one, and those that are pinned.
 
-Decisions only, for `adapters` and `publishers`. A published version is known until newer ones take its place; a pinned one until it is
-unpinned, whatever else is published of its adapter, and it may also be published.
+It only decides; `adapters` and `publishers` act. A published version is known until newer ones take its place. A pinned version is known
+until it is unpinned, whatever else is published of its adapter, and it may also be published.
 """
 
 from collections.abc import Collection
@@ -25,36 +25,36 @@ class Catalog:
 
     @property
     def num_adapters(self) -> int:
-        """Adapters of which a version is or was published."""
+        """Number of adapters of which a version is or was published."""
         return len(self._newest)
 
     def get(self, name: str) -> Manifest | None:
-        """Return a version by its name."""
+        """Return the version of this name, or None if it is not known."""
         return self._published.get(name) or self._pinned.get(name)
 
     def find(self, adapter: str) -> Manifest:
         """Return an adapter's current version, or the version that `adapter@version` names.
 
         Raises:
-            RefusedError: there is none.
+            RefusedError: there is no such adapter or version.
         """
         manifest = self.get(self._current.get(adapter, adapter))
         if manifest is None:
-            current = self._current.get(adapter.rpartition("@")[0])  # others' names are no business of whoever asks for this one
+            current = self._current.get(adapter.rpartition("@")[0])  # the message names no other adapter, which may be another client's
             raise RefusedError(f"there is no adapter {adapter[:200]!r}; {f'{current} is current' if current else 'publish it first'}")
         return manifest
 
     def newest(self) -> list[Manifest]:
-        """Return each adapter's newest version."""
+        """Return the newest version of each adapter that has been published."""
         return [manifest for name in self._newest.values() if (manifest := self.get(name))]
 
     def add(self, manifest: Manifest, *, pinned: bool = False) -> None:
-        """Know a version that is about to be published, and make it its adapter's newest.
+        """Add a version that is about to be published, and make it its adapter's newest.
 
-        A pinned version may be an older one; it becomes its adapter's newest, if it is that, when an engine serves it.
+        A pinned version may be older than others; it becomes the newest, if it is that, only when an engine serves it.
 
         Raises:
-            PublishError: it is not newer than the adapter's newest; as `pin`.
+            PublishError: the version is not newer than the adapter's newest, or `pin` refuses it.
         """
         newest = self._newest.get(manifest.adapter)
         if pinned or manifest.name in self._pinned:
@@ -62,11 +62,11 @@ class Catalog:
             return
         if newest is not None and manifest.version <= version_of(newest):
             raise PublishError(
-                f"{manifest.name} is not newer than {newest}; a version is published once, and a tenant's versions count up")
+                f"{manifest.name} is not newer than {newest}; a version is published once, and an adapter's versions count up")
         self._published[manifest.name], self._newest[manifest.adapter] = manifest, manifest.name
 
     def serves(self, name: str) -> None:
-        """An engine serves a version: it is current if it is the newest that one does; not if it has been forgotten meanwhile."""
+        """Note that an engine serves a version: the newest version that any engine serves is current. Forgotten versions do not count."""
         if self.get(name) is not None:
             adapter = adapter_of(name)
             for known in (self._current, self._newest):
@@ -85,13 +85,13 @@ class Catalog:
                 self._newest[adapter] = self._current[adapter]
 
     def remove(self, adapter: str) -> None:
-        """Forget what was published of an adapter; what is pinned stays."""
+        """Forget the published versions of an adapter; its pinned versions stay."""
         self._current.pop(adapter, None)
         self._newest.pop(adapter, None)
         self._published = {name: manifest for name, manifest in self._published.items() if manifest.adapter != adapter}
 
     def pin(self, manifest: Manifest) -> None:
-        """Know a version until it is unpinned; the same again is no change.
+        """Add a version that stays until it is unpinned; pinning it again changes nothing.
 
         Raises:
             PublishError: the name stands for another folder.
@@ -102,7 +102,7 @@ class Catalog:
         self._pinned[manifest.name] = manifest
 
     def unpin(self, name: str) -> None:
-        """Forget a version, also as its adapter's current one; an unknown name is no error."""
+        """Forget a pinned version, even if it is its adapter's current one; does nothing for a name that is not pinned."""
         if self._pinned.pop(name, None) is None:
             return
         self._published.pop(name, None)
@@ -111,11 +111,11 @@ class Catalog:
                 del known[adapter_of(name)]
 
     def may_go(self, name: str) -> bool:
-        """Tell whether engines need not hold a version any more."""
+        """Whether engines need not hold a version any more: it is neither pinned nor its adapter's current one."""
         return name not in self._pinned and name != self._current.get(adapter_of(name))
 
     def prune(self, in_use: Collection[str]) -> list[str]:
-        """Forget versions that are not among an adapter's newest, nor pinned, nor in use; gives their folders."""
+        """Forget versions that are neither among an adapter's newest, nor pinned, nor named in `in_use`. Returns their folders."""
         kept = {*in_use, *self._newest.values(), *self._current.values()}
         by_adapter: dict[str, list[str]] = {}
         for name in sorted(self._published, key=version_of):
@@ -125,10 +125,10 @@ class Catalog:
 
 
 def adapter_of(name: str) -> str:
-    """Return the adapter of `adapter@version`."""
+    """Return the adapter's name from the name of a version, `adapter@version`."""
     return split_adapter_name(name)[0]
 
 
 def version_of(name: str) -> Version:
-    """Return the version of `adapter@version`."""
+    """Return the version's number from its name, `adapter@version`."""
     return split_adapter_name(name)[1]

@@ -1,7 +1,7 @@
-"""Where requests go, and what happens to those of an engine that fails: they are generated or scored again by another.
+"""Sends requests to engines; those of an engine that fails are generated or scored again by another.
 
-A request for an adapter goes to an engine that holds it, and one that holds it nowhere has it loaded where it is sent. Which of several
-engines gets a request is decided in `routing`.
+A request for an adapter goes to an engine that holds it; if none does, the engine that is chosen loads it first. Which of several engines
+gets a request is decided in `routing`.
 """
 
 import asyncio
@@ -36,7 +36,8 @@ class Dispatcher:
     """Sends generation and scoring to the engines of a pool.
 
     Attributes:
-        generated_tokens: in answers, since the start.
+        pool: the engines.
+        generated_tokens: number of tokens in all answers since the start.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Dispatcher:
         adapters: AdapterCache | None = None,
         on_failure: Callable[[str, str], None] = lambda _name, _reason: None,
     ) -> None:
-        """
+        """Send requests to the engines of `pool`.
+
         Args:
-            request_timeout_s: for one engine to answer a request,
-            token_timeout_s: or this for each token that it may generate, if that is more.
-            adapters: on the engines of the pool; None where only whole models are asked for.
-            on_failure: hears (engine, reason) of every request that an engine failed.
+            request_timeout_s: how long one engine may take to answer a request.
+            token_timeout_s: how long it may take for each token that it may generate, where that is more in total.
+            adapters: the adapters on the engines; None where only whole models are asked for.
+            on_failure: called with (engine, reason) for every request that an engine failed.
         """
         self.pool = pool
         self.generated_tokens = 0
@@ -66,16 +68,16 @@ class Dispatcher:
     async def generate(
         self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "", adapter: str = "", max_failures: int | None = None,
     ) -> list[Sample]:
-        """n continuations from one engine; when it fails, from another. Generation has no side effect, so running it twice is safe.
+        """Generate n continuations on one engine, or on another if it fails. Generation has no side effects, so repeating it is safe.
 
         Args:
             session: requests of one session go to one engine as long as the load allows, for its cached prefix.
-            adapter: whose current version is meant, or the version that `adapter@version` names; "" for the model itself.
-            max_failures: engines that may fail the request before it is given up; None for three times all.
+            adapter: name of an adapter, whose current version is used, or of one version, `adapter@version`; "" for the model itself.
+            max_failures: number of engines that may fail the request before it is given up; None for three times all engines.
 
         Raises:
             RefusedError: the engine says that the request is wrong; or there is no such adapter, or its folder cannot be loaded.
-            EngineError: engines failed the request, and no other could serve it in time; each engine's reason.
+            EngineError: engines failed the request, and no other could serve it in time; gives each engine's reason.
             DeadlineError: the request passed its deadline.
         """
         timeout_s = max(self._request_timeout_s, self._token_timeout_s * sampling.max_new_tokens)
@@ -93,7 +95,7 @@ class Dispatcher:
         self, tokens: tuple[int, ...], *, top_k: int = 0, targets: tuple[tuple[int, ...], ...] | None = None,
         draws: Draws | None = None, session: str = "", adapter: str = "", max_failures: int | None = None,
     ) -> PromptScore:
-        """What an adapter or the model itself says of tokens; see `ScoreRequest`, and `generate` for the rest."""
+        """Score tokens under an adapter or the model itself; see `ScoreRequest` for what is asked, and `generate` for the rest."""
         def ask(client: EngineClient, name: str) -> Coroutine[Any, Any, PromptScore]:
             return client.score(
                 tokens, adapter=name, top_k=top_k, targets=targets, draws=draws, timeout_s=self._request_timeout_s)
@@ -168,11 +170,13 @@ class Dispatcher:
 
 @dataclass
 class Failures:
-    """What a request has met with.
+    """The failures that one request has met with.
 
     Attributes:
-        stints: engines that failed it, each for as long as it does not heal.
-        error: the last.
+        limit: number of failures after which the request is given up.
+        stints: stretches of service in which an engine failed the request; an engine that has healed since may be asked again.
+        error: the last failure.
+        count: number of failures.
     """
 
     limit: int
@@ -181,6 +185,7 @@ class Failures:
     count: int = 0
 
     def add(self, stint: asyncio.Event, error: EngineError) -> None:
+        """Note that an engine failed the request during this stretch of its service."""
         self.stints.add(stint)
         self.error = error
         self.count += 1

@@ -1,4 +1,4 @@
-"""The engines of a run: started, watched and stopped as workers. Torch-free.
+"""Starts, watches and stops the engines of a run as worker processes. Torch-free.
 
 Each run draws a key that its engines require with every request. They get it through the pipe to their worker or in their environment; it
 appears on no command line and in no file.
@@ -36,7 +36,7 @@ _MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class EngineAddresses:
-    """Where a run's engines listen, by name, and the key that all of them require; empty for none."""
+    """The URLs of a run's engines by name, and the key that all of them require; the key is empty if they require none."""
 
     urls: dict[str, str]
     key: str = field(repr=False)
@@ -105,7 +105,7 @@ class EngineGroup:
         return await self._serve(index, port=port)
 
     async def watch(self, on_death: Callable[[str, str], None]) -> None:
-        """Report each engine that dies, until cancelled."""
+        """Until cancelled, call `on_death(engine, reason)` once for each engine whose process dies."""
         told: set[Worker] = set()
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
@@ -134,7 +134,7 @@ class EngineGroup:
 
 
 def engine_names(count: int) -> list[str]:
-    """Return the names of engines."""
+    """Return the names of `count` engines, in order."""
     return [f"engine {index}" for index in range(count)]
 
 

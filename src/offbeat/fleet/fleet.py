@@ -1,7 +1,7 @@
-"""The engines of a run in service: their pool, the adapters on them, what sends requests and versions there, and what keeps all well.
+"""Brings together the engines of a run: their pool, the adapters on them, requests, publishes and healing.
 
-Opened by the controller, by rank 0 in SPMD mode, and by processes that serve tenants; other ranks of SPMD mode open a pool alone.
-Torch-free.
+The controller opens it, and so do rank 0 in SPMD mode and processes that train and serve many adapters; other ranks of SPMD mode open a
+pool alone. Torch-free.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -34,7 +34,7 @@ UNPUBLISHED: Version = -1
 """What a new engine serves until its first publication: the initial weights, unproven, routed to by nobody."""
 
 Reload = Callable[[EngineClient], Awaitable[Version | None]]
-"""Brings an engine to what is current, and gives the version of its whole weights."""
+"""Brings an engine to what is current, and returns the version of its whole weights; see `Healer`."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,12 @@ class Fleet:
     """Engines in service.
 
     Attributes:
-        engines: the processes that this run has started; none where only others' engines are used.
-        dispatcher: sends requests to them.
-        publisher: brings versions of adapters to them.
-        judge: of what they prove.
+        engines: the processes that this run has started; empty where it only uses engines that others have started.
+        pool: the standing of each engine.
+        adapters: the adapters on the engines.
+        dispatcher: sends requests to the engines.
+        publisher: brings versions of adapters to the engines.
+        judge: decides whether an engine's proof is believed.
     """
 
     engines: EngineGroup
@@ -141,7 +143,7 @@ def make_pool(
 def make_dispatcher(
     pool: EnginePool, inference: InferenceConfig, record: RunRecord, *, adapters: AdapterCache | None = None,
 ) -> Dispatcher:
-    """Make what sends requests to the engines of a pool, and records which fail them."""
+    """Make a dispatcher for the engines of a pool that records every request that an engine fails."""
     return Dispatcher(
         pool, request_timeout_s=inference.request_timeout_s, token_timeout_s=inference.token_timeout_s, adapters=adapters,
         on_failure=lambda name, reason: record.events.record("engine_failed", engine=name, reason=reason))
@@ -155,7 +157,7 @@ async def _check(client: EngineClient, *, timeout_s: float) -> None:
 
 
 def make_dialect(config: Config, model: str) -> Dialect:
-    """How `inference.engine` is spoken to."""
+    """Return the dialect in which engines of the kind `inference.engine` are spoken to."""
     lora = config.model.lora.rank > 0
     match config.inference.engine:
         case "embedded":

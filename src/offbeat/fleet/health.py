@@ -1,4 +1,4 @@
-"""Keeps engines in service: probes them, and brings quarantined ones back. Runs beside the loop until cancelled.
+"""Keeps engines in service: it probes them and brings quarantined ones back. It runs beside the loop until it is cancelled.
 
     _care   one per engine; consumes time and quarantines; produces probes and, for a quarantined engine, attempts to heal it; woken by the
             interval and by the engine's quarantine; waits for nothing without a deadline
@@ -37,15 +37,16 @@ class Healer:
         max_backoff_s: float = _MAX_BACKOFF_S,
         on_event: Callable[..., None] = lambda _kind, **_fields: None,
     ) -> None:
-        """
+        """Prepare to look after all engines of the pool.
+
         Args:
-            reload: brings an engine to what is current at the moment in which it returns, and gives the version of its whole weights, None
-                before the first publication; see `WeightsPublisher.bring` and `AdapterCache.refill`. Its waits have deadlines.
-            restart: ends the process of the engine of that name, starts another and gives its URL; None where engines are not ours. Its
-                waits have deadlines.
+            reload: brings an engine to what is current when it returns, and returns the version of its whole weights, or None before the
+                first publication; see `WeightsPublisher.bring` and `AdapterCache.refill`. Its waits have deadlines.
+            restart: ends the process of the engine of that name, starts another and returns its URL; None where the run did not start the
+                engines. Its waits have deadlines.
             max_backoff_s: longest pause between two attempts.
-            on_event: hears "heal_attempt" (engine, attempt, by, reason, seconds) of each reload and restart, reason "" if it succeeded,
-                and "healed" (engine, attempts, seconds).
+            on_event: called with "heal_attempt" (engine, attempt, by, reason, seconds) for each reload and restart, where the reason is
+                empty if it succeeded, and with "healed" (engine, attempts, seconds).
         """
         self._pool = pool
         self._reload_engine = reload
@@ -56,7 +57,7 @@ class Healer:
         self._on_event = on_event
 
     async def run(self) -> None:
-        """Until cancelled, keep engines in service."""
+        """Probe and heal every engine until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for name in self._pool.states:
                 tasks.create_task(self._care(name), name=f"care of {name}")
@@ -72,7 +73,7 @@ class Healer:
                 await self._heal(name)
 
     async def _heal(self, name: str) -> None:
-        """Try until it serves; the run's other waits have deadlines."""
+        """Try to heal an engine until it serves. This has no deadline of its own, because requests and publishes that need it have one."""
         start = time.monotonic()
         self._pool.mark_healing(name)
         for attempt in itertools.count(1):
@@ -96,7 +97,8 @@ class Healer:
 
     async def _reload(self, name: str) -> None:
         client = self._pool.client(name)
-        told = await client.health(timeout_s=self._probe_timeout_s)  # a dead or stopped engine says so sooner than by a reload's deadline
+        # A dead or stopped engine fails this sooner than it would miss the deadline of a reload.
+        told = await client.health(timeout_s=self._probe_timeout_s)
         if told.get("paused"):
             await client.resume(timeout_s=self._probe_timeout_s)
         version = await self._reload_engine(client)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """Whether an engine is asked to generate."""
+    """An engine's standing: only engines that are SERVING, or UNPROVEN where adapters are sampled, get requests."""
 
     UNPROVEN = "has no proven version yet"
     SERVING = "serving"
@@ -28,10 +28,12 @@ class Member:
     """One engine's standing.
 
     Attributes:
-        version: of the whole weights, as last proven.
-        reason: why it does not serve.
-        stint: one stretch of service; set when a quarantine ends it, and replaced when the engine returns.
-        news: set, and replaced, at each proof.
+        version: the version of the whole weights that the engine proved last; None before its first proof.
+        reason: why the engine is out of service; empty while it is in service.
+        outstanding_tokens: tokens of the requests that it has: their prompts, and the most that each may generate.
+        busy_since_s: wall-clock time since which it has had requests without a break.
+        stint: stands for one stretch of service; it is set when a quarantine ends the stretch, and replaced when the engine returns.
+        news: is set at each proof, and then replaced.
     """
 
     client: EngineClient
@@ -45,7 +47,7 @@ class Member:
 
     @property
     def out(self) -> bool:
-        """Whether the engine is out of service, and must not be trusted."""
+        """Whether the engine is out of service, so that nothing it says may be trusted."""
         return self.state in (State.QUARANTINED, State.HEALING)
 
     @property
@@ -54,7 +56,7 @@ class Member:
         return self.state in (State.UNPROVEN, State.SERVING)
 
     def tell_version(self) -> None:
-        """Wake all who wait for a proof of this engine."""
+        """Wake every request that waits for this engine to prove a version."""
         self.news.set()
         self.news = asyncio.Event()
 
@@ -75,12 +77,12 @@ class Member:
         finally:
             ended.cancel()
             if not task.cancel() and not task.cancelled():
-                task.exception()  # looked at: a late failure of an engine that is out is no news
+                task.exception()  # retrieved, so that asyncio does not report the late failure of an engine that is out anyway
 
 
 @dataclass(frozen=True)
 class Guarded:
-    """An engine in service, for publishers: what is asked of it ends with its service, before any deadline of its own."""
+    """An `EngineControl` for publishers, whose calls raise EngineError as soon as the engine is quarantined, before their deadlines."""
 
     member: Member
 

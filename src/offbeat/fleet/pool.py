@@ -20,15 +20,15 @@ from offbeat.weights.protocol import EngineControl
 
 T = TypeVar("T")
 OnBusy = Callable[[str, str, float, float], None]
-"""Hears ("generate", engine, start_s, end_s) of a stretch of wall-clock time in which an engine had requests."""
+"""Called with ("generate", engine, start_s, end_s) after a stretch of wall-clock time in which an engine had requests."""
 
 
 class EnginePool:
-    """Knows the standing of each engine.
+    """Keeps the standing of each engine, and lets callers wait until enough engines serve.
 
     Attributes:
         members: all engines by name, whatever their state.
-        min_engines: with fewer in service, requests and publishes wait.
+        min_engines: number of engines in service below which requests and publishes wait.
     """
 
     def __init__(
@@ -42,12 +42,14 @@ class EnginePool:
         on_busy: OnBusy = lambda _what, _name, _start_s, _end_s: None,
         note: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        """
+        """Begin with all engines unproven.
+
         Args:
-            heal_timeout_s: see above; 0 where nobody heals engines.
-            on_quarantine: hears (engine, reason) of every engine that leaves service.
-            on_busy: hears of every busy stretch, cut at each switch of versions.
-            note: tells people what is waited for.
+            probe_timeout_s: how long an engine may take to say that it is well.
+            heal_timeout_s: how long a request or a publish waits for engines; 0 where nobody heals them.
+            on_quarantine: called with (engine, reason) for every engine that leaves service.
+            on_busy: called for every busy stretch; a switch of versions ends one stretch and begins the next.
+            note: called with a sentence for the user when the first caller begins to wait.
         """
         self.members: Mapping[str, Member] = {client.name: Member(client) for client in clients}
         self.min_engines = min_engines
@@ -61,25 +63,25 @@ class EnginePool:
 
     @property
     def states(self) -> Mapping[str, State]:
-        """The state of every engine."""
+        """State of every engine, by name."""
         return {name: member.state for name, member in self.members.items()}
 
     @property
     def outstanding(self) -> Mapping[str, int]:
-        """Tokens of the requests that every engine has: prompts, and the most that is to be generated."""
+        """Tokens of the requests that each engine has, by name: their prompts, and the most that each may generate."""
         return {name: member.outstanding_tokens for name, member in self.members.items()}
 
     @property
     def healthy(self) -> Mapping[str, EngineControl]:
-        """Engines that serve or only lack a proof, by name; what is asked of them here ends when they are quarantined."""
+        """Engines that serve or only lack a proof, by name; calls to them raise EngineError once they are quarantined."""
         return {name: Guarded(member) for name, member in self.members.items() if member.healthy}
 
     def client(self, name: str) -> EngineClient:
-        """The engine itself, whatever its state."""
+        """Return the client of an engine, whatever the engine's state."""
         return self.members[name].client
 
     def admit(self, name: str, version: Version) -> None:
-        """An engine in service proved this version of the weights; a proof does not end a quarantine."""
+        """Note that an engine in service proved this version of the weights; a proof does not end a quarantine."""
         member = self.members[name]
         if member.out:
             return
@@ -87,12 +89,12 @@ class EnginePool:
             member.state = State.SERVING
         member.version = version
         if member.outstanding_tokens:
-            self._end_busy(member)
+            self._end_busy(member)  # the timeline shows which version an engine generated with
         member.tell_version()
         self._tell()
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Send nothing more to the engine, and take nothing more from it. The first reason stands."""
+        """Take an engine out of service: nothing more is sent to it or taken from it. The first reason stands."""
         member = self.members[name]
         if member.out:
             return
@@ -102,7 +104,7 @@ class EnginePool:
         self._tell()
 
     def mark_healing(self, name: str, *, url: str = "") -> None:
-        """Someone is bringing a quarantined engine back, perhaps as another process at another URL."""
+        """Note that a quarantined engine is being brought back, perhaps as another process at another URL."""
         member = self.members[name]
         assert member.out, f"{name} is {member.state.value} and needs no healing"
         member.state = State.HEALING
@@ -110,17 +112,17 @@ class EnginePool:
             member.client.url = url.rstrip("/")
 
     def restore(self, name: str, version: Version | None) -> None:
-        """End a quarantine: the engine proved this version; None if no weights were published yet."""
+        """End a quarantine, after the engine proved this version; None if no weights were published yet."""
         member = self.members[name]
         member.state = State.UNPROVEN if version is None else State.SERVING
         member.version, member.reason = version, ""
         member.tell_version()
-        if member.stint.is_set():
+        if member.stint.is_set():  # calls of the stretch before have ended; those to come belong to the next one
             member.stint = asyncio.Event()
         self._tell()
 
     async def examine(self, name: str) -> None:
-        """Ask an engine whether it is well, and quarantine it if it does not say so in time, or somebody has paused it."""
+        """Ask an engine whether it is well, and quarantine it if it does not say so in time or somebody has paused it."""
         member = self.members[name]
         try:
             told = await member.while_in_service(member.client.health(timeout_s=self._probe_timeout_s))
@@ -135,10 +137,10 @@ class EnginePool:
         await self.members[name].stint.wait()
 
     async def wait_healthy(self, *, version: Version | None = None) -> Mapping[str, EngineControl]:
-        """Engines in service, those that serve `version` if it is given, once they are `min_engines`.
+        """Wait for `min_engines` engines in service, and return all that are; with `version`, only those that serve it count.
 
         Raises:
-            EngineError: they are fewer after `heal_timeout_s`; each engine's reason.
+            EngineError: there are fewer after `heal_timeout_s`; gives each engine's reason.
         """
         def enough() -> Mapping[str, EngineControl]:
             found = {n: e for n, e in self.healthy.items() if version is None or self.members[n].version == version}
@@ -147,10 +149,10 @@ class EnginePool:
         return await self.wait(enough)
 
     async def wait(self, ready: Callable[[], T | None], *, last: EngineError | None = None) -> T:
-        """Return the first truth that `ready` gives, which is asked again at each change of any engine.
+        """Return the first true value that `ready` returns; it is called again whenever the standing of any engine changes.
 
         Raises:
-            EngineError: none in `heal_timeout_s`; each engine's reason, and the request's last error.
+            EngineError: there was none within `heal_timeout_s`; gives each engine's reason and `last`, the request's last error.
         """
         if found := ready():
             return found
@@ -194,7 +196,7 @@ class EnginePool:
 
 
 def _paused(pause: object) -> str:
-    """What an engine says of a pause that none of this process's publishers has made."""
+    """Return the reason to quarantine an engine that reports a pause which no publisher of this process has made."""
     told = pause if isinstance(pause, dict) else {}
     by = f" by {told['by']}" if told.get("by") else ""
     since = f", {told['for_s']:.0f} s ago" if isinstance(told.get("for_s"), int | float) else ""

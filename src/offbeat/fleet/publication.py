@@ -1,4 +1,4 @@
-"""One version's way to the engines: what each has to do next, and whose fault a failure is. Decisions only, for `publishers`.
+"""What each engine has to do next to take one version, and whose fault a failure is. It only decides; `publishers` acts.
 
 Events go in; what is to be done, or who is to blame, comes out. Whole weights move through stages, and all engines switch together; each
 engine takes an adapter at its own pace.
@@ -15,15 +15,17 @@ from offbeat.weights.protocol import Manifest, Proof
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What a publish took and showed.
+    """How long a publish took, which engines serve the version, and why others do not.
 
     Attributes:
-        total_s, write_s, stage_s, switch_s: all of it; writing; staging, or loading and proving an adapter; from the first switch to the
-            last proof. Writing is 0 where the version was written before.
-        canary_gap: largest difference of the canary's mean log-probability between the trainer and an engine that serves.
-        serving: engines that serve the version.
-        quarantined: engines that failed to take it, with reasons.
-        inconclusive: of those that serve, the ones whose proof shows nothing, and why.
+        total_s: seconds of the whole publish.
+        write_s: seconds of writing; 0 where the version was written before.
+        stage_s: seconds of staging, or of loading and proving an adapter.
+        switch_s: seconds from the first switch to the last proof; 0 for an adapter.
+        canary_gap: largest difference of the canary's mean log-probability between the trainer and an engine that serves, in nats.
+        serving: names of the engines that serve the version.
+        quarantined: reasons of the engines that failed to take it, by name.
+        inconclusive: engines that serve although their proof shows nothing, with the reason why it does not.
     """
 
     version: Version
@@ -61,8 +63,10 @@ class WeightsPublication:
     """Whole weights on their way: every engine stages them, all that did switch together, and each serves once it has proven them.
 
     Attributes:
-        reasons: why engines are lost.
-        unsure: engines that serve although their proof shows nothing, and why it does not.
+        stages: where each engine is, by name.
+        reasons: why engines were lost, by name.
+        unsure: engines that serve although their proof shows nothing, with the reason why it does not.
+        largest_gap: see `PublishReport.canary_gap`.
     """
 
     manifest: Manifest
@@ -74,16 +78,17 @@ class WeightsPublication:
 
     @classmethod
     def start(cls, manifest: Manifest, engines: Iterable[str], *, judge: Judge) -> tuple["WeightsPublication", list[Action]]:
-        """Make a publication; gives its first actions, too."""
+        """Return a new publication and its first actions: every engine stages the version."""
         publication = cls(manifest, judge, dict.fromkeys(engines, Stage.STAGING))
         return publication, [Action(name, Stage.STAGING) for name in publication.stages]
 
     @property
     def serving(self) -> list[str]:
+        """Names of the engines that serve the version."""
         return [name for name, stage in self.stages.items() if stage is Stage.SERVING]
 
     def done(self, engine: str) -> list[Action]:
-        """The engine's STAGING or SWITCHING succeeded."""
+        """Note that an engine's STAGING or SWITCHING succeeded. Returns what is to be done next."""
         if self.stages[engine] is Stage.STAGING:
             self.stages[engine] = Stage.STAGED
             return self._switch_when_all_staged()
@@ -92,7 +97,7 @@ class WeightsPublication:
         return [Action(engine, Stage.PROVING)]
 
     def proved(self, engine: str, proof: Proof) -> list[Action]:
-        """The engine answered its proof; it serves unless that is refused."""
+        """Judge an engine's proof: the engine serves unless its proof is refused. Returns what is to be done next."""
         assert self.stages[engine] is Stage.PROVING, f"{engine} proved while {self.stages[engine].value}"
         verdict = self.judge.judge(engine, self.manifest, proof)
         if verdict.refused:
@@ -104,7 +109,7 @@ class WeightsPublication:
         return []
 
     def failed(self, engine: str, reason: str) -> list[Action]:
-        """The engine failed or was late; others go on without it."""
+        """Note that an engine failed or was late; the others go on without it. Returns what is to be done next."""
         self.stages[engine] = Stage.QUARANTINED
         self.reasons[engine] = reason
         return self._switch_when_all_staged()
@@ -120,16 +125,16 @@ class WeightsPublication:
 
 @dataclass
 class AdapterPublication:
-    """A version of an adapter on its way: each engine loads and proves it by itself. Events give the engines that are then to blame.
+    """A version of an adapter on its way: each engine loads and proves it by itself. Each event returns the engines to blame for it.
 
-    An engine that dies or is late is to blame at once; one that is full is not. One that refuses the adapter, or proves something else, is
-    in doubt: it is to blame as soon as another engine serves the adapter. If none ever does, the adapter is bad, and no engine that judged
-    it is to blame.
+    An engine that dies or is late is to blame at once, and one that is full is not. An engine that refuses the adapter, or proves something
+    else, is in doubt: it is to blame as soon as another engine serves the adapter. If none ever does, the adapter is bad, and no engine
+    that judged it is to blame.
 
     Attributes:
-        serving: engines that serve it.
-        reasons: why the others do not.
-        doubts: of these, the engines in doubt.
+        serving: names of the engines that serve the adapter.
+        reasons: why the other engines do not serve it, by name.
+        doubts: reasons of the engines in doubt, by name.
     """
 
     serving: list[str] = field(default_factory=list)
@@ -142,22 +147,22 @@ class AdapterPublication:
         return bool(self.doubts)
 
     def served(self, engine: str) -> dict[str, str]:
-        """The engine has loaded the adapter and proven it."""
+        """Note that an engine has loaded and proven the adapter. Returns the engines to blame, with reasons."""
         self.serving.append(engine)
         return self._settle()
 
     def full(self, engine: str, reason: str) -> dict[str, str]:
-        """The engine's adapters stayed in use."""
+        """Note that an engine had no room, because its adapters stayed in use. Nobody is to blame."""
         self.reasons[engine] = reason
         return {}
 
     def failed(self, engine: str, reason: str) -> dict[str, str]:
-        """The engine died, failed or was late."""
+        """Note that an engine died, failed or was late. Returns it as the engine to blame."""
         self.reasons[engine] = reason
         return {engine: reason}
 
     def doubted(self, engine: str, reason: str) -> dict[str, str]:
-        """The engine refused the adapter, or its proof is wrong."""
+        """Note that an engine refused the adapter, or that its proof is wrong. Returns the engines to blame, with reasons."""
         self.reasons[engine] = self.doubts[engine] = reason
         return self._settle()
 

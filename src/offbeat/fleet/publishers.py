@@ -1,4 +1,4 @@
-"""How versions reach the engines: whole weights (`WeightsPublisher`), and versions of adapters (`AdapterPublisher`), each with proof.
+"""Brings versions to the engines, each with proof: whole weights (`WeightsPublisher`) and adapters (`AdapterPublisher`).
 
 An engine that fails or is late, or whose proof is refused, is quarantined with the reason, and heals outside of any publish. The training
 loop sees `controller.parts.Publishing`: engines serve whole weights when `publish` returns, and the adapter that a run trains
@@ -30,16 +30,17 @@ from offbeat.weights.proof import Judge
 from offbeat.weights.protocol import EngineControl, Manifest
 
 OnServed = Callable[[PublishReport], None]
-"""Hears how a publish went, at the moment in which engines serve the version."""
+"""Called with the report of a publish as soon as engines serve the version."""
 
 Release = Callable[[PublishReport | None], Awaitable[None]]
-"""Lets the ranks that wait for this process go on, and tells them how the publish went, if it is over."""
+"""Lets the ranks that wait for this process go on, and tells them how the publish went; None if it is not over yet."""
 
 _ADAPTER_ROUNDS = 2
+"""Attempts at bringing an adapter to engines: if all that were chosen fail, those that have healed meanwhile are tried once more."""
 
 
 async def release_nobody(_report: PublishReport | None) -> None:
-    """A controller's ranks wait for nothing."""
+    """Do nothing, because the ranks of a controller do not wait for a publish."""
 
 
 class WeightsPublisher:
@@ -56,7 +57,7 @@ class WeightsPublisher:
     def __init__(
         self, pool: EnginePool, channel: Channel, config: WeightsConfig, *, judge: Judge, release: Release = release_nobody,
     ) -> None:
-        """`judge` says what engines' proofs are worth."""
+        """`judge` decides whether an engine's proof is believed; `release` is awaited at the end of each publish."""
         self._pool = pool
         self._channel = channel
         self._config = config
@@ -65,7 +66,7 @@ class WeightsPublisher:
         self._writing = asyncio.Lock()
 
     async def publish(self, version: Version, *, on_served: OnServed = lambda _report: None) -> PublishReport:
-        """Write the trainer's weights as `version` and bring every healthy engine to it; `on_served` has heard when this returns.
+        """Write the trainer's weights as `version` and bring every healthy engine to it; `on_served` is called before this returns.
 
         Raises:
             PublishError: too few engines serve the version, and none heals in time; gives each engine's reason.
@@ -74,7 +75,7 @@ class WeightsPublisher:
         async with self._writing:
             manifest = await self._channel.write(version)
             self.current = manifest
-        engines = self._pool.healthy  # now: an engine that heals from here on heals to this version
+        engines = self._pool.healthy  # chosen only now: an engine that heals from here on heals to `current`, which is this version
         written = time.monotonic()
         publication, switched = await self._carry_out(manifest, engines)
         end = time.monotonic()
@@ -90,14 +91,15 @@ class WeightsPublisher:
         return report
 
     async def settle(self) -> None:
-        """See `Publishing.settle`: nothing is left to wait for."""
+        """Return at once, because `publish` returns only when engines serve the version; see `Publishing.settle`."""
 
     async def bring(self, engine: EngineControl) -> Version | None:
-        """Bring an engine that is out of service to the current version, and prove it. Admits nobody. A version that is damaged on disk is
-        written again, as long as the trainer has it.
+        """Bring an engine that is out of service to the current version, and have it prove that; the caller puts it back into service.
+
+        A version that is damaged on disk is written again, as long as the trainer has it.
 
         Returns:
-            The version, current when this returns; None before the first publish.
+            The version that is current when this returns; None before the first publish.
 
         Raises:
             EngineError, DeadlineError: the engine failed; ProofError: it does not sample the current weights.
@@ -124,7 +126,7 @@ class WeightsPublisher:
         return None
 
     async def _carry_out(self, manifest: Manifest, engines: Mapping[str, EngineControl]) -> tuple[WeightsPublication, float]:
-        """Do what a publication asks for until it is over; gives the time at which engines began to switch, too."""
+        """Do what a publication asks for until it is over. Returns it, and the time at which engines began to switch."""
         switched = time.monotonic()
         publication, actions = WeightsPublication.start(manifest, engines, judge=self._judge)
         tasks: set[asyncio.Task[list[Action]]] = set()
@@ -132,6 +134,7 @@ class WeightsPublisher:
             while actions or tasks:
                 if any(action.stage is Stage.SWITCHING for action in actions):
                     switched = time.monotonic()
+                # The actions of different engines run at the same time, each under its own deadline.
                 tasks |= {asyncio.create_task(self._do(action, engines[action.engine], publication)) for action in actions}
                 finished, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 actions = [action for task in finished for action in task.result()]
@@ -160,7 +163,7 @@ class WeightsPublisher:
         return actions
 
     async def _wait_for_more(self, publication: WeightsPublication) -> Collection[str]:
-        """Return the engines that serve the version, once healing has made them enough."""
+        """Wait until healing has brought enough engines to the version, and return those that serve it."""
         version = publication.manifest.version
         try:
             return await self._pool.wait_healthy(version=version)
@@ -177,20 +180,22 @@ class AdapterPublisher:
     def __init__(
         self, pool: EnginePool, adapters: AdapterCache, *, on_event: Callable[..., None] = lambda _kind, **_fields: None,
     ) -> None:
-        """`on_event` hears "fanout" (adapter, total_s, num_bytes, and by engine seconds, retries and the reason of a failure)."""
+        """`on_event` is called with "fanout" (adapter, total_s, num_bytes, and for each engine its seconds, retries and reason to fail)."""
         self._pool = pool
         self._adapters = adapters
         self._on_event = on_event
 
     async def publish(self, manifest: Manifest, *, pinned: bool = False) -> PublishReport:
-        """Bring a version of an adapter to the engines; it is current from the first that serves it. Older ones leave as they drain.
+        """Bring a version of an adapter to the engines; it is current once the first one serves it.
+
+        Older versions are unloaded when their last requests are done.
 
         Args:
-            pinned: as by `AdapterCache.pin`, from now on; it may then be older than others of its adapter.
+            pinned: pin the version as `AdapterCache.pin` does; it may then be older than others of its adapter.
 
         Raises:
-            PublishError: no engine serves it, and none heals in time; each engine's reason. The adapter's older versions, and all other
-                adapters, go on as before.
+            PublishError: no engine serves it, and none heals in time; gives each engine's reason. The adapter's older versions, and all
+                other adapters, go on as before.
         """
         cache, name = self._adapters, manifest.name
         was_known = cache.catalog.get(name) is not None
@@ -216,7 +221,7 @@ class AdapterPublisher:
             cache.prune()
 
     async def _fan_out(self, manifest: Manifest) -> tuple[AdapterPublication, PublishReport]:
-        """Bring an adapter to engines once; raises EngineError while too few are healthy, and nothing because of a single engine."""
+        """Bring an adapter to engines once. Raises EngineError if too few are healthy; the failure of a single engine is in the report."""
         engines = await self._pool.wait_healthy()
         targets = self._adapters.targets(manifest.adapter, engines)
         publication, installed, start = AdapterPublication(), dict[str, Installed](), time.monotonic()
@@ -231,7 +236,7 @@ class AdapterPublisher:
                 self._pool.quarantine(lost, why)
 
         with ExitStack() as stack:
-            for target in targets:  # now: others that choose engines have to see it
+            for target in targets:  # before any load begins, so that publishes that choose engines meanwhile count them
                 stack.enter_context(counted(self._adapters.slots[target].coming, manifest.name))
             async with asyncio.TaskGroup() as tasks:
                 for target in targets:
@@ -247,7 +252,7 @@ class AdapterPublisher:
     async def _deliver(
         self, engine: EngineControl, manifest: Manifest, publication: AdapterPublication,
     ) -> tuple[dict[str, str], Installed]:
-        """Have one engine load and prove an adapter; gives the engines that are to blame from now, and how it came there."""
+        """Have one engine load and prove an adapter. Returns the engines to blame, with reasons, and how the adapter came to the engine."""
         timeout_s = self._adapters.timeout_s
         try:
             async with deadline(f"{manifest.name} on {engine.name}", timeout_s):
@@ -263,12 +268,13 @@ class AdapterPublisher:
 
 
 class PolicyPublisher:
-    """Writes and brings the adapter that a run trains: the ranks go on when it is written. Use as `async with`; leaving gives up a version
-    on its way.
+    """Publishes the adapter that a run trains: the ranks go on as soon as it is written, while engines load it.
+
+    Use as `async with`; leaving gives up a version that is on its way.
     """
 
     def __init__(self, publisher: AdapterPublisher, channel: Channel, *, adapter: str, release: Release = release_nobody) -> None:
-        """`adapter` is its name; see `weights.adapters.policy_adapter`."""
+        """`adapter` is the name of the run's adapter; see `weights.adapters.policy_adapter`."""
         self._publisher = publisher
         self._channel = channel
         self._adapter = adapter

@@ -1,6 +1,6 @@
 """Which engine gets a request: the one with the least outstanding tokens, or the one that knows the session if it is not much busier.
 
-Decisions only, for `offbeat.fleet.pool`: what engines there are, hold and do is told to it with every question.
+It only decides; `offbeat.fleet.dispatch` tells it with every question which engines may take the request and how busy they are.
 """
 
 from collections import OrderedDict
@@ -8,14 +8,16 @@ from collections.abc import Mapping
 
 YIELD_FACTOR = 1.5
 YIELD_REQUESTS = 4
+"""A session stays where its prefix is cached until that engine's load exceeds YIELD_FACTOR times the least load plus YIELD_REQUESTS
+requests. The factor alone would move sessions between engines that are nearly idle, and requests alone between those that are all busy."""
 _MAX_SESSIONS = 65_536
 
 
 class Router:
-    """Remembers where sessions were last, and which engine had its turn."""
+    """Remembers the engine of each session's last request, and when each engine was chosen last."""
 
     def __init__(self, *, max_sessions: int = _MAX_SESSIONS) -> None:
-        """The `max_sessions` most recent sessions are remembered; sessions do not say when they end."""
+        """`max_sessions` bounds the sessions that are remembered, the most recent ones, because sessions do not say when they end."""
         self._max_sessions = max_sessions
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._turns: dict[str, int] = {}
@@ -24,8 +26,8 @@ class Router:
     def choose(self, loads: Mapping[str, int], *, cost: int, session: str = "") -> str:
         """Choose among `loads`, the outstanding tokens of every engine that may take a request of `cost` tokens.
 
-        The engine that had the session's last request has its prefix in the cache. It is taken again unless it is more than YIELD_FACTOR
-        times as busy as the least busy one, and YIELD_REQUESTS requests like this on top: then the session moves. Equal engines take turns.
+        The engine that had the session's last request has its prefix in the cache. It is taken again unless its load
+        exceeds YIELD_FACTOR * least load + YIELD_REQUESTS * cost; then the session moves. Equally busy engines take turns.
         """
         least = min(loads, key=lambda name: (loads[name], self._turns.get(name, 0)))
         home = self._homes.get(session, least) if session else least

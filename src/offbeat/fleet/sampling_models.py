@@ -23,44 +23,46 @@ from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 
 _PATIENCE_S = 10.0
-"""How long requests wait for a model without a healthy engine: it is not ours to mend, and others want their turn."""
+"""How long requests wait for a model without a healthy engine; nobody here can restart it, and other requests wait for their turn."""
 _ANY_TOKENS = (0, 1)
 
 
 @dataclass(frozen=True)
 class SamplingModel:
-    """One model.
+    """A model, as the engines that serve it are asked for samples and scores.
 
     Attributes:
-        context: tokens of a prompt and its continuation.
-        end_token_ids: none, for what ends a sample here only the engines know.
+        context: largest number of tokens in a prompt and its continuation.
+        end_token_ids: tokens that end a sample; empty where only the engines know them.
+        max_failures: number of engines that may fail a request before it is given up; None for three times all.
     """
 
     name: str
     dispatcher: Dispatcher
     context: int
     end_token_ids: tuple[int, ...] = ()
+    max_failures: int | None = None
 
     async def sample(self, adapter: str, prompt: tuple[int, ...], sampling: Sampling, n: int, session: str) -> list[Sample]:
-        """Generate n continuations; raises as `Dispatcher.generate`."""
-        assert not adapter, f"{self.name} takes no adapters"
-        return await self.dispatcher.generate(prompt, sampling, n=n, session=session)
+        """Generate n continuations with an adapter, or with the model itself for ""; see `Dispatcher.generate`."""
+        return await self.dispatcher.generate(
+            prompt, sampling, n=n, session=session, adapter=adapter, max_failures=self.max_failures)
 
     async def score(
         self, adapter: str, tokens: tuple[int, ...], top_k: int, targets: tuple[tuple[int, ...], ...] | None,
         draws: Draws | None = None,
     ) -> PromptScore:
-        """What the model says of tokens; raises as `Dispatcher.score`."""
-        assert not adapter, f"{self.name} takes no adapters"
-        return await self.dispatcher.score(tokens, top_k=top_k, targets=targets, draws=draws)
+        """Score tokens with an adapter, or with the model itself for ""; see `Dispatcher.score`."""
+        return await self.dispatcher.score(
+            tokens, top_k=top_k, targets=targets, draws=draws, adapter=adapter, max_failures=self.max_failures)
 
 
 @asynccontextmanager
 async def open_sampling_models(config: Config, record: RunRecord) -> AsyncIterator[Mapping[str, SamplingModel]]:
-    """Connect to the engines of `serve.sampling_models`, and look after them while the body runs; models by name.
+    """Connect to the engines of `serve.sampling_models`, and look after them while the body runs. Yields the models by name.
 
     Raises:
-        ConfigError: an engine is not ready, or cannot tell what will be asked of it.
+        ConfigError: an engine is not ready, or does not say how long a context it has.
     """
     async with EngineSession() as http:
         opened = await gather_all(

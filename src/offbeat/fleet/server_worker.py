@@ -41,7 +41,7 @@ class ServerStart:
 
 
 class ServerWorker(Service):
-    """The service of one server process."""
+    """Starts the server of one engine in a process group of its own, and ends when the server does."""
 
     def __init__(self) -> None:
         self._reaper: ServerReaper | None = None
@@ -78,7 +78,7 @@ class ServerWorker(Service):
         threading.Thread(target=self._end_with, args=(server,), name="server", daemon=True).start()
 
     def _end_with(self, server: "subprocess.Popen[bytes]") -> None:
-        os._exit(server.wait() or 1)  # the end of a server is a failure; the reaper ends what it leaves
+        os._exit(server.wait() or 1)  # a server never ends by itself in good order; the reaper ends the processes that it leaves
 
 
 def _free_port(host: str) -> int:

@@ -1,4 +1,4 @@
-"""One engine's adapters: what it holds, what may leave, what makes room, and in which order it is called. Used by `adapters`."""
+"""The adapters of one engine: which it holds, which may be unloaded, and in which order it is asked to load. Used by `adapters`."""
 
 import asyncio
 from collections import Counter
@@ -9,17 +9,19 @@ from weakref import WeakValueDictionary
 from offbeat.errors import BusyError
 
 _LOADS_AT_ONCE = 4
+"""Number of loads that an engine is asked for at once: each takes it away from generating."""
 
 
 class AdapterSlots:
-    """What one engine holds and is about to.
+    """The adapters that one engine holds, loads and unloads.
 
     Attributes:
-        held: names of the adapters that are loaded and proven; the least recently used first.
-        coming: names that are being loaded, or wait for that.
-        num_loading: of them, those that take room by now.
-        in_use: requests that each adapter has there.
-        leaving: old versions, to be unloaded with their last request.
+        capacity: largest number of adapters that the engine holds.
+        held: names of the adapters that are loaded and proven, the least recently used first.
+        coming: number of callers that are loading each adapter or wait to, by name.
+        num_loading: number of loads that take room by now, which those that still wait do not.
+        in_use: number of requests that use each adapter on this engine, by name.
+        leaving: names of old versions, each to be unloaded after its last request.
         turns: bounds the loads that the engine is asked for at once.
     """
 
@@ -43,7 +45,7 @@ class AdapterSlots:
         return self._locks.setdefault(name, asyncio.Lock())
 
     def put(self, name: str) -> None:
-        """Make an adapter held, and the most recently used."""
+        """Note that the engine holds an adapter, and that it is the most recently used one."""
         self.held.pop(name, None)
         self.held[name] = None
 
@@ -57,10 +59,13 @@ class AdapterSlots:
             self.num_loading -= 1
 
     def make_room(self) -> list[str]:
-        """Take out what must be unloaded for those that are loading: the least recently used without requests.
+        """Choose adapters to unload, so that those that are loading fit: the least recently used ones without requests.
+
+        Returns:
+            Their names; they no longer count as held, and the caller unloads them.
 
         Raises:
-            BusyError: too many are in use.
+            BusyError: too many adapters are in use.
         """
         excess = max(len(self.held) + self.num_loading - self.capacity, 0)
         victims = [name for name in self.held if not self.in_use[name]][:excess]
@@ -71,19 +76,19 @@ class AdapterSlots:
         return victims
 
     def take_out(self, name: str) -> None:
-        """Make an adapter no longer held."""
+        """Note that the engine does not hold an adapter any more."""
         self.held.pop(name, None)
         self.leaving.discard(name)
 
     def drained(self) -> list[str]:
-        """Take out what leaves and has no request any more; gives the names."""
+        """Return the adapters that are to leave and have no request any more; they no longer count as held."""
         names = [name for name in self.leaving if not self.in_use[name]]
         for name in names:
             self.take_out(name)
         return names
 
     def clear(self) -> None:
-        """The engine has lost all that it held."""
+        """Note that the engine has lost all that it held."""
         self.held.clear()
         self.leaving.clear()
 

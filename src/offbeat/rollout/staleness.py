@@ -48,19 +48,32 @@ class Gate:
     training: int = 0
 
     @property
+    def max_held(self) -> int:
+        """Largest number of running, ready and training groups together: (eta + 1) * B.
+
+        The steps at the versions `version` to `deadline` are those that may take a group admitted now, and each of them takes B groups.
+        """
+        return (self.eta + 1) * self.batch_size
+
+    @property
+    def deadline(self) -> Version:
+        """Last version at which a group admitted now may be trained on: version + eta."""
+        return self.version + self.eta
+
+    @property
     def capacity(self) -> int:
         """Number of groups that may be admitted now; see the formula in the module."""
         held = len(self.running) + len(self.ready) + self.training
-        room = min(self.max_running - len(self.running), (self.eta + 1) * self.batch_size - held)
+        room = min(self.max_running - len(self.running), self.max_held - held)
         if self.last_version is not None:
             room = min(room, (self.last_version - self.version) * self.batch_size - held)
         return max(room, 0)
 
     def admit(self, key: Key) -> None:
-        """Admit a group; its deadline is the current version plus eta."""
+        """Admit a group, whose deadline is `deadline` as it is now."""
         assert self.capacity > 0, "admit without capacity"
         assert key not in self.running and key not in self.ready, f"group {key} is already in flight"
-        self.running[key] = self.version + self.eta
+        self.running[key] = self.deadline
 
     def finish(self, key: Key) -> None:
         """Note that a running group is ready to be trained on."""
@@ -101,6 +114,10 @@ class Gate:
         self.training = 0
 
     def _first_missed_deadline(self, chosen: list[Key]) -> Version | None:
+        """Return the earliest deadline that some group would miss if the next step took `chosen`, or None.
+
+        After that step, the steps at versions `version` + 1 to d can take B * (d - version) groups, so no more may be due by d.
+        """
         due = Counter(self.running.values()) + Counter(self.ready.values())
         due.subtract(Counter(self.ready[key] for key in chosen))
         unconsumed = 0

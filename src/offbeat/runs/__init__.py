@@ -1,1 +1,1 @@
-"""Composition: how a configuration becomes a run, with a loop or with many tenants; torch-free."""
+"""Composition: how a configuration becomes a run, with a loop or with many adapters; torch-free."""

@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
-from offbeat.errors import StorageError
-from offbeat.service.backend import Backend
+from offbeat.errors import ModelError, StorageError
+from offbeat.runs.adapters import Adapters
 from offbeat.service.checkpoints import Checkpoints
 from offbeat.service.errors import LostError, UnknownError
 from offbeat.service.ids import training_request
@@ -23,7 +23,7 @@ from offbeat.service.limits import Usage
 from offbeat.service.order import Numbers
 from offbeat.service.store import Store
 from offbeat.service.tables import ModelRow
-from offbeat.service.types import Caller, ModelInfo
+from offbeat.service.types import Caller, LoraSpec, ModelInfo
 
 
 class Loss:
@@ -97,6 +97,11 @@ class Model:
                 "go on with the next one")
 
     @property
+    def adapter(self) -> str:
+        """Name of the model's adapter in the trainers and, with a version, on the engines; it may be a part of paths, as IDs may not."""
+        return self.row.id.replace(":", ".")
+
+    @property
     def info(self) -> ModelInfo:
         """The model as clients see it."""
         row = self.row
@@ -111,7 +116,7 @@ class Models:
     """
 
     def __init__(
-        self, rows: Iterable[ModelRow], *, backend: Backend, store: Store, usage: Usage, checkpoints: Checkpoints,
+        self, rows: Iterable[ModelRow], *, adapters: Adapters, store: Store, usage: Usage, checkpoints: Checkpoints,
         max_resident: int = sys.maxsize,
     ) -> None:
         """Start from the stored rows.
@@ -123,7 +128,7 @@ class Models:
         self.max_resident = max_resident
         self._num_uses = 0
         self._models = {row.id: Model(row, counted=False) for row in rows}
-        self._backend = backend
+        self._adapters = adapters
         self._store = store
         self._usage = usage
         self._checkpoints = checkpoints
@@ -150,7 +155,7 @@ class Models:
             RequestError: its owner may have no more models.
             ModelError: such an adapter cannot be trained here.
         """
-        self._backend.check_lora(row.lora)
+        _check_lora(row.lora, self._adapters.limits.max_rank)
         self._usage.charge(row.owner, models=1)
         self._models[row.id] = Model(row, counted=True)
         return self._models[row.id]
@@ -159,8 +164,8 @@ class Models:
         """Forget a model that was admitted but could not be created."""
         del self._models[model.id]
         self._uncount(model)
-        if model.resident and self._backend.trainers_alive:
-            await self._backend.remove(model.id)
+        if model.resident and self._adapters.trainers_alive:
+            await self._adapters.remove(model.adapter)
         await self._checkpoints.release(model.row.state_folder)
 
     async def store(self, model: Model, **changes: Any) -> None:
@@ -200,9 +205,11 @@ class Models:
         folder = model.row.state_folder
         if folder:
             await self._checkpoints.verify(folder)
-            await self._backend.load(model.id, self._checkpoints.path(folder))
+            await self._adapters.load(model.adapter, self._checkpoints.path(folder))
         else:
-            await self._backend.create(model.id, model.row.lora)
+            lora = model.row.lora
+            await self._adapters.add(
+                model.adapter, rank=lora.rank, alpha=lora.alpha, seed=lora.seed, train_attn=lora.train_attn, train_mlp=lora.train_mlp)
         model.resident = True
         if not model.counted:  # its session was silent and is active again
             model.counted = True
@@ -257,7 +264,7 @@ class Models:
     async def save(self, model: Model) -> None:
         """Write a model's state to a folder that only the model itself uses."""
         async with self._checkpoints.making() as folder:
-            await self._backend.save(model.id, self._checkpoints.path(folder))
+            await self._adapters.save(model.adapter, self._checkpoints.path(folder))
             await self._checkpoints.seal(folder)
             await self.keep(model, folder, step=model.step, num_changes=model.num_changes)
 
@@ -265,7 +272,7 @@ class Models:
         """Save a model and remove it from the trainers until it is needed again; a client that loses a gradient is told the reason."""
         if model.num_changes > model.saved_changes:
             await self.save(model)
-        await self._backend.remove(model.id)
+        await self._adapters.remove(model.adapter)
         model.resident = False
         if model.has_gradient:
             self._fall_back(model, reason)
@@ -280,7 +287,7 @@ class Models:
         """Delete the state of a model whose session has ended for good; the run itself stays known."""
         state, model.loss = model.row.state_folder, None
         if model.resident:
-            await self._backend.remove(model.id)
+            await self._adapters.remove(model.adapter)
             model.resident = False
         self._uncount(model)
         await self.store(model, ended=True, state_folder="", dirty=False)
@@ -319,3 +326,11 @@ def _lost(row: ModelRow, reason: str, *, step: int = 0) -> str:
     return (
         f"the model {row.id} went back to its last checkpoint ({where}) because {reason}; steps and gradients since then are lost, "
         "and so is what was sent before this was fetched; go on from there, or load another checkpoint")
+
+
+def _check_lora(lora: LoraSpec, max_rank: int) -> None:
+    """Raise ModelError for an adapter that cannot be trained here."""
+    if not 1 <= lora.rank <= max_rank:
+        raise ModelError(f"the rank of an adapter must be 1 to {max_rank} on this server, got {lora.rank}")
+    if not (lora.train_attn or lora.train_mlp):
+        raise ModelError("an adapter needs train_attn or train_mlp; the output head alone cannot be trained here")

@@ -25,10 +25,7 @@ from offbeat.weights.protocol import Manifest
 
 
 class Engines(Protocol):
-    """The part of `offbeat.service.backend.Backend` that samplers need."""
-
-    @property
-    def base_models(self) -> BaseModels: ...
+    """The part of `offbeat.fleet.adapters.AdapterCache` that samplers need."""
 
     def pin(self, manifest: Manifest) -> None: ...
 
@@ -57,8 +54,8 @@ class Samplers:
     """All samplers of all owners."""
 
     def __init__(
-        self, rows: Iterable[SamplerRow], *, engines: Engines, store: Store, usage: Usage, sessions: Sessions, checkpoints: Checkpoints,
-        timeout_s: float, retention_s: float = 86400.0, clock: Callable[[], float] = time.time,
+        self, rows: Iterable[SamplerRow], *, engines: Engines, base_models: BaseModels, store: Store, usage: Usage, sessions: Sessions,
+        checkpoints: Checkpoints, timeout_s: float, retention_s: float = 86400.0, clock: Callable[[], float] = time.time,
     ) -> None:
         """Start from the stored rows.
 
@@ -69,6 +66,7 @@ class Samplers:
         """
         self._rows = {row.id: row for row in rows}
         self._engines = engines
+        self._base_models = base_models
         self._store = store
         self._usage = usage
         self._sessions = sessions
@@ -95,7 +93,7 @@ class Samplers:
             RequestError: the owner may have no more samplers.
         """
         self._sessions.check(caller, session_id)
-        models = self._engines.base_models
+        models = self._base_models
         name = models.name if base_model is None else models.resolve(base_model)
         row = SamplerRow(sampler_id(session_id, seq), session_id, caller.owner, name, path=model_path or "", created=self._clock())
         if (known := self._rows.get(row.id)) is not None:
@@ -198,7 +196,7 @@ class Samplers:
             raise self._unknown(row.id)
         self._last_used[row.id] = self._clock()
         if not row.folder:
-            self._engines.base_models.resolve(row.base_model)  # the model may have been on another server
+            self._base_models.resolve(row.base_model)  # the model may have been on another server
             yield ""
             return
         self._demand_checkpoint(row)

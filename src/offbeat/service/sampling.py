@@ -64,7 +64,7 @@ _CELLS_AT_ONCE = 20_000
 
 
 class Engines(Protocol):
-    """The part of `offbeat.service.backend.Backend` that sampling needs."""
+    """The part of `offbeat.fleet.sampling_models.SamplingModel` that sampling needs."""
 
     @property
     def context(self) -> int: ...
@@ -137,6 +137,7 @@ class Sampling:
         """Set up an empty queue.
 
         Args:
+            engines: those of the trained model, with the adapters on them.
             max_in_flight: number of samples generated at once; large ones count as several.
             others: engines of base models that are only sampled, by name.
         """

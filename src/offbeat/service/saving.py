@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.service.backend import Backend
+from offbeat.runs.adapters import Adapters
 from offbeat.service.checkpoints import Checkpoints
 from offbeat.service.errors import RequestError
 from offbeat.service.ids import CheckpointPath
@@ -41,8 +41,12 @@ class Rest:
 class Saving:
     """Writes and loads folders of models."""
 
-    def __init__(self, *, backend: Backend, models: Models, sessions: Sessions, checkpoints: Checkpoints, samplers: Samplers) -> None:
-        self._backend = backend
+    def __init__(
+        self, *, adapters: Adapters, base_model: str, models: Models, sessions: Sessions, checkpoints: Checkpoints, samplers: Samplers,
+    ) -> None:
+        """`base_model` is the name by which clients call the trained model."""
+        self._adapters = adapters
+        self._base_model = base_model
         self._models = models
         self._sessions = sessions
         self._checkpoints = checkpoints
@@ -67,7 +71,7 @@ class Saving:
             raise
 
     async def _save(self, model: Model, request: Save, folder: str) -> Callable[[], Awaitable[Outcome]]:
-        await self._backend.save(model.id, self._checkpoints.path(folder))
+        await self._adapters.save(model.adapter, self._checkpoints.path(folder))
         step, num_changes = model.step, model.num_changes
 
         async def finish() -> Outcome:
@@ -83,7 +87,7 @@ class Saving:
     async def _export(self, model: Model, request: SaveSampler | Export, folder: str) -> Callable[[], Awaitable[Outcome]]:
         step, version = model.step, model.row.next_version
         await self._models.store(model, next_version=version + 1)  # first, so that a version is used only once even if the server dies now
-        adapter = await self._backend.export(model.id, self._checkpoints.path(folder), version=version)
+        adapter = await self._adapters.write(model.adapter, self._checkpoints.path(folder), version=version)
 
         async def finish_export() -> Outcome:
             assert isinstance(request, Export), "chosen below"
@@ -95,7 +99,7 @@ class Saving:
         async def finish_sampler() -> Outcome:
             assert isinstance(request, SaveSampler), "chosen below"
             size_bytes = await self._checkpoints.seal(folder, adapter=adapter)
-            await self._backend.publish(adapter)
+            await self._adapters.fleet.publisher.publish(adapter, pinned=True)
             if request.name is not None:
                 return SamplerSaved(path=await self._add(
                     model, "sampler", request.name, folder, size_bytes, step=step, ttl_s=request.ttl_s, metadata=request.metadata,
@@ -133,7 +137,7 @@ class Saving:
                 await self._checkpoints.verify(row.folder)
                 if not request.creates:
                     await self._models.mark([model])
-                await self._backend.load(model.id, self._checkpoints.path(row.folder), optimizer=request.optimizer)
+                await self._adapters.load(model.adapter, self._checkpoints.path(row.folder), optimizer=request.optimizer)
                 model.resident, model.has_gradient, model.loss, model.step = True, False, None, row.step
                 model.num_changes += 1
                 if request.optimizer:
@@ -150,8 +154,8 @@ class Saving:
         row = self._checkpoints.readable(Caller(model.row.owner), path)
         if row.kind != "training":
             raise RequestError(f"{path} holds no state to train on from; load one that save_weights gave")
-        if row.base_model != self._backend.base_model:
-            raise RequestError(f"{path} was trained on {row.base_model}, where this server has {self._backend.base_model}")
+        if row.base_model != self._base_model:
+            raise RequestError(f"{path} was trained on {row.base_model}, where this server has {self._base_model}")
         theirs, ours = ((lora.rank, lora.train_attn, lora.train_mlp) for lora in (row.lora, model.row.lora))
         if theirs != ours:
             raise RequestError(

@@ -31,13 +31,12 @@ from offbeat.data.model_folder import read_model_config
 from offbeat.errors import ConfigError, StorageError
 from offbeat.fleet.sampling_models import SamplingModel, open_sampling_models
 from offbeat.hosts import is_loopback
-from offbeat.runs.tenants import Tenants, open_tenants
+from offbeat.runs.adapters import Adapters, BaseLimits, open_adapters
 from offbeat.service.app.assembly import open_front
 from offbeat.service.app.auth import Names
 from offbeat.service.app.connections import Bounds, Connections
 from offbeat.service.app.reply import Served
 from offbeat.service.app.server import HttpServer, listen
-from offbeat.service.backend import Backend
 from offbeat.service.base_models import BaseModels
 from offbeat.service.cost import max_resident
 from offbeat.service.futures import Futures
@@ -65,6 +64,11 @@ _SWITCH_INTERVAL_S = 0.0005
 _OPEN_FILES = 65536
 _SHARE_OF_ONE = 4
 _CLUSTER = "cluster"
+_MAX_FAILURES = 3
+"""Number of engines on which one request for the trained model may fail, whether or not they survived.
+
+The request may itself be what crashes engines, and other owners' requests run on them.
+"""
 _ANY_TOKEN = 2**31
 """Vocabulary size assumed for models whose vocabulary is unknown here; the engines refuse invalid tokens."""
 
@@ -191,12 +195,17 @@ def tokenizer_id(config: Config, base: Base) -> str:
     return str(folder.resolve()) if folder.is_dir() and is_loopback(config.serve.host) else base_model_name(config)
 
 
-def served_models(config: Config, backend: Backend, *, tokenizer: str) -> Served:
-    """Return which models are offered, and the limits of requests to them."""
+def served_models(config: Config, limits: BaseLimits, others: Mapping[str, SamplingModel], *, tokenizer: str) -> Served:
+    """Return which models are offered, and the limits of requests to them.
+
+    Args:
+        others: models that are only sampled, by name.
+    """
+    base_models = BaseModels.of(base_model_name(config), config.serve)
     return Served(
-        backend.base_model, tokenizer, config.model.lora.alpha, WireLimits(vocab_size=backend.vocab_size, context=backend.context),
-        stable_reinforce=config.serve.stable_reinforce, aliases=backend.base_models.aliases,
-        sampled={name: WireLimits(vocab_size=_ANY_TOKEN, context=model.context) for name, model in backend.others.items()})
+        base_models.name, tokenizer, config.model.lora.alpha, WireLimits(vocab_size=limits.vocab_size, context=limits.context),
+        stable_reinforce=config.serve.stable_reinforce, aliases=base_models.aliases,
+        sampled={name: WireLimits(vocab_size=_ANY_TOKEN, context=model.context) for name, model in others.items()})
 
 
 def open_record(folder: Path) -> RunRecord:
@@ -234,24 +243,23 @@ def open_store(url: str, folder: Path) -> Store:
 class Core:
     """Parts of the service without HTTP."""
 
-    backend: Backend
     service: Service
     sampling: Sampling
 
 
 @asynccontextmanager
 async def open_core(
-    config: Config, tenants: Tenants, store: Store, keys: Keys, *, others: Mapping[str, SamplingModel] = MappingProxyType({}),
-    on_event: Callable[..., None] = lambda _kind, **_fields: None,
+    config: Config, adapters: Adapters, store: Store, keys: Keys, *, others: Mapping[str, SamplingModel] = MappingProxyType({}),
 ) -> AsyncIterator[Core]:
     """Run the service on running ranks and engines. When the body ends, no new work begins, and every model is saved.
 
     Args:
         others: models that are only sampled, by name.
-        on_event: called with the events of `Backend`.
     """
-    folder, settings = Path(config.serve.data_dir), config.serve
-    backend = Backend(tenants, config, base_model=base_model_name(config), others=others, on_event=on_event)
+    folder, settings, limits = Path(config.serve.data_dir), config.serve, adapters.limits
+    base_models = BaseModels.of(base_model_name(config), settings)
+    trained = SamplingModel(
+        base_models.name, adapters.fleet.dispatcher, limits.context, limits.end_token_ids, max_failures=_MAX_FAILURES)
     rows, usage = store.load(), Usage(keys.limits_of)
     futures = Futures(
         store, Results(folder / "results", after=store.last_segment()), encode=encode,
@@ -259,21 +267,21 @@ async def open_core(
 
     def make_samplers(sessions: Sessions, checkpoints: Checkpoints) -> Samplers:
         return Samplers(
-            rows.samplers, engines=backend, store=store, usage=usage, sessions=sessions, checkpoints=checkpoints,
-            timeout_s=settings.sampler_timeout_s, retention_s=settings.session_retention_s)
+            rows.samplers, engines=adapters.fleet.adapters, base_models=base_models, store=store, usage=usage, sessions=sessions,
+            checkpoints=checkpoints, timeout_s=settings.sampler_timeout_s, retention_s=settings.session_retention_s)
 
     service = Service(
-        backend, store, rows, futures, usage, folder=folder, make_samplers=make_samplers,
+        adapters, base_models, store, rows, futures, usage, folder=folder, make_samplers=make_samplers, others=others.values(),
         settings=ServiceSettings(
             settings.max_tokens_per_pass, settings.session_timeout_s, settings.gap_patience_s, settings.orphan_retention_s,
             max_resident_models=settings.max_resident_models or _max_resident(config), session_retention_s=settings.session_retention_s,
             parked_retention_s=settings.parked_retention_s))
     sampling = Sampling(
-        service.samplers, engines=backend, others=others, futures=futures, usage=usage,
-        max_in_flight=settings.max_samples_in_flight * len(backend.engines))
+        service.samplers, engines=trained, others=others, futures=futures, usage=usage,
+        max_in_flight=settings.max_samples_in_flight * sum(len(model.dispatcher.pool.states) for model in (trained, *others.values())))
     async with beside(service.run(), _sweep(futures, service.samplers)):
         try:
-            yield Core(backend, service, sampling)
+            yield Core(service, sampling)
         finally:
             await sampling.close()
             await service.close()
@@ -320,9 +328,9 @@ class _Run:
         record.events.listeners.append(incidents.hear)
         self._say(f"starting {self._name} (train ranks: {config.train.num_ranks}, engines: {num_engines})")
         async with (
-                open_sampling_models(config, record) as others, open_tenants(config, record) as tenants,
-                open_core(config, tenants, self._store, self._keys, others=others, on_event=record.events.record) as core):
-            served = served_models(config, core.backend, tokenizer=tokenizer_id(config, self._base))
+                open_sampling_models(config, record) as others, open_adapters(config, record) as adapters,
+                open_core(config, adapters, self._store, self._keys, others=others) as core):
+            served = served_models(config, adapters.limits, others, tokenizer=tokenizer_id(config, self._base))
             most = max_connections(config)
             front = open_front(
                 core.service, core.sampling, served, keys=self._keys, max_body_bytes=config.serve.max_body_bytes,

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +16,9 @@ from typing import TypeVar
 from offbeat.aio import beside
 from offbeat.algorithms.adam import AdamParams
 from offbeat.errors import StorageError, UserError
-from offbeat.service.backend import Backend
+from offbeat.fleet.sampling_models import SamplingModel
+from offbeat.runs.adapters import Adapters
+from offbeat.service.base_models import BaseModels
 from offbeat.service.checkpoints import Checkpoints
 from offbeat.service.errors import BadRequestError, LostError, RequestError
 from offbeat.service.futures import Future, Futures
@@ -33,6 +35,7 @@ from offbeat.service.types import (
     Caller,
     CheckpointInfo,
     CheckpointKind,
+    EngineStatus,
     Failed,
     LoraSpec,
     ModelCreated,
@@ -84,12 +87,13 @@ class Service:
     """
 
     def __init__(
-        self, backend: Backend, store: Store, rows: Rows, futures: Futures, usage: Usage, *, folder: Path, settings: ServiceSettings,
-        make_samplers: Callable[[Sessions, Checkpoints], Samplers],
+        self, adapters: Adapters, base_models: BaseModels, store: Store, rows: Rows, futures: Futures, usage: Usage, *, folder: Path,
+        settings: ServiceSettings, make_samplers: Callable[[Sessions, Checkpoints], Samplers], others: Iterable[SamplingModel] = (),
     ) -> None:
         """Assemble the core from what the store holds.
 
         Args:
+            others: models that are only sampled.
             rows: the contents of the store.
             folder: the data folder.
         """
@@ -97,20 +101,23 @@ class Service:
             rows.sessions, store=store, usage=usage, timeout_s=settings.session_timeout_s, retention_s=settings.session_retention_s)
         self.checkpoints = Checkpoints(
             rows.checkpoints, store=store, usage=usage, folder=folder / "checkpoints",
-            on_removed=lambda adapter: backend.unpin(adapter.name), orphan_retention_s=settings.orphan_retention_s)
+            on_removed=lambda adapter: adapters.fleet.adapters.unpin(adapter.name), orphan_retention_s=settings.orphan_retention_s)
         self.samplers = make_samplers(self.sessions, self.checkpoints)
         self.checkpoints.users.append(self.samplers.uses)
         self._models = Models(
-            rows.models, backend=backend, store=store, usage=usage, checkpoints=self.checkpoints,
+            rows.models, adapters=adapters, store=store, usage=usage, checkpoints=self.checkpoints,
             max_resident=settings.max_resident_models)
         self.sessions.users += [
             lambda: self.samplers.session_ids, lambda: {model.row.session_id for model in self._models if not model.row.ended}]
         saving = Saving(
-            backend=backend, models=self._models, sessions=self.sessions, checkpoints=self.checkpoints, samplers=self.samplers)
+            adapters=adapters, base_model=base_models.name, models=self._models, sessions=self.sessions, checkpoints=self.checkpoints,
+            samplers=self.samplers)
         self._training = Training(
-            backend=backend, futures=futures, usage=usage, models=self._models, saving=saving,
+            adapters=adapters, base_model=base_models.name, futures=futures, usage=usage, models=self._models, saving=saving,
             max_tokens_per_pass=settings.max_tokens_per_pass, patience_s=settings.patience_s)
-        self._backend = backend
+        self._adapters = adapters
+        self._base_models = base_models
+        self._dispatchers = [adapters.fleet.dispatcher, *(model.dispatcher for model in others)]
         self._futures = futures
         self._usage = usage
         self._settings = settings
@@ -191,7 +198,7 @@ class Service:
         if future is None:
             return create_request(model_id(session_id, model_seq_id))
         try:
-            self._backend.base_models.check_trained(base_model)
+            self._base_models.check_trained(base_model)
             model = self._admit(caller, session_id, model_seq_id, lora, metadata)
         except UserError as exc:
             await self._futures.finish(future, Failed(str(exc), "user"))
@@ -215,7 +222,7 @@ class Service:
         if future is None:
             return create_request(model_id(session_id, model_seq_id))
         try:
-            self._backend.base_models.check_trained(base_model)
+            self._base_models.check_trained(base_model)
             lora = self.checkpoints.readable(caller, where).lora
             model = self._admit(caller, session_id, model_seq_id, lora, metadata)
         except UserError as exc:
@@ -238,7 +245,7 @@ class Service:
     def _admit(self, caller: Caller, session_id: str, seq: int, lora: LoraSpec, metadata: Mapping[str, str]) -> Model:
         now = time.time()
         return self._models.admit(ModelRow(
-            model_id(session_id, seq), session_id, caller.owner, created=now, last_request=now, base_model=self._backend.base_model,
+            model_id(session_id, seq), session_id, caller.owner, created=now, last_request=now, base_model=self._base_models.name,
             lora=lora, metadata=metadata))
 
     def model_info(self, caller: Caller, model_id: str) -> ModelInfo:
@@ -411,8 +418,9 @@ class Service:
         uses = {owner: self._usage.of(owner) for owner in owners}
         speeds = self._training.speeds.per_s()
         return Status(
-            base_model=self._backend.base_model, trainers_alive=self._backend.trainers_alive,
-            trained_tokens=self._training.trained_tokens, sampled_tokens=self._backend.sampled_tokens, training=self._training.standing(),
+            base_model=self._base_models.name, trainers_alive=self._adapters.trainers_alive,
+            trained_tokens=self._training.trained_tokens,
+            sampled_tokens=sum(dispatcher.generated_tokens for dispatcher in self._dispatchers), training=self._training.standing(),
             models=tuple(
                 ModelStatus(
                     model.id, model.row.owner, model.row.lora.rank, model.step, model.resident, model.row.last_request,
@@ -423,7 +431,13 @@ class Service:
                     owner, use.models, use.queued_tokens, use.disk_bytes, use.queued_bytes, use.sessions,
                     self.checkpoints.count_of(owner), samplers.get(owner, 0))
                 for owner, use in uses.items()),
-            engines=self._backend.engines, failures=tuple(self._training.failures))
+            engines=self._engines(), failures=tuple(self._training.failures))
+
+    def _engines(self) -> tuple[EngineStatus, ...]:
+        held = self._adapters.fleet.adapters.held
+        return tuple(
+            EngineStatus(name, state.value, tuple(held.get(name, ())), pool.outstanding[name])
+            for pool in (dispatcher.pool for dispatcher in self._dispatchers) for name, state in pool.states.items())
 
 
 def _page(rows: Sequence[T], limit: int | None, offset: int) -> Sequence[T]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from offbeat.data.batch import Batch
 from offbeat.errors import OffbeatError, RunError, StorageError, UserError
-from offbeat.service.backend import Backend
+from offbeat.runs.adapters import Adapters
 from offbeat.service.errors import OverLimitError, RequestError
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import training_request
@@ -63,14 +63,15 @@ class Training:
     """
 
     def __init__(
-        self, *, backend: Backend, futures: Futures, usage: Usage, models: Models, saving: Saving, max_tokens_per_pass: int,
-        patience_s: float,
+        self, *, adapters: Adapters, base_model: str, futures: Futures, usage: Usage, models: Models, saving: Saving,
+        max_tokens_per_pass: int, patience_s: float,
     ) -> None:
-        """`max_tokens_per_pass` is the budget of a turn."""
+        """`max_tokens_per_pass` is the budget of a turn; `base_model` is the name by which clients call the trained model."""
         self.trained_tokens = 0
         self.speeds = Speeds()
         self.failures: deque[Failure] = deque(maxlen=_NUM_FAILURES)
-        self._backend = backend
+        self._adapters = adapters
+        self._base_model = base_model
         self._futures = futures
         self._usage = usage
         self._models = models
@@ -111,7 +112,7 @@ class Training:
         self._begin(work)
         try:
             if isinstance(request, Pass):
-                self._backend.check_batch(request.data.batch)
+                self._adapters.limits.check_batch(request.data.batch, model=self._base_model)
         except UserError as exc:
             sequencer.skip(seq, time.monotonic())
             self._end_soon(work, self._explain(work, exc))
@@ -218,7 +219,7 @@ class Training:
 
     async def _go_on(self) -> None:
         """Take a turn, or wait a while for work."""
-        if not self._backend.trainers_alive:
+        if not self._adapters.trainers_alive:
             await self._revive()
         turn = self._schedule.next()
         if turn is not None:
@@ -229,7 +230,7 @@ class Training:
             await asyncio.wait_for(self._woken.wait(), _IDLE_S)
 
     def _may_stop(self) -> bool:
-        return self._closing and (len(self._schedule) == 0 or time.monotonic() > self._give_up or not self._backend.trainers_alive)
+        return self._closing and (len(self._schedule) == 0 or time.monotonic() > self._give_up or not self._adapters.trainers_alive)
 
     async def close(self) -> None:
         """Accept no more work, finish accepted work for a while, and save every model; the rest is dropped, as in a restart."""
@@ -238,7 +239,7 @@ class Training:
         async with self._at_work:
             while self._tails:
                 await self._settle(self._tails)
-            if not self._backend.trainers_alive:
+            if not self._adapters.trainers_alive:
                 return
             for model in self._models:
                 try:
@@ -265,7 +266,7 @@ class Training:
         if len(models) > 1 and category_of(exc) == "user":  # one model is at fault, and the owners of the others must not see why
             _log.error("a turn of several models failed: %s", exc)
             exc = RunError("a turn of several models failed")
-        if not self._backend.trainers_alive:
+        if not self._adapters.trainers_alive:
             await self._lose_all()
         if lane in (Lane.LEARN, Lane.STEP):
             await self._discard([model for model in models if model.resident])
@@ -281,7 +282,7 @@ class Training:
         """Drop the gradients of models; trainers that cannot even do that are restarted."""
         try:
             if models:
-                await self._backend.discard(model.id for model in models)
+                await self._adapters.discard([model.adapter for model in models])
         except OffbeatError as exc:
             _log.error("gradients could not be dropped: %s", exc)
             await self._revive()
@@ -311,7 +312,7 @@ class Training:
             if not isinstance(job.item.request, Load):
                 await self._models.enter(job.item.model)
         except Exception as exc:
-            if not self._backend.trainers_alive:
+            if not self._adapters.trainers_alive:
                 raise
             self._fail(job, exc)
             return False
@@ -328,17 +329,18 @@ class Training:
                 await self._alone(part.job.item)
 
     async def _pass(self, parts: list[Part[Work]], *, learn: bool) -> None:
-        own: dict[str, list[tuple[Part[Work], Batch]]] = {}
+        own: dict[Model, list[tuple[Part[Work], Batch]]] = {}
         for part in parts:
-            own.setdefault(part.job.model, []).append((part, datums_of(part)))
+            own.setdefault(part.job.item.model, []).append((part, datums_of(part)))
         if learn:
-            await self._begin_change([its[0][0].job.item.model for its in own.values()])
-        passes = await self._backend.run(
-            {model_id: Batch.concatenate([datums for _, datums in its]) for model_id, its in own.items()}, learn=learn)
-        self.trained_tokens += sum(datums.num_tokens for its in own.values() for _, datums in its)
-        for model_id, its in own.items():
-            self.speeds.note(model_id, sum(datums.num_tokens for _, datums in its))
-            for (part, _), passed in zip(its, split(passes[model_id], [datums for _, datums in its]), strict=True):
+            await self._begin_change(list(own))
+        run = self._adapters.forward_backward if learn else self._adapters.forward
+        scores = await run({model.adapter: Batch.concatenate([datums for _, datums in its]) for model, its in own.items()})
+        for model, its in own.items():
+            num_tokens = sum(datums.num_tokens for _, datums in its)
+            self.trained_tokens += num_tokens
+            self.speeds.note(model.id, num_tokens)
+            for (part, _), passed in zip(its, split(scores[model.adapter], [datums for _, datums in its]), strict=True):
                 part.job.item.passes.append(passed)
                 if part.is_last:
                     self._end_soon(part.job.item, pass_done(part.job.item))
@@ -350,9 +352,9 @@ class Training:
 
     async def _step(self, works: list[Work]) -> None:
         await self._begin_change([work.model for work in works])
-        norms = await self._backend.step({work.model.id: params_of(work) for work in works})
+        norms = await self._adapters.optim_step({work.model.adapter: params_of(work) for work in works})
         for work in works:
-            model, norm = work.model, norms[work.model.id]
+            model, norm = work.model, norms[work.model.adapter]
             model.has_gradient = False
             if math.isfinite(norm):
                 model.step += 1
@@ -454,7 +456,7 @@ class Training:
         _log.warning("the trainers have failed; they are started again")
         self._tell(_RESTARTING)
         try:
-            await self._backend.restart_trainers()
+            await self._adapters.restart_trainers()
         except Exception as exc:
             for job in tuple(self._schedule):
                 self._fail(job, exc)

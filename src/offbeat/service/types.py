@@ -1,7 +1,6 @@
-"""The service's own terms: requests and outcomes of tenants' work, independent of wire format and torch.
+"""The service's own terms: requests and outcomes of clients' work, independent of wire format and torch.
 
-`wire` creates these from what clients send and turns outcomes into answers; `backend` carries them out. All code in between knows
-nothing else.
+`wire` creates these from what clients send and turns outcomes into answers. All code in between knows nothing else.
 """
 
 from collections.abc import Mapping

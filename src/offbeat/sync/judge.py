@@ -91,7 +91,7 @@ class Judge:
         self._patience_s = patience_s
         self._cases: deque[Case] = deque()
         self._deaths = Deaths()
-        self._stopped: dict[int, tuple[str, float]] = {}
+        self._stopped: dict[int, tuple[str, float]] = {}  # by rank: what its process shows, and for how many seconds it has been so
         self._looked_s = time.monotonic()
         self._inquiries = 0
         self._questions = 0
@@ -105,6 +105,7 @@ class Judge:
     def _run(self) -> None:
         leaving = watching = False
         while not leaving:
+            # One wait for deaths, new cases (`post` wakes it) and the next look, so that none of them delays another.
             died = self._deaths.wait(_LOOK_AFTER_S if watching else _MEET_S)
             try:
                 watching = watching or self._watch()
@@ -115,7 +116,7 @@ class Judge:
                     case = self._cases.popleft()
                     leaving = isinstance(case, Leave)
                     self._take(case)
-            except dist.DistError:
+            except dist.DistError:  # the store does not answer: its host is dead, stopped, or cut off
                 self._board.fail(self._peers.store_lost())
             except Exception as exc:
                 announcement = breakage(self._board.rank, exc)
@@ -141,7 +142,7 @@ class Judge:
                 try:
                     self._announce(case.verdict)
                 finally:
-                    case.done.set()
+                    case.done.set()  # even if nothing could be told: the caller has an error of its own to raise
             case Broken():
                 case.verdict.put(self._on_broken(case))
             case Leave():
@@ -170,6 +171,8 @@ class Judge:
         if any(stopped_s >= patience_s + _MARGIN_S for _, stopped_s in self._stopped.values()):
             self._announce(judge_stopped(self._stopped, where=wait.name if wait else board.last))
             return
+        # Nobody is asked while a process is stopped or a point is waited for: both have verdicts of their own, which say more. Each
+        # inquiry in the same collective comes one patience after the one before.
         work = pulse.current()
         if work is None or stopped or wait or work.still_s < (self._inquiries + 1) * patience_s + _MARGIN_S or not work.waits:
             return
@@ -213,10 +216,11 @@ class Judge:
         if is_busy and wait.abandoned is None:  # abandonment is checked second, since asking may take longer than the caller waits
             wait.messages.put(Renewed())
             return
-        count = self._count(wait, points.POISON)
+        count = self._count(wait, points.POISON)  # from here on, a rank that comes late sees that the point was missed
         # Another judge owns the verdict, or the last rank came just now: either way the result will appear, unless its owner is stopped.
         if (count.poisons > 1 or (count.agreed and count.arrived == self._peers.world)) and self._is_decided(wait):
             return
+        # An abandoned point needs no inquiry, because the caller has said why it left.
         verdict = wait.abandoned or judge(self._collect(wait, timeout_s=wait.timeout_s, arrived=count.arrived))
         verdict = wait.abandoned or verdict  # the caller may have left meanwhile
         if verdict.kind == "failed":
@@ -255,7 +259,7 @@ class Judge:
 
     def _on_broken(self, case: Broken) -> Verdict | None:
         time.sleep(_SETTLE_S)
-        if self._board.failure:
+        if self._board.failure:  # another rank's judge found the reason meanwhile
             return self._board.failure
         if self._peers.host_is_stopped():  # nobody else can be asked
             stopped = {state.rank: (state.text, 0.0) for state in self._peers.states() if state.kind == "stopped"}
@@ -271,8 +275,9 @@ class Judge:
         if self._peers.host_is_stopped():
             self._board.fail(verdict)
             return self._board.failure or verdict
+        # The store keeps the first verdict, so all ranks tell the same story however many judges have one.
         first = decode_json(Verdict, self._client.compare_set(self._keys.failed, "", encode_json(verdict).decode()))
-        if first == verdict:
+        if first == verdict:  # only the judge that was first tells the others
             mail = encode_json(Mail("failed", verdict=first)).decode()
             for rank in range(self._peers.world):
                 if rank != self._board.rank:
@@ -286,8 +291,8 @@ class Judge:
         answers = self._ask([rank for rank in range(self._peers.world) if rank != self._board.rank])
         self._peers.read_cards(self._client, self._keys)
         states = {state.rank: state for status in answers.values() for state in status.states}
-        states |= {state.rank: state for state in self._peers.states()}
-        silent = set(range(self._peers.world)) - {own.rank, *answers}
+        states |= {state.rank: state for state in self._peers.states()}  # seen by this rank itself, and so the latest
+        silent = set(range(self._peers.world)) - {own.rank, *answers}  # what is known of these comes from their neighbours
         # These left in good order, even if their processes continue.
         states |= {rank: ProcessState(rank, "dead", "has left") for rank in silent if self._client.check([self._keys.left(rank)])}
         return Evidence(
@@ -298,7 +303,7 @@ class Judge:
         """Ask the watchers of ranks; returns the answers that come in time, and does not wait for processes that are stopped or dead."""
         silent = set(ranks)
         self._questions += 1
-        reply = self._keys.reply(self._board.rank, self._questions)
+        reply = self._keys.reply(self._board.rank, self._questions)  # a queue for this question alone, as answers may come late
         mail = encode_json(Mail("status", reply=reply)).decode()
         for rank in silent:
             self._client.queue_push(self._keys.mail(rank), mail)
@@ -314,4 +319,5 @@ class Judge:
         return answers
 
     def _unable(self, ranks: set[int]) -> set[int]:
+        """Return the ranks whose processes are known to be stopped or dead, and so cannot answer."""
         return {state.rank for state in self._peers.states(ranks) if state.kind != "alive"}

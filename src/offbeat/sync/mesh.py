@@ -61,16 +61,6 @@ class ProcessGroups:
     cpu_group: dist.ProcessGroup
     sync: Sync
 
-    @property
-    def dp_rank(self) -> int:
-        """Data-parallel index, 0 to shape.dp - 1."""
-        return self.rank // self.shape.tp
-
-    @property
-    def is_head(self) -> bool:
-        """Whether this rank is the first of its tensor-parallel neighbours and acts on their behalf."""
-        return self.rank % self.shape.tp == 0
-
 
 class HostedStore(dist.TCPStore):
     """A store served by this process."""

@@ -69,7 +69,7 @@ class StatsTracker:
             tracker.stat(denominator="tokens", entropy=entropy)         # train/entropy: mean where the mask is true
             tracker.stat(denominator="tokens", reduce="max", gap=gap)
             tracker.scalar(lr=1e-5)
-        stats = tracker.export_all(reduce_group=groups.sync)
+        stats = tracker.export_all(reduce_group=groups.sync).values()
     """
 
     def __init__(self) -> None:
@@ -137,13 +137,9 @@ class StatsTracker:
             sums=of("sum"), means={name: (total, counts[name]) for name, total in of("total").items()},
             minima={name: -value for name, value in of("min").items()}, maxima=of("max"))
 
-    def export_all(self, reduce_group: ReduceGroup | None = None, *, point: str = "stats") -> dict[str, float]:
-        """Return the statistics by name, over the ranks of `reduce_group` if one is given (collective), and empty the tracker.
-
-        A mean, minimum or maximum of no values has no entry.
-        """
-        part = self.take()
-        return (part if reduce_group is None else reduce(part, reduce_group, point=point)).values()
+    def export_all(self, reduce_group: ReduceGroup, *, point: str = "stats") -> StatsPart:
+        """Return what was collected over the ranks of `reduce_group`, and empty the tracker; collective, see `reduce`."""
+        return reduce(self.take(), reduce_group, point=point)
 
     def _mask(self, full_name: str) -> Any:
         if full_name not in self._masks:

@@ -27,7 +27,7 @@ from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.sync.offer import WeightBroadcast
 from offbeat.sync.platform import current_platform
-from offbeat.telemetry.tracker import StatsTracker, reduce
+from offbeat.telemetry.tracker import StatsTracker
 from offbeat.trainer.heap import Heap
 from offbeat.trainer.messages import (
     Dtype,
@@ -285,7 +285,7 @@ class Trainer(ABC):
                 (scored.losses.sum() * (scale * self._gradient_scale)).backward()
         with torch.no_grad():
             norm = self._gradient_norms([WHOLE])[WHOLE]
-            update = Update(reduce(tracker.take(), self.groups.sync, point="train_stats"), grad_norm=norm)
+            update = Update(tracker.export_all(self.groups.sync, point="train_stats"), grad_norm=norm)
             # Every rank has the same numbers here, so all take the same branch.
             if update.is_sound:
                 progress("optimizer")

@@ -17,7 +17,7 @@ def check_adapter(name: str) -> str:
     """
     if not _ADAPTER.fullmatch(name):
         raise ConfigError(
-            f"a tenant's name is 1 to 100 letters, digits, '.', '_' or '-' and begins with a letter or digit, got {name[:120]!r}")
+            f"an adapter's name is 1 to 100 letters, digits, '.', '_' or '-' and begins with a letter or digit, got {name[:120]!r}")
     return name
 
 
@@ -34,7 +34,7 @@ def split_adapter_name(name: str) -> tuple[str, Version]:
     """
     adapter, at, version = name.rpartition("@")
     if not (at and version.isascii() and version.isdecimal()):
-        raise ConfigError(f"an adapter's name is tenant@version, such as alice@12, got {name[:120]!r}")
+        raise ConfigError(f"an adapter's version is named adapter@version, such as alice@12, got {name[:120]!r}")
     return check_adapter(adapter), int(version)
 
 

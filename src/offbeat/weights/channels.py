@@ -1,6 +1,6 @@
-"""How versions leave the trainer: as a folder each (`disk`), or by a broadcast from its rank 0 to all engines at once (`collective`).
+"""Brings versions out of the trainer: each as a folder (`disk`), or by a broadcast from rank 0 to all engines at once (`collective`).
 
-Made in `runs.assemble` and called by publishers. Torch-free: the broadcast itself is `offbeat.sync.offer`.
+`runs.assemble` makes the channel, and publishers call it. Torch-free: the broadcast itself is `offbeat.sync.offer`.
 """
 
 import re
@@ -17,7 +17,7 @@ _FOLDER = re.compile(r"v(\d{8})(?:-([0-9a-f]+))?")
 
 
 def draw_incarnation() -> str:
-    """A name for this start of a run: it tells what this one publishes from what the run has published before it was resumed."""
+    """Return six random hexadecimal digits that name this start of a run, so that a resumed run never uses a version's name again."""
     return secrets.token_hex(3)
 
 
@@ -25,9 +25,12 @@ class WriteVersion(Protocol):
     """The trainer's part: it makes its weights available as a version, and scores the canary under them."""
 
     def __call__(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Awaitable[Manifest]:
-        """Write the weights into a new folder; with receivers, offer them to so many engines by broadcast instead.
+        """Write the weights into a new folder; with receivers, offer them to that many engines by broadcast instead.
 
         An offered version's folder is written only if an engine cannot be reached otherwise.
+
+        Args:
+            canary: [n] token IDs; the manifest has the log-probabilities [n - 1] of canary[1:].
         """
         ...
 
@@ -44,13 +47,15 @@ class Channel:
         num_receivers: Callable[[], int] = lambda: 0, holds: Callable[[Version], bool] = lambda _version: False,
         on_rewrite: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        """
+        """Write versions below `directory`.
+
         Args:
-            keep: versions that stay; engines hold their own copy, so older ones serve nobody.
-            incarnation: the last part of the names.
-            num_receivers: tells how many engines are about to receive a broadcast; 0 writes a folder.
-            holds: whether `write` would still write the weights of this version, and not newer ones.
-            on_rewrite: hears, in a sentence, of a version that is written again.
+            keep: number of versions that stay; engines hold their own copy, so nobody needs older ones.
+            canary: [n] token IDs that prove each version.
+            incarnation: last part of the folders' names; see `draw_incarnation`.
+            num_receivers: returns how many engines are about to receive a broadcast; for 0, a folder is written.
+            holds: returns whether `write` would still write the weights of this version, and not newer ones.
+            on_rewrite: called with a sentence when a version is written again.
         """
         self._directory = directory
         self._incarnation = incarnation
@@ -63,11 +68,15 @@ class Channel:
         self._state = _FolderState()
 
     async def write(self, version: Version) -> Manifest:
-        """Make the trainer's weights available as an immutable version."""
+        """Make the trainer's weights available as an immutable version, and return its manifest."""
         return await self._make(version, num_receivers=self._num_receivers())
 
     async def rewrite(self, manifest: Manifest) -> Manifest | None:
-        """Write a version again that is not on disk as it was written; None where it is, or the trainer has other weights by now."""
+        """Write a version again if its folder is not as it was written.
+
+        Returns:
+            The new manifest; None if the folder is as it was written, or the trainer has other weights by now.
+        """
         folder = Path(manifest.folder)
         if manifest.broadcast or not self._holds(manifest.version) or _look(folder) == self._state:
             return None
@@ -81,6 +90,7 @@ class Channel:
 
     async def _make(self, version: Version, *, num_receivers: int = 0) -> Manifest:
         folder = self._directory / f"v{version:08d}-{self._incarnation}"
+        # Engines never load these again: they are of an earlier start, or of this one before it failed while writing this number.
         for number, incarnation, left in self._folders():
             if incarnation != self._incarnation or number >= version:
                 shutil.rmtree(left)
@@ -89,7 +99,7 @@ class Channel:
         return manifest
 
     def _folders(self) -> list[tuple[Version, str, Path]]:
-        """Return number, incarnation and path of every version that is there."""
+        """Return number, incarnation and path of every version on disk, in rising order."""
         found = [(_FOLDER.fullmatch(path.name), path) for path in self._directory.glob("v*") if path.is_dir()]
         return sorted((int(match[1]), match[2] or "", path) for match, path in found if match)
 
@@ -98,6 +108,6 @@ _FolderState = dict[str, tuple[int, int]]
 
 
 def _look(folder: Path) -> _FolderState:
-    """Return size and time of change of every file in a folder."""
+    """Return size in bytes and time of change in nanoseconds of every file in a folder, by name."""
     files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}

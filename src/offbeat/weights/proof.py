@@ -1,10 +1,10 @@
-"""Whether an engine's proof of a version is believed. Decisions only, for the publisher and the fleet: proofs in, verdicts out, no I/O.
+"""Decides whether an engine's proof of a version is believed. Publishers and the fleet call it; it does no I/O.
 
-What an engine says of the canary differs from what the trainer says, for it computes by other kernels and often in another number format:
-by a bias that stays, and by rounding that is drawn anew as weights move. One step may move the canary by far less than that. So an engine
-that cannot show its weights is judged by *differences*: how far it moved since a version that it is known to have served, against how far
-the trainer moved, token by token. What stays cancels, and what does not is the noise, measured on that engine. A move that is smaller than
-the noise says nothing, and no engine is refused for it: moves add up until they do.
+The canary's log-probabilities of an engine differ from the trainer's, because it computes by other kernels and often in another number
+format: by a bias that stays, and by rounding that changes as the weights move. One training step may move the canary by far less than that.
+So an engine that cannot show its weights is judged by *differences*: how far it moved since a version that it is known to have served,
+against how far the trainer moved, token by token. The bias cancels, and what remains is noise, which is measured on that engine. A move
+that is smaller than the noise shows nothing, and no engine is refused for it; moves add up until they are larger.
 """
 
 from collections import deque
@@ -19,23 +19,25 @@ from offbeat.types import Version
 from offbeat.weights.protocol import Manifest, Proof
 
 TOLERANCES: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.5}
-"""By number format: the largest root mean square, over the canary's tokens, of what trainer and engine differ by. docs/weights.md says
-what was measured."""
+"""Largest root mean square, over the canary's tokens, of the difference between trainer and engine in nats, by number format. The file
+docs/weights.md has the measurements."""
 
 _SEPARATION = 5.0
 """Standard deviations of the noise between "it moved" and the threshold half-way, and from there to "it did not"."""
 _DEPARTURE = 4.0
 _DEPARTED_SHARE = 0.02
-"""An engine departs from the trainer where it is off by so many times its noise, and by such a share of the trainer's own way."""
+"""An engine has departed from the trainer if it is off by more than _DEPARTURE times its noise, and by more than _DEPARTED_SHARE of the way
+that the trainer itself has gone."""
 _NUM_NOISES = 8
 _NOISE_GROWTH = 3.0
-"""As a policy changes, so does its noise; but an engine that goes wrong a little at a time must not pass for a noisy one."""
+"""Largest noise as a multiple of the first: noise changes with the policy, but an engine that goes wrong a little at a time must not pass
+for a noisy one."""
 _LEAST_NOISE = 2e-6
-"""What float32 kernels differ by. A canary of few tokens may happen to show less."""
+"""Smallest noise in nats: float32 kernels differ by it, although a canary of few tokens may happen to show less."""
 
 
 class Outcome(Enum):
-    """What a proof shows."""
+    """What a proof shows: that the engine serves the version, nothing, or that it serves something else."""
 
     PROVEN = "proven"
     UNSURE = "inconclusive"
@@ -47,8 +49,8 @@ class Verdict:
     """What follows from a proof.
 
     Attributes:
-        reason: why the engine is refused, or why nobody can tell; empty if it is proven.
-        gap: difference of the canary's mean log-probability between trainer and engine.
+        gap: difference of the canary's mean log-probability between trainer and engine, in nats.
+        reason: why the engine is refused, or why its proof shows nothing; empty if it is proven.
     """
 
     outcome: Outcome
@@ -57,12 +59,13 @@ class Verdict:
 
     @property
     def refused(self) -> bool:
+        """Whether the engine must not serve."""
         return self.outcome is Outcome.REFUSED
 
 
 @dataclass(frozen=True, eq=False)
 class _Point:
-    """One version's canary, [n] log-probabilities, as the trainer and an engine see it."""
+    """The canary's log-probabilities at one version: `trainer` and `engine` are [n] float64."""
 
     version: Version
     trainer: np.ndarray
@@ -70,6 +73,7 @@ class _Point:
 
     @property
     def off(self) -> np.ndarray:
+        """[n] float64, what the engine differs by."""
         return self.engine - self.trainer
 
 
@@ -79,8 +83,8 @@ class _Standing:
 
     Attributes:
         first: its first proof.
-        last: of the last version that it was proven to serve.
-        noises: root mean square of what it was off by, at its latest such proofs.
+        last: its proof of the last version that it was proven to serve.
+        noises: root mean square of what it was off by, at the latest versions that it was proven to serve.
     """
 
     first: _Point
@@ -89,10 +93,11 @@ class _Standing:
 
     @property
     def noise(self) -> float:
-        """Of one token's log-probability."""
+        """Standard deviation of the noise in one token's log-probability, in nats."""
         return max(min(max(self.noises), _NOISE_GROWTH * _rms(self.first.off)), _LEAST_NOISE)
 
     def proven(self, point: _Point) -> None:
+        """Note that the engine serves the version of this proof."""
         self.last = point
         self.noises.append(_rms(point.off))
 
@@ -101,13 +106,13 @@ class Judge:
     """Judges the proofs of all engines, and remembers of each what it takes to judge the next."""
 
     def __init__(self, *, tolerance: float) -> None:
-        """`tolerance` is the largest root mean square of what trainer and engine differ by, for any engine and version."""
+        """`tolerance` is the largest root mean square, in nats, of what trainer and engine may differ by at any version."""
         self.tolerance = tolerance
         self._standings: dict[tuple[str, str], _Standing] = {}
 
     @classmethod
     def of(cls, tolerance: float, dtype: Literal["float32", "bfloat16"]) -> "Judge":
-        """By a configured tolerance, or by the number format's own where that is 0."""
+        """Return a judge with a configured tolerance, or with that of the number format if the tolerance is 0."""
         return cls(tolerance=tolerance or TOLERANCES[dtype])
 
     def judge(self, engine: str, wanted: Manifest, proof: Proof) -> Verdict:
@@ -133,15 +138,19 @@ class Judge:
         return Verdict(outcome, gap, reason)
 
     def objection(self, expected: Sequence[float], told: Sequence[float]) -> str:
-        """What is wrong with a canary by itself, whatever came before; empty if nothing is."""
+        """Return what is wrong with a canary by itself, whatever came before; empty if nothing is.
+
+        Args:
+            expected, told: [n] log-probabilities of the trainer and of the engine; of either, the mean alone will do.
+        """
         off = np.asarray(told) - np.asarray(expected) if len(told) == len(expected) else np.array([np.mean(told) - np.mean(expected)])
         size = _rms(off)
-        if size <= self.tolerance:  # NaN is no proof either
+        if size <= self.tolerance:  # false for NaN, which is no proof either
             return ""
         return f"its canary log-probabilities are off by {size:.3g}, more than {self.tolerance:g}"
 
     def forget(self, engine: str) -> None:
-        """Forget an engine that was started anew, perhaps elsewhere: its noise has to be measured again, and it has served nothing yet."""
+        """Forget an engine that was started anew: its noise has to be measured again, and it has not served any version yet."""
         self._standings = {key: standing for key, standing in self._standings.items() if key[0] != engine}
 
     def forget_adapter(self, adapter: str) -> None:
@@ -154,7 +163,7 @@ class Judge:
             standing = self._standings[key] = _Standing(point, point)
             standing.proven(point)
             return Outcome.UNSURE, f"inconclusive: its first proof shows its noise of {standing.noise:.2g} a token, and no more"
-        # Both of two proofs are noisy.
+        # The difference of two proofs has the noise of both.
         noise = standing.noise * 2**0.5
         outcome, reason = _movement(standing.last, point, noise)
         if outcome is not Outcome.REFUSED and (departed := _departure(standing.first, point, noise)):
@@ -165,13 +174,14 @@ class Judge:
 
 
 def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str]:
-    """Whether the engine moved with the trainer since the version that it was proven to serve last."""
+    """Decide whether the engine moved with the trainer since the version that it was proven to serve last; returns a reason, too."""
     way, moved = point.trainer - before.trainer, point.engine - before.engine
     length = float(np.linalg.norm(way))
     if length < 2 * _SEPARATION * noise:
         return Outcome.UNSURE, (
             f"inconclusive, within noise: version {point.version} moves the canary by {_rms(way):.2g} a token from version "
             f"{before.version}, and two proofs of this engine differ by {noise:.2g} for no reason")
+    # The engine's move along the trainer's: 1 if it took all steps since, 0 if it took none. What is across is noise.
     share = float(moved @ way) / length**2
     if share < 0.5:
         return Outcome.REFUSED, (
@@ -181,7 +191,7 @@ def _movement(before: _Point, point: _Point, noise: float) -> tuple[Outcome, str
 
 
 def _departure(first: _Point, point: _Point, noise: float) -> str:
-    """What is wrong where an engine leaves the trainer's way, as one does of which only a part takes new weights."""
+    """Return what is wrong if an engine left the trainer's way, as one does that takes a part of new weights; empty if it did not."""
     off, way = _rms(point.off - first.off), _rms(point.trainer - first.trainer)
     if off <= max(_DEPARTURE * noise, _DEPARTED_SHARE * way):
         return ""

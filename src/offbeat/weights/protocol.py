@@ -1,4 +1,4 @@
-"""What a version of weights is, what an engine shows of the one that it serves, and what an engine must be able to do with it."""
+"""The types of publishing: a version of weights, an engine's proof of the version that it serves, and the calls that bring it there."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,16 +14,16 @@ class Manifest:
     """One immutable version of the whole weights or of an adapter, as the trainer wrote it.
 
     Attributes:
-        version: optimizer steps published; of an adapter, its number in the order of its versions.
-        folder: holds the weights, in Hugging Face's format, or PEFT's for an adapter; never written again.
+        version: number of optimizer steps published; for an adapter, the number of this version among its versions.
+        folder: folder that holds the weights, in Hugging Face's format, or PEFT's for an adapter; never written again.
         fingerprint: `model.fingerprint` of the tensors as written; of an adapter's as float32, under the names in the folder.
-        canary: token ids whose log-probability proves the policy.
-        canary_logprobs: log-probability of each of canary[1:] under the trainer's weights; or their mean alone, of an adapter that an
-            earlier Offbeat has written.
+        canary: [n] token IDs whose log-probabilities prove the policy.
+        canary_logprobs: [n - 1] log-probabilities of canary[1:] under the trainer's weights; for an adapter that an earlier Offbeat has
+            written, their mean alone.
         broadcast: `host:port` where rank 0 offers the weights (`offbeat.sync.offer`), and the folder is written only for engines that it
             cannot reach otherwise; empty where the folder holds them.
         adapter: name of the adapter; empty for whole weights.
-        num_bytes: size of an adapter's tensors.
+        num_bytes: size of an adapter's tensors; 0 for whole weights.
     """
 
     version: Version
@@ -37,7 +37,7 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """The name by which engines know this version of an adapter: `adapter@version`."""
+        """Name by which engines know this version of an adapter: `adapter@version`."""
         return adapter_name(self.adapter, self.version)
 
 
@@ -46,9 +46,11 @@ class Proof:
     """What an engine says of the weights that it samples from now.
 
     Attributes:
-        fingerprint: None where the engine can read its weights neither back nor as they were loaded; the canary alone proves them then.
-        canary_logprobs: log-probability of each of its tokens but the first, through the forward that serves.
-        live: whether the fingerprint is of what it computes with; otherwise of what it has read.
+        version: version that the engine says it serves.
+        fingerprint: fingerprint of its weights; None if the engine can read them neither back nor as they were loaded, so that the canary
+            alone proves them.
+        canary_logprobs: [n - 1] log-probabilities of the canary's tokens but the first, by the forward pass that serves.
+        live: whether the fingerprint is that of the weights in use, rather than that of the file that was read.
     """
 
     version: Version
@@ -58,10 +60,12 @@ class Proof:
 
 
 class EngineControl(Protocol):
-    """One engine, as publishers see it. All methods raise `EngineError` or `DeadlineError`."""
+    """One engine as publishers see it. All methods raise EngineError or DeadlineError if the engine fails."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the engine, such as "engine 0"."""
+        ...
 
     async def stage(self, manifest: Manifest, *, timeout_s: float) -> None:
         """Load the version beside the one that is served."""
@@ -72,13 +76,13 @@ class EngineControl(Protocol):
         ...
 
     async def prove(self, canary: tuple[int, ...], *, timeout_s: float, adapter: str = "") -> Proof:
-        """Tell what the engine samples from now, through the serving forward: the whole weights, or the adapter of that name."""
+        """Return what the engine samples from now, by the forward pass that serves: the whole weights, or the adapter of that name."""
         ...
 
     async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> None:
-        """Load a PEFT folder under a new name; the same name and folder again is no change."""
+        """Load a PEFT folder under a new name; repeating it with the same name and folder changes nothing."""
         ...
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        """Forget an adapter; requests in flight finish with it."""
+        """Unload an adapter; requests in flight finish with it."""
         ...

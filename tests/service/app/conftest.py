@@ -35,8 +35,8 @@ def serve_with(cluster: SmallCluster, tmp_path: Path) -> ServeWith:
             with closing(Store.open(f"sqlite:///{tmp_path / 'service.db'}")) as store:
                 async with (
                         open_sampling_models(config, SilentRecord(tmp_path)) as others,
-                        open_core(config, cluster.tenants, store, keys, others=others) as core):
-                    served = served_models(config, core.backend, tokenizer="folder")
+                        open_core(config, cluster.adapters, store, keys, others=others) as core):
+                    served = served_models(config, cluster.adapters.limits, others, tokenizer="folder")
                     front = open_front(
                         core.service, core.sampling, served, keys=keys, max_body_bytes=settings.max_body_bytes, public_status=False)
                     async with serving(front.app) as client, beside(front.page.watch()):

@@ -1,10 +1,10 @@
-"""Sixteen tenants fine-tune adapters of their own on one base model, in one process: all train in the same passes, and each publishes and
-samples for itself while the others go on.
+"""Sixteen adapters are fine-tuned on one base model, in one process: all train in the same passes, and each is published and sampled by
+itself while the others go on.
 
-    .venv/bin/python examples/many_tenants.py [--model FOLDER] [--engines 2] [--steps 80]
+    .venv/bin/python examples/many_adapters.py [--model FOLDER] [--engines 2] [--steps 80]
 
-The base model is a small one that has learnt to copy digits; without --model it is trained first, in half a minute. Every tenant's task is
-another function of the digits: add one to each, reverse them, rotate them. Prints a table of each tenant's accuracy before and after.
+The base model is a small one that has learnt to copy digits; without --model it is trained first, in half a minute. Every adapter's task is
+another function of the digits: add one to each, reverse them, rotate them. Prints a table of each adapter's accuracy before and after.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from offbeat.cli.main import main as offbeat
 from offbeat.config.load import load_config
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.inference.sampling import Sampling
-from offbeat.runs.tenants import Tenants, open_tenants
+from offbeat.runs.adapters import Adapters, open_adapters
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
 
 NUM_DIGITS = 6
 BATCH_SIZE = 16
 NUM_HELDOUT = 32
-RUN = Path("runs/many_tenants")
+RUN = Path("runs/many_adapters")
 
 
 def shifted(by: int) -> Callable[[str], str]:
@@ -79,42 +79,42 @@ def train_base() -> str:
 async def run(model: str, *, num_engines: int, steps: int) -> None:
     """Train, publish and sample for every tenant."""
     config = load_config(None, [
-        ("run.dir", str(RUN)), ("run.name", "tenants"), ("model.path", model), ("model.lora.rank", "8"), ("model.lora.alpha", "16"),
+        ("run.dir", str(RUN)), ("run.name", "adapters"), ("model.path", model), ("model.lora.rank", "8"), ("model.lora.alpha", "16"),
         ("inference.num_engines", str(num_engines))])
     terminal = Terminal()
     with RunRecord(config.run_dir, trace=False, console=Console("plain")) as record:
-        async with open_tenants(config, record) as tenants:
+        async with open_adapters(config, record) as adapters:
             for number, name in enumerate(TASKS):
-                await tenants.add(name, seed=number)
-            await asyncio.gather(*(tenants.publish(name) for name in TASKS))
-            before = await measure_all(tenants)
+                await adapters.add(name, seed=number)
+            await asyncio.gather(*(adapters.publish(name) for name in TASKS))
+            before = await measure_all(adapters)
             rng = random.Random(1)
             for step in range(1, steps + 1):
-                batches = {name: sft_batch([example(tenants.tokenizer, name, draw(rng)) for _ in range(BATCH_SIZE)]) for name in TASKS}
-                scores = await tenants.forward_backward(batches)
-                await tenants.optim_step(dict.fromkeys(TASKS, AdamParams(lr=5e-3, clip_norm=1.0)))
+                batches = {name: sft_batch([example(adapters.tokenizer, name, draw(rng)) for _ in range(BATCH_SIZE)]) for name in TASKS}
+                scores = await adapters.forward_backward(batches)
+                await adapters.optim_step(dict.fromkeys(TASKS, AdamParams(lr=5e-3, clip_norm=1.0)))
                 if step % 10 == 0:
                     losses = [own.losses.sum() for own in scores.values()]
                     terminal.print(f"step {step}/{steps}: mean loss {np.mean(losses):.3f}, {min(losses):.3f} to {max(losses):.3f}")
-            reports = await asyncio.gather(*(tenants.publish(name) for name in TASKS))
-            after = await measure_all(tenants)
+            reports = await asyncio.gather(*(adapters.publish(name) for name in TASKS))
+            after = await measure_all(adapters)
     table = Table("tenant", "before", "after", "published in")
     for name, report in zip(TASKS, reports, strict=True):
         table.add_row(name, f"{before[name]:.2f}", f"{after[name]:.2f}", f"{1000 * report.total_s:.0f} ms")
     terminal.print(table)
 
 
-async def measure_all(tenants: Tenants) -> dict[str, float]:
+async def measure_all(adapters: Adapters) -> dict[str, float]:
     """Every tenant's accuracy on the same prompts, sampled at once from the engines."""
-    return dict(zip(TASKS, await asyncio.gather(*(measure(tenants, name) for name in TASKS)), strict=True))
+    return dict(zip(TASKS, await asyncio.gather(*(measure(adapters, name) for name in TASKS)), strict=True))
 
 
-async def measure(tenants: Tenants, name: str) -> float:
+async def measure(adapters: Adapters, name: str) -> float:
     """Share of prompts that the tenant's newest version answers right."""
     rng = random.Random(2)
     heldout = [draw(rng) for _ in range(NUM_HELDOUT)]
     sampling = Sampling(NUM_DIGITS + 1, temperature=0.0)
-    answers = await asyncio.gather(*(tenants.sample(name, tenants.tokenizer.encode(f"{digits}>"), sampling) for digits in heldout))
+    answers = await asyncio.gather(*(adapters.sample(name, adapters.tokenizer.encode(f"{digits}>"), sampling) for digits in heldout))
     return float(np.mean([sample.text == TASKS[name](digits) for digits, (sample,) in zip(heldout, answers, strict=True)]))
 
 

@@ -1,0 +1,330 @@
+"""Many adapters on one base model: each is trained, published and sampled by its name, by the service or by any program.
+
+`open_adapters` starts the ranks and the engines. Any of the adapters train together in one pass, a publish of one never waits for another,
+and what is wrong with one is an error of its own call. When trainers die, all adapters in training are lost, but the engines go on serving:
+`restart_trainers`, and then `load` of each adapter, goes on from what was saved.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from offbeat.aio import beside, both
+from offbeat.algorithms.adam import AdamParams
+from offbeat.config.root import Config
+from offbeat.controller.inputs import base_ends, read_base
+from offbeat.data.batch import Batch
+from offbeat.data.model_folder import read_model_config
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import ConfigError, DataError
+from offbeat.fleet.engine_group import EngineGroup
+from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
+from offbeat.fleet.publication import PublishReport
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.ranks.ranks import WorkerRanks
+from offbeat.ranks.trainers import Trainers
+from offbeat.runs.threads import choose_threads, usable_cores
+from offbeat.telemetry.record import RunRecord
+from offbeat.trainer.messages import NewAdapter, Scores
+from offbeat.types import Version
+from offbeat.weights.adapters import adapter_name, check_adapter
+from offbeat.weights.protocol import Manifest
+from offbeat.workers.worker import make_launcher
+
+
+@dataclass
+class _Versions:
+    """The versions of one adapter.
+
+    Attributes:
+        newest: the newest version, including those of an earlier adapter of this name; -1 before the first.
+        publishing: held while a version is published, one at a time.
+    """
+
+    newest: Version
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True)
+class BaseLimits:
+    """What can be trained and sampled on the base model.
+
+    Attributes:
+        vocab_size: token IDs are below it.
+        context: largest number of tokens in a prompt and its continuation.
+        max_length: largest number of tokens in a sequence to train on.
+        max_rank: largest rank of an adapter.
+        end_token_ids: those of the tokenizer, the model and the chat template; engines by themselves know only the first.
+    """
+
+    vocab_size: int
+    context: int
+    max_length: int
+    max_rank: int
+    end_token_ids: tuple[int, ...]
+
+    def check_batch(self, batch: Batch, *, model: str = "the base model") -> None:
+        """Raise DataError for a batch that would fail in a pass, which would also drop the gradients of all others in that pass.
+
+        Args:
+            model: name of the base model in the message.
+        """
+        if (longest := int(batch.lengths.max(initial=0))) > self.max_length:
+            raise DataError(f"a datum has {longest} tokens, more than the {self.max_length} that fit; cut it")
+        for what, ids in (("token", batch.tokens), ("target", batch.targets)):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+                raise DataError(f"a {what} is outside the vocabulary of {self.vocab_size}; use the tokenizer of {model}")
+
+
+class Adapters:
+    """Adds, trains, publishes and samples adapters.
+
+    Attributes:
+        tokenizer: of the base model.
+        limits: of the base model.
+        fleet: the engines.
+    """
+
+    def __init__(
+        self, config: Config, ranks: WorkerRanks, trainers: Trainers, fleet: Fleet, *, tokenizer: Tokenizer,
+        canary: tuple[int, ...], limits: BaseLimits,
+    ) -> None:
+        """`trainers` are the `ranks` as one; `canary` are the tokens that prove each publish."""
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self.fleet = fleet
+        self._config = config
+        self._ranks = ranks
+        self._trainers = trainers
+        self._canary = canary
+        self._versions: dict[str, _Versions] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all adapters."""
+        return tuple(self._versions)
+
+    @property
+    def trainers_alive(self) -> bool:
+        """Whether the ranks can train; if not, every call that needs them raises until `restart_trainers`."""
+        return self._ranks.alive
+
+    async def restart_trainers(self) -> None:
+        """End all ranks at once, including those that hang, and start new ones, while the engines go on serving.
+
+        All adapters in training are gone, so `load` or `add` each. What was published is sampled as before. Recorded as the events
+        "trainers_failed" (dead: names of ranks whose processes have ended) and "trainers_restarted" (seconds).
+
+        Raises:
+            WorkerError, DeathError, DeadlineError: they do not start; may be called again.
+        """
+        start, events = time.monotonic(), self.fleet.record.events
+        events.record("trainers_failed", dead=self._ranks.dead)
+        await self._ranks.restart(on_gone=self._trainers.steps.clear)
+        events.record("trainers_restarted", seconds=round(time.monotonic() - start, 3))
+
+    async def add(
+        self, name: str, *, rank: int | None = None, alpha: float | None = None, seed: int = 0, train_attn: bool = True,
+        train_mlp: bool = True, folder: str | Path = "",
+    ) -> None:
+        """Add a fresh adapter, which changes nothing yet, or one from a PEFT folder, with that one's rank, alpha and layers.
+
+        Args:
+            rank: at most `model.lora.rank`, which is the default; alpha likewise from the configuration.
+            train_attn, train_mlp: which of the layers in `model.lora.targets` get weights. The output head is never among them.
+
+        Raises:
+            ConfigError: the name is taken or cannot be one, or the rank is out of range.
+            ModelError: the folder is no adapter that fits, or no layer would be trained.
+        """
+        lora = self._config.model.lora
+        rank = lora.rank if rank is None else rank
+        if check_adapter(name) in self._trainers.steps:
+            raise ConfigError(f"there is an adapter {name!r} already; choose another name, or remove it first")
+        if not 1 <= rank <= lora.rank:
+            raise ConfigError(f"the rank of adapter {name!r} must be 1 to model.lora.rank = {lora.rank}, got {rank}")
+        kinds = tuple(kind for kind, wanted in (("attn", train_attn), ("mlp", train_mlp)) if wanted)
+        await self._trainers.add(NewAdapter(name, rank, lora.alpha if alpha is None else alpha, seed, kinds, str(folder)))
+        self._enter(name)
+
+    async def remove(self, name: str) -> None:
+        """Remove an adapter; its requests in flight finish, and its pinned versions stay."""
+        async with self._find(name).publishing:
+            del self._versions[name]
+            self.fleet.adapters.remove(name)
+            if name in self._trainers.steps:
+                await self._trainers.remove(name)
+
+    async def forward(self, batches: Mapping[str, Batch]) -> dict[str, Scores]:
+        """Score the batches of many adapters in one pass, each under the current weights of its own; raises as `forward_backward`."""
+        return await self._pass(self._trainers.forward, batches)
+
+    async def forward_backward(self, batches: Mapping[str, Batch]) -> dict[str, Scores]:
+        """Score the batches of many adapters in one pass, and accumulate the gradients of their losses.
+
+        Args:
+            batches: by adapter. The loss is the sum over targets of `loss_weights` times loss; the weights hold all denominators.
+
+        Returns:
+            By adapter: the log-probabilities [M] float32 of its M targets, and the losses [N] float32 of its N sequences.
+
+        Raises:
+            DataError: a batch cannot be used; names its adapter. Nothing was added for any.
+            WorkerError: a rank failed. The accumulated gradients of these adapters are gone, including those of earlier passes.
+        """
+        return await self._pass(self._trainers.forward_backward, batches)
+
+    async def _pass(self, run: Callable[[Batch], Awaitable[Scores]], batches: Mapping[str, Batch]) -> dict[str, Scores]:
+        for name, batch in batches.items():
+            self._find_training(name)
+            try:
+                self.limits.check_batch(batch)
+            except DataError as exc:
+                raise DataError(f"the batch of adapter {name!r} cannot be used: {exc}") from exc
+        if not batches:
+            return {}
+        joined = Batch.concatenate([replace(batch, adapters=(name,), sequences=_of_one(batch)) for name, batch in batches.items()])
+        scores = await run(joined)
+        sequences = np.cumsum([0, *(len(batch) for batch in batches.values())])
+        targets = joined.target_offsets[sequences]
+        return {
+            name: Scores(scores.logprobs[targets[i] : targets[i + 1]], scores.losses[sequences[i] : sequences[i + 1]])
+            for i, name in enumerate(batches)}
+
+    async def discard(self, names: Sequence[str]) -> None:
+        """Drop the gradients that these adapters have accumulated since their last step."""
+        for name in names:
+            self._find_training(name)
+        await self._trainers.discard(names)
+
+    async def optim_step(self, params: Mapping[str, AdamParams]) -> dict[str, float]:
+        """Run one optimizer step of each adapter named, even without accumulated gradients: momentum and weight decay act.
+
+        Returns:
+            Gradient norms before clipping, by adapter; a norm is not finite where the update was skipped.
+        """
+        for name in params:
+            self._find_training(name)
+        return await self._trainers.optim_step(params)
+
+    def step_of(self, name: str) -> int:
+        """Return the number of optimizer steps that an adapter has taken, including those before its last `load`."""
+        self._find_training(name)
+        return self._trainers.steps[name]
+
+    async def publish(self, name: str) -> PublishReport:
+        """Write the adapter as it is now as its next version, and bring that to the engines.
+
+        Raises:
+            PublishError: no engine serves it; gives each engine's reason. Its older version, and all other adapters, go on.
+        """
+        versions = self._find_training(name)
+        async with versions.publishing:
+            version = versions.newest + 1
+            return await self.fleet.publisher.publish(await self.write(name, self._folder(name) / f"v{version:08d}", version=version))
+
+    async def write(self, name: str, folder: Path, *, version: Version | None = None) -> Manifest:
+        """Write the adapter as it is now to a new PEFT folder, with its proof, for engines to load or for anyone to keep.
+
+        Args:
+            version: its number; None takes the next. The number is used up even if this fails.
+
+        Raises:
+            StorageError: the folder is there already, or cannot be written.
+        """
+        versions = self._find_training(name)
+        version = versions.newest + 1 if version is None else version
+        versions.newest = max(versions.newest, version)
+        return await self._trainers.write_adapter(name, version, folder.resolve(), canary=self._canary)
+
+    async def sample(
+        self, name: str, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, version: Version | None = None, session: str = "",
+    ) -> list[Sample]:
+        """Sample n continuations by an adapter's newest published version, or by an older one whose folder is still kept.
+
+        Raises:
+            RefusedError: there is no such version, or the engine says that the request is wrong.
+        """
+        self._find(name)
+        wanted = name if version is None else adapter_name(name, version)
+        return await self.fleet.dispatcher.generate(tuple(prompt), sampling, n=n, session=session, adapter=wanted)
+
+    async def save(self, name: str, folder: Path) -> None:
+        """Write everything that an adapter's training needs to go on exactly into a new folder."""
+        self._find_training(name)
+        await self._trainers.save_adapter(name, folder)
+
+    async def load(self, name: str, folder: Path, *, optimizer: bool = True) -> None:
+        """Load what `save` wrote, in place of the adapter of this name if there is one.
+
+        Args:
+            optimizer: whether to load its moments and step count; otherwise they are fresh.
+        """
+        await self._trainers.load_adapter(check_adapter(name), folder, optimizer=optimizer)
+        self._enter(name)
+
+    def _folder(self, name: str) -> Path:
+        return self._config.weights_dir.resolve() / name
+
+    def _enter(self, name: str) -> None:
+        if name not in self._versions:
+            published = (int(folder.name[1:]) for folder in self._folder(name).glob("v????????"))
+            self._versions[name] = _Versions(max(published, default=-1))
+
+    def _find_training(self, name: str) -> _Versions:
+        versions = self._find(name)
+        if name not in self._trainers.steps:
+            raise ConfigError(f"the adapter {name!r} was lost with the trainers that have failed; load or add it first")
+        return versions
+
+    def _find(self, name: str) -> _Versions:
+        if name not in self._versions:
+            raise ConfigError(f"there is no adapter {name[:120]!r}, only {', '.join(self._versions) or 'none'}; add it first")
+        return self._versions[name]
+
+
+def _of_one(batch: Batch) -> dict[str, np.ndarray]:
+    """Return the per-sequence columns of a batch, with every sequence assigned to its only adapter."""
+    return {**batch.sequences, "adapter_ids": np.zeros(len(batch), np.int64)}
+
+
+@asynccontextmanager
+async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adapters]:
+    """Start `train.num_ranks` ranks and the engines on one base model; all of them end with the body.
+
+    Raises:
+        ConfigError: `model.lora.rank` is 0, or `model.lora.dropout` is not.
+        ModelError: the folder holds no model or tokenizer.
+    """
+    if not config.model.lora.rank:
+        raise ConfigError("model.lora.rank must be at least 1 to serve tenants, got 0; give the largest rank of any of them")
+    if config.model.lora.dropout:
+        raise ConfigError(
+            f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
+    config = choose_threads(config, cores=usable_cores())
+    record.events.record("threads", rank=config.train.threads, engine=config.inference.threads)
+    base = read_base(config)
+    ends = base_ends(base)
+    if base.build is not None:
+        base.tokenizer.save(base.model)
+    async with AsyncExitStack() as stack:
+        launcher = await stack.enter_async_context(make_launcher(config))
+        ranks, engines = await both(
+            WorkerRanks.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir, many=True),
+            EngineGroup.start(launcher, config, log_dir=record.log_dir))
+        trainers = Trainers(ranks, config)
+        addresses = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)
+        fleet = await open_fleet(stack, engines, addresses, config, record, model=base.model)
+        canary = tuple(range(min(base.tokenizer.vocab_size, 16)))
+        async with beside(fleet.watch()):
+            await fleet.adapters.serve_base(canary, await trainers.score_base(canary))
+            model_config = read_model_config(base.model)
+            limits = BaseLimits(
+                (model_config.get("text_config") or model_config)["vocab_size"], base.context,
+                min(base.context, config.train.max_tokens_per_microbatch), config.model.lora.rank, ends.token_ids)
+            yield Adapters(config, ranks, trainers, fleet, tokenizer=base.tokenizer, canary=canary, limits=limits)
