@@ -51,7 +51,7 @@ def interrupt_pends(pid: int) -> bool:
 
 
 def ranks_of(tree: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in tree if "train_worker" in " ".join(process.cmdline())]
+    return [process for process in tree if "trainer.worker" in " ".join(process.cmdline())]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -107,7 +107,7 @@ def test_a_rank_that_dies_ends_the_run_with_its_name_and_nothing_is_left(launche
 
 def test_an_engine_that_dies_is_quarantined_and_the_run_goes_on(tmp_path: Path, model_dir: str) -> None:
     with training(tmp_path, model_dir, inference__num_engines="2") as (run, controller, tree):
-        engine = next(process for process in tree if "engine_worker" in " ".join(process.cmdline()))
+        engine = next(process for process in tree if "engine.worker" in " ".join(process.cmdline()))
         os.kill(engine.pid, signal.SIGKILL)
         wait_until(lambda: run.events("quarantine"), timeout_s=60)
         steps = len(run.metrics())
