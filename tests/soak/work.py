@@ -45,7 +45,7 @@ OLDER = 0.2
 
 
 class Work:
-    """All tenants' work, on `tenants`; leaves its records in `ledger`."""
+    """The work of all tenants on `adapters`; leaves its records in `ledger`."""
 
     def __init__(self, adapters: Adapters, ledger: Ledger, reference: Reference, *, seed: int) -> None:
         self.over = asyncio.Event()

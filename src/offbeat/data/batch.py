@@ -1,6 +1,6 @@
 """A training batch in plain numpy: sequences back to back, the targets that they are to predict, and what losses read for each target.
 
-Made from rollouts and supervised rows by `algorithms.experience`, and from clients' datums by the service; cut into shares by `cluster`;
+Made from rollouts and supervised rows by `algorithms.experience`, and from clients' datums by the service; cut into shares by `ranks`;
 computed by the trainer. A worked example, one sequence [7, 8, 9] that is to predict 8, then 5 or 6, and nothing at its end:
 
     tokens     [7, 8, 9]
