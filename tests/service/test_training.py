@@ -1,8 +1,6 @@
 """What clients ask of models is carried out in order, once, together with others' work, and always comes to an outcome."""
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -183,8 +181,12 @@ def test_an_owner_with_too_much_under_way_is_told_to_wait_and_others_are_not(clu
 
 
 def kill_a_rank() -> None:
-    rank = next(child for child in psutil.Process().children(recursive=True) if "rank 1" in " ".join(child.cmdline()))
-    os.kill(rank.pid, signal.SIGKILL)
+    children = psutil.Process().children(recursive=True)
+    ranks = [child for child in children if "TrainWorker rank 1" in " ".join(child.cmdline())]
+    assert ranks, "the cluster has two ranks"
+    for rank in ranks:  # a cluster of other tests may be going down
+        rank.kill()
+    psutil.wait_procs(ranks, timeout=20)
 
 
 def test_a_client_that_waits_for_one_request_hears_in_its_failure_what_is_lost(cluster: SmallCluster, tmp_path: Path) -> None:
