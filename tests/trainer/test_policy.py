@@ -50,7 +50,7 @@ def test_losses_are_those_of_the_batch_at_the_given_temperature(model, imitates)
     scored = score_row(model, batch, row, temperature=0.7)
     expected, entropy = token_logprobs(model, row, temperature=0.7, with_entropy=True)
     assert torch.equal(scored.logprobs, expected) and not len(scored.entropy)
-    assert torch.equal(score_row(model, batch, row, temperature=0.7, with_entropy=True).entropy, entropy)
+    assert torch.equal(score_row(model, batch, row, temperature=0.7, report=True).entropy, entropy)
     weights, advantages = (torch.from_numpy(batch.columns[name][row.batch_index]) for name in ("loss_weights", "advantages"))
     unit = -expected if imitates else -advantages
     torch.testing.assert_close(scored.losses, unit * weights)
@@ -69,9 +69,38 @@ def test_the_canarys_log_probabilities_are_those_of_transformers(model):
 
 def test_a_policy_trains_without_dropout(tmp_path):
     model = load_policy(build_model(tmp_path), config=TrainConfig(gradient_checkpointing=True), dtype="bfloat16")
-    assert model.training
     assert model.dtype == torch.bfloat16
     assert not [module for module in model.modules() if getattr(module, "attention_dropout", 0.0)]
+
+
+def count_layer_calls(model):
+    """A list that grows by one with each call of a decoder layer's attention."""
+    calls = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize(("name", "noise"), [
+    ("Mixtral", {"router_jitter_noise": 0.4}), ("Phi-3.5 MoE", {"router_jitter_noise": 0.4, "input_jitter_noise": 0.4})])
+def test_checkpointed_gradients_leave_routing_as_engines_do_it(tmp_path, name, noise):
+    """Jitter and random routing belong to pretraining: an engine has neither, and a layer that is computed twice would differ."""
+    family = next(family for family in FAMILIES if family.name == name)
+    folder = families.build(replace(family, settings={**family.settings, **noise}), str(tmp_path)).folder
+    batch = make_batch(3, 2, seed=2)
+    row = row_of(batch, np.arange(6), share_prefix=False)
+    found, calls = [], []
+    for checkpointing in (False, True):
+        model = load_policy(folder, config=TrainConfig(share_prefix=False, gradient_checkpointing=checkpointing))
+        counted = count_layer_calls(model)
+        logprobs = token_logprobs(model, row)
+        logprobs.sum().backward()
+        found.append([logprobs, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)])
+        calls.append(len(counted))
+    assert calls[1] == 2 * calls[0], "activations are computed again"
+    for plain, checkpointed in zip(*found, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
 
 
 def test_a_model_with_layers_that_mix_a_row_trains_without_shared_prompts_only(tmp_path):
