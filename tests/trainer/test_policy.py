@@ -12,6 +12,7 @@ from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.config.train import TrainConfig
+from offbeat.data.batch import RegulariserSpec
 from offbeat.errors import ModelError
 from offbeat.model.logprobs import token_logprobs
 from offbeat.trainer.bank_trainer import BankTrainer
@@ -58,6 +59,30 @@ def test_losses_are_those_of_the_batch_at_the_given_temperature(model, imitates)
     prox[row.batch_index] = expected.detach() - 0.1
     moved = score_row(model, batch.with_columns(prox_logprobs=prox), row, temperature=0.7)
     assert torch.equal(moved.losses, scored.losses) == imitates
+
+
+def test_an_entropy_term_has_the_gradient_of_a_whole_softmax(model):
+    """0.3 times the entropy lowers the loss, beside the terms that other parts of the loss have."""
+    plain = policy_loss(AlgorithmConfig(behave_weight="none"))
+    batch = make_batch(2, 2, loss=replace(plain, regularisers=(RegulariserSpec("entropy", 0.3),)))
+    row = row_of(batch, np.arange(4), share_prefix=True)
+    found = []
+    for loss in (batch.losses[0], plain):
+        model.zero_grad()
+        scored = score_row(model, replace(batch, losses=(loss,)), row, temperature=0.7)
+        scored.losses.sum().backward()
+        found.append((scored.losses.sum(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
+    model.zero_grad()
+    bonus = torch.zeros(())
+    for number in range(4):
+        one = batch.select([number])
+        logits = model(torch.from_numpy(one.tokens.astype(np.int64))[None], use_cache=False).logits[0, one.positions] / 0.7
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        bonus = bonus + 0.3 * (entropy * torch.from_numpy(one.columns["loss_weights"])).sum()
+    bonus.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    torch.testing.assert_close(found[1][0] - found[0][0], bonus)
+    torch.testing.assert_close(found[1][1] - found[0][1], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_canarys_log_probabilities_are_those_of_transformers(model):
