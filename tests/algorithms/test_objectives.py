@@ -1,52 +1,133 @@
-"""Losses are chosen by name, with constants of their own."""
+"""Losses are chosen by name, with constants of their own, and say what they read."""
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from offbeat.algorithms.objectives import CLIENT_LOSSES, OBJECTIVES, client_loss, policy_loss
+from offbeat.algorithms.objectives import CLIENT_LOSSES, CROSS_ENTROPY, OBJECTIVES, client_loss, policy_loss, reads_of
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.batch import LossSpec
-from offbeat.errors import DataError
+from offbeat.data import wire
+from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
+from offbeat.errors import ConfigError, DataError
+
+RULE = FilterSpec("k3", "sequence", "max", high=2.0)
 
 
-def test_the_loss_of_reinforcement_learning_has_the_bounds_of_its_configuration_as_ratios() -> None:
-    loss = policy_loss(AlgorithmConfig(clip_low=0.25, clip_high=0.5, dual_clip=3.0, behave_weight="clamp", behave_cap=2.0))
-    assert loss == LossSpec("decoupled_ppo", {
-        "clip_low": 0.75, "clip_high": 1.5, "dual_clip": 3.0, "behave_weight": "clamp", "behave_cap": 2.0})
-    assert policy_loss(AlgorithmConfig()) == LossSpec("decoupled_ppo", dict(OBJECTIVES["decoupled_ppo"].constants))
+def config(**settings):
+    """[algorithm] with all of its fields, some of which AlgorithmConfig does not have yet."""
+    return SimpleNamespace(**{
+        "objective": "ppo", "constants": {}, "anchor": "prox", "weight": "mask", "weight_level": "token", "weight_low": 0.0,
+        "weight_high": 5.0, "filters": (), "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "kl_loss": "none", "kl_coefficient": 1e-3,
+        "entropy_coefficient": 0.0, "drift_coefficient": 0.0, **settings})
+
+
+def test_the_default_loss_is_decoupled_ppo() -> None:
+    loss = LossSpec(
+        "ppo", {"clip_low": 0.8, "clip_high": 1.2, "dual_clip": 0.0}, anchor="prox", weight=WeightSpec("mask", "token", 0.0, 5.0),
+        own_samples=True)
+    assert policy_loss(AlgorithmConfig()) == policy_loss(config()) == loss
+    assert policy_loss(AlgorithmConfig(behave_weight="none", clip_low=0.25)) == policy_loss(config(weight="none", clip_low=0.25))
+    assert policy_loss(config(weight="clamp", weight_level="geometric", weight_low=0.5, weight_high=2.0)).weight == WeightSpec(
+        "clamp", "geometric", 0.5, 2.0)
+
+
+@pytest.mark.parametrize(("settings", "constants"), [
+    ({"clip_low": 0.25, "clip_high": 0.5, "dual_clip": 3.0}, {"clip_low": 0.75, "clip_high": 1.5, "dual_clip": 3.0}),
+    ({"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0}, {"clip_low": 0.0, "clip_high": 5.0}),
+    ({"objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 1 - 3e-4, "clip_high": 1 + 4e-4}),
+    ({"objective": "gmpo", "clip_low": 0.4, "clip_high": 0.3}, {"clip_low": 0.4, "clip_high": 0.3}),
+    ({"objective": "dppo", "constants": {"divergence": "kl"}}, {"clip_low": 0.2, "clip_high": 0.2, "divergence": "kl"}),
+    ({"objective": "sapo", "constants": {"tau_low": 2.0}}, {"tau_low": 2.0, "tau_high": 1.0}),
+    ({"objective": "reinforce"}, {}),
+])
+def test_clips_are_bounds_of_a_ratio_or_distances_and_other_constants_have_defaults(settings, constants) -> None:
+    assert policy_loss(config(**settings)).constants == constants
+
+
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ({"objective": "sapo", "constants": {"tau": 1.0}}, "algorithm.constants of sapo has no 'tau'; it has tau_low, tau_high"),
+    ({"constants": {"clip_low": 0.7}}, "algorithm.constants of ppo has no 'clip_low'; it has none"),
+    ({"objective": "sapo", "constants": {"tau_low": 0.0}}, "tau_low of the objective sapo must be a finite number of at least 1e-06"),
+    ({"objective": "sapo", "constants": {"tau_low": "hot"}}, "must be a finite number of at least 1e-06, got 'hot'"),
+    ({"objective": "dppo", "constants": {"divergence": "js"}}, "divergence of the objective dppo must be one of tv, kl, got 'js'"),
+])
+def test_constants_that_an_objective_does_not_have_are_refused(settings, sentence) -> None:
+    with pytest.raises(ConfigError) as caught:
+        policy_loss(config(**settings))
+    assert sentence in str(caught.value)
+
+
+def test_filters_and_regularisers_become_part_of_the_loss() -> None:
+    loss = policy_loss(config(
+        filters=(SimpleNamespace(metric="k3", level="sequence", aggregate="max", low=-np.inf, high=2.0),), kl_loss="ratio_k3",
+        kl_coefficient=0.1, entropy_coefficient=0.01, drift_coefficient=1e-3))
+    assert loss.filters == (RULE,)
+    assert loss.regularisers == (RegulariserSpec("ratio_k3", 0.1), RegulariserSpec("entropy", 0.01), RegulariserSpec("drift", 1e-3))
+
+
+@pytest.mark.parametrize(("loss", "reads"), [
+    (CROSS_ENTROPY, ()),
+    (client_loss("ppo"), ("rollout_logprobs", "advantages")),
+    (client_loss("gspo"), ("rollout_logprobs", "advantages", "ratio_mask")),
+    (policy_loss(AlgorithmConfig()), ("prox_logprobs", "advantages", "rollout_logprobs")),
+    (policy_loss(config(weight="none", objective="gspo")), ("prox_logprobs", "advantages", "rollout_logprobs")),
+    (policy_loss(config(weight="none", anchor="rollout")), ("rollout_logprobs", "advantages")),
+    (policy_loss(config(weight="none", objective="reinforce")), ("advantages", "rollout_logprobs")),
+    (policy_loss(config(weight="none", objective="reinforce", kl_loss="ratio_k3")),
+     ("prox_logprobs", "advantages", "rollout_logprobs", "ref_logprobs")),
+    (LossSpec("importance_sampling", filters=(FilterSpec("m2", high=0.04),)),
+     ("rollout_logprobs", "advantages", "prox_logprobs", "m2_mask")),
+    (LossSpec("importance_sampling", filters=(FilterSpec("opsm", high=0.04),)), ("rollout_logprobs", "advantages")),
+    (LossSpec("reinforce", regularisers=(RegulariserSpec("entropy", 1.0), RegulariserSpec("drift", 1.0))),
+     ("advantages", "rollout_logprobs", "entropy")),
+])
+def test_a_loss_reads_what_its_parts_read(loss, reads) -> None:
+    assert reads_of(loss) == reads
 
 
 def test_a_clients_loss_has_its_own_defaults_and_takes_only_its_own_constants() -> None:
-    assert set(CLIENT_LOSSES) == OBJECTIVES.keys() - {"decoupled_ppo"}
     assert client_loss("ppo") == LossSpec("ppo", {"clip_low": 0.8, "clip_high": 1.2})
     assert client_loss("cispo") == LossSpec("cispo", {"clip_low": 0.0, "clip_high": 4.0})
     assert client_loss("dro") == LossSpec("dro", {"beta": 0.05})
     assert client_loss("gspo", clip_high=1.5) == LossSpec("gspo", {"clip_low": 0.8, "clip_high": 1.5})
+    assert client_loss("cross_entropy") == CROSS_ENTROPY
+    assert all(not client_loss(name).own_samples for name in CLIENT_LOSSES)
 
 
 @pytest.mark.parametrize(("name", "constants", "sentence"), [
     ("grpo", {}, "there is no loss 'grpo'; use one of cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
-    ("decoupled_ppo", {}, "there is no loss 'decoupled_ppo'"),
-    ("dro", {"clip_low": 1.0}, "the loss dro has no constant 'clip_low'; it has beta"),
-    ("cross_entropy", {"beta": 1.0}, "cross_entropy has no constant 'beta'; it has none"),
-    ("ppo", {"clip_low": 1.5}, "0 <= low <= high, got 1.5 and 1.2"),
-    ("ppo", {"clip_high": np.inf}, "0 <= low <= high, got 0.8 and inf"),
-    ("dro", {"beta": np.nan}, "beta of dro must be finite and at least 0, got nan"),
-])
-def test_what_cannot_be_a_clients_loss_is_refused(name: str, constants: dict[str, float], sentence: str) -> None:
-    with pytest.raises(DataError, match=sentence):
+    ("sapo", {}, "there is no loss 'sapo'"),
+    ("ppo", {"beta": 1.0}, "the loss ppo has no constant 'beta'; it has clip_low, clip_high"),
+    ("ppo", {"dual_clip": 3.0}, "the loss ppo has no constant 'dual_clip'"),
+    ("cross_entropy", {"beta": 1.0}, "it has none"),
+    ("ppo", {"clip_low": 1.3}, "the bounds of the ratio in ppo must be finite with 0 <= low <= high, got 1.3 and 1.2"),
+    ("cispo", {"clip_high": np.inf}, "must be finite"),
+    ("dro", {"beta": -1.0}, "beta of dro must be finite and at least 0, got -1.0")])
+def test_other_losses_and_constants_are_refused(name, constants, sentence) -> None:
+    with pytest.raises(DataError) as caught:
         client_loss(name, **constants)
+    assert sentence in str(caught.value)
 
 
-def test_only_the_policys_loss_knows_the_temperature_of_the_sampling_and_only_imitation_drops_inputs() -> None:
-    assert [name for name, objective in OBJECTIVES.items() if objective.at_temperature] == ["decoupled_ppo"]
+def test_a_loss_with_all_of_its_parts_crosses_processes() -> None:
+    loss = LossSpec(
+        "dppo", {"clip_low": 0.2, "clip_high": 0.2, "divergence": "kl"}, anchor="prox", weight=WeightSpec("ratio", high=np.inf),
+        filters=(RULE, FilterSpec("m2", high=0.04)), regularisers=(RegulariserSpec("entropy", 0.1),), own_samples=True)
+    batch = Batch.of_next_tokens(np.zeros(2, np.int32), np.arange(2) > 0, lengths=[2], columns={"loss_weights": np.ones(2)}, losses=(
+        loss, CROSS_ENTROPY))
+    assert wire.decode(Batch, wire.encode(batch)).losses == (loss, CROSS_ENTROPY)
+    joined = Batch.concatenate([batch, batch])
+    assert joined.losses == (loss, CROSS_ENTROPY)
+
+
+def test_only_imitation_drops_inputs_and_two_objectives_need_whole_sequences() -> None:
     assert [name for name, objective in OBJECTIVES.items() if objective.drops_inputs] == ["cross_entropy"]
-    assert [name for name, objective in OBJECTIVES.items() if objective.by_sequence] == ["gspo"]
+    assert [name for name, objective in OBJECTIVES.items() if objective.by_sequence] == ["gspo", "gmpo"]
 
 
-def test_the_table_can_be_read_without_torch() -> None:
-    code = "import sys, offbeat.algorithms.objectives; assert 'torch' not in sys.modules"
+def test_losses_can_be_chosen_without_torch() -> None:
+    code = "import sys, offbeat.algorithms.objectives, offbeat.algorithms.selection; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -28,7 +28,7 @@ def chunks(request, monkeypatch):
 def slow(logits, temperature):
     """[M] log-probabilities and [U] entropies of the plain kind."""
     table = log_softmax(logits.float() / temperature, dim=-1)
-    return table[POSITIONS, TARGETS], -(table.exp() * table).nan_to_num(nan=0.0).sum(-1).detach()
+    return table[POSITIONS, TARGETS], -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -49,24 +49,53 @@ def test_picks_of_logits_are_those_of_a_whole_log_softmax():
 
 
 @pytest.mark.usefixtures("chunks")
+def test_the_gradient_of_the_entropy_is_that_of_a_whole_log_softmax():
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(U, V, generator=generator)
+    logits[4, 7:20] = -torch.inf
+    weights, bonus = torch.randn(7, generator=generator), torch.randn(U, generator=generator)
+    mine, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    got, entropy = pick(mine, Picks(POSITIONS, TARGETS, 0.7, with_entropy=True, entropy_gradient=True))
+    expected, expected_entropy = slow(theirs, 0.7)
+    ((got * weights).sum() + (entropy * bonus).sum()).backward()
+    ((expected * weights).sum() + (expected_entropy * bonus).sum()).backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+    alone = logits.clone().requires_grad_()
+    pick(alone, Picks(POSITIONS, TARGETS, 0.7, with_entropy=True, entropy_gradient=True))[1].sum().backward()
+    assert alone.grad[4, 7:20].eq(0).all() and alone.grad.any(), "also where no log-probability has a gradient"
+
+
+def test_the_entropy_has_a_gradient_only_if_it_is_asked_for():
+    logits = torch.randn(U, V, requires_grad=True)
+    assert not pick(logits, Picks(POSITIONS, TARGETS, 1.0, with_entropy=True))[1].requires_grad
+    broken = torch.full((U, V), torch.nan, requires_grad=True)
+    pick(broken, Picks(POSITIONS, TARGETS, 1.0, with_entropy=True, entropy_gradient=True))[1].sum().backward()
+    assert broken.grad.isnan().all(), "numbers that are not finite stay visible"
+
+
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_fused_head_gives_what_the_layer_and_a_whole_log_softmax_give(bias, autocast):
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_a_fused_head_gives_what_the_layer_and_a_whole_log_softmax_give(bias, autocast, entropy_gradient):
     torch.manual_seed(0)
     head, weights = torch.nn.Linear(H, V, bias=bias), torch.randn(7)
+    bonus = torch.randn(U) * entropy_gradient
     hidden = torch.randn(1, 2 * U, H, requires_grad=True)
     keep = torch.arange(0, 2 * U, 2)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected, expected_entropy = slow(linear(hidden[0, keep], head.weight, head.bias), 1.3)
     parameters = [hidden, *head.parameters()]
-    wanted = torch.autograd.grad((expected * weights).sum(), parameters)
-    fused = FusedHead(head, Picks(POSITIONS, TARGETS, 1.3, with_entropy=True), keep)
+    wanted = torch.autograd.grad((expected * weights).sum() + (expected_entropy * bonus).sum(), parameters)
+    fused = FusedHead(head, Picks(POSITIONS, TARGETS, 1.3, True, entropy_gradient), keep)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         got = fused.logprobs(fused(hidden))
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if autocast else {"atol": 1e-6, "rtol": 1e-5}
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(fused.entropy, expected_entropy, atol=1e-6, rtol=1e-5)
-    for mine, theirs in zip(torch.autograd.grad((got * weights).sum(), parameters), wanted, strict=True):
+    assert fused.entropy.requires_grad == entropy_gradient
+    loss = (got * weights).sum() + (fused.entropy * bonus).sum()
+    for mine, theirs in zip(torch.autograd.grad(loss, parameters), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
 
 
@@ -112,7 +141,7 @@ def test_no_tensor_holds_the_logits_of_all_tokens(monkeypatch):
     monkeypatch.setattr(head_module, "KEPT_BYTES", 0)
     model, row = LlamaForCausalLM(LlamaConfig(**SIZES)), make_row(200)
     with Largest() as largest:
-        logprobs, entropy = token_logprobs(model, row, with_entropy=True)
+        logprobs, entropy = token_logprobs(model, row, with_entropy=True, entropy_gradient=True)
         (logprobs.sum() + entropy.sum()).backward()
     assert largest.numel == 4096 * 16, "a chunk, or the head's own weights, and not 199 * 4096"
 

@@ -14,7 +14,7 @@ from offbeat.algorithms.adam import AdamParams, learning_rate
 from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.train import OptimizerConfig
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec
 from offbeat.errors import ConfigError
 from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
@@ -22,6 +22,10 @@ from offbeat.trainer.messages import Folder, OptimStep, WriteRequest
 from ranks import run_alone, run_ranks
 from train_samples import OPTIMIZER, build_model, build_trainer, imitated, make_batch, share, take_step, temporary_model, train
 
+COMPOSED = LossSpec(
+    "gmpo", {"clip_low": 0.02, "clip_high": 0.02}, anchor="rollout", own_samples=True,
+    filters=(FilterSpec("opsm", high=0.05), FilterSpec("k2", "sequence", "max", high=0.05)),
+    regularisers=(RegulariserSpec("entropy", 0.1), RegulariserSpec("ratio_k3", 0.1), RegulariserSpec("drift", 0.1)))
 # name -> groups, samples per group, tokens per micro-batch. On two ranks one sequence leaves one of them empty.
 CASES = {"many": (3, 4, 64), "small_budget": (3, 4, 14), "three_sequences": (3, 1, 64), "one_sequence": (1, 1, 64)}
 
@@ -54,6 +58,12 @@ def _compare_one(groups, strategy):
         mine = Batch.concatenate([part for part, _ in parts])
         shifted = [parts[0][1], [indices + len(parts[0][0]) for indices in parts[1][1]]]
         result["minibatches"] = take_step(minibatched, mine, shifted)
+        composed = build_trainer(groups, folder, strategy=strategy)
+        for number in range(2):
+            whole = make_batch(3, 2, seed=number, loss=COMPOSED)
+            whole = whole.with_columns(ref_logprobs=whole.columns["rollout_logprobs"] - 0.1)
+            part, micros = share(whole, rank=groups.rank, world=groups.world, max_tokens=20)
+            result[f"composed_{number}"] = take_step(composed, part, [micros])
         result["canary"] = trainer.canary([3, 4, 5, 6, 7])
         # After scoring, a step must still see the updated weights.
         result["after_canary"] = train(trainer, [make_batch(2, 2)])
@@ -96,8 +106,10 @@ def test_two_ranks_compute_what_one_does(alone, pair, strategy):
     for case in [*CASES, "after_canary"]:
         assert first[case] == second[case]
         np.testing.assert_allclose(first[case], alone[case], rtol=1e-5, atol=1e-5, err_msg=case)
-    assert first["minibatches"] == second["minibatches"]
-    assert first["minibatches"] == pytest.approx(alone["minibatches"], rel=1e-5, abs=1e-5)
+    for case in ("minibatches", "composed_0", "composed_1"):
+        assert first[case] == second[case]
+        assert first[case] == pytest.approx(alone[case], rel=1e-5, abs=1e-5)
+    assert alone["composed_0"]["policy/opsm_masked_fraction"] > 0 and alone["composed_0"]["policy/k2_masked_fraction"] > 0
     assert first["canary"] == second["canary"] == pytest.approx(alone["canary"], abs=1e-5)
     assert first["norm"] == pytest.approx(alone["norm"], rel=1e-5)
     assert first["names"] == alone["names"]

@@ -12,6 +12,7 @@ from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.config.train import TrainConfig
+from offbeat.data.batch import RegulariserSpec
 from offbeat.errors import ModelError
 from offbeat.model.logprobs import token_logprobs
 from offbeat.trainer.bank_trainer import BankTrainer
@@ -50,7 +51,7 @@ def test_losses_are_those_of_the_batch_at_the_given_temperature(model, imitates)
     scored = score_row(model, batch, row, temperature=0.7)
     expected, entropy = token_logprobs(model, row, temperature=0.7, with_entropy=True)
     assert torch.equal(scored.logprobs, expected) and not len(scored.entropy)
-    assert torch.equal(score_row(model, batch, row, temperature=0.7, with_entropy=True).entropy, entropy)
+    assert torch.equal(score_row(model, batch, row, temperature=0.7, report=True).entropy, entropy)
     weights, advantages = (torch.from_numpy(batch.columns[name][row.batch_index]) for name in ("loss_weights", "advantages"))
     unit = -expected if imitates else -advantages
     torch.testing.assert_close(scored.losses, unit * weights)
@@ -58,6 +59,30 @@ def test_losses_are_those_of_the_batch_at_the_given_temperature(model, imitates)
     prox[row.batch_index] = expected.detach() - 0.1
     moved = score_row(model, batch.with_columns(prox_logprobs=prox), row, temperature=0.7)
     assert torch.equal(moved.losses, scored.losses) == imitates
+
+
+def test_an_entropy_term_has_the_gradient_of_a_whole_softmax(model):
+    """0.3 times the entropy lowers the loss, beside the terms that other parts of the loss have."""
+    plain = policy_loss(AlgorithmConfig(behave_weight="none"))
+    batch = make_batch(2, 2, loss=replace(plain, regularisers=(RegulariserSpec("entropy", 0.3),)))
+    row = row_of(batch, np.arange(4), share_prefix=True)
+    found = []
+    for loss in (batch.losses[0], plain):
+        model.zero_grad()
+        scored = score_row(model, replace(batch, losses=(loss,)), row, temperature=0.7)
+        scored.losses.sum().backward()
+        found.append((scored.losses.sum(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
+    model.zero_grad()
+    bonus = torch.zeros(())
+    for number in range(4):
+        one = batch.select([number])
+        logits = model(torch.from_numpy(one.tokens.astype(np.int64))[None], use_cache=False).logits[0, one.positions] / 0.7
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        bonus = bonus + 0.3 * (entropy * torch.from_numpy(one.columns["loss_weights"])).sum()
+    bonus.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    torch.testing.assert_close(found[1][0] - found[0][0], bonus)
+    torch.testing.assert_close(found[1][1] - found[0][1], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_canarys_log_probabilities_are_those_of_transformers(model):
@@ -69,9 +94,38 @@ def test_the_canarys_log_probabilities_are_those_of_transformers(model):
 
 def test_a_policy_trains_without_dropout(tmp_path):
     model = load_policy(build_model(tmp_path), config=TrainConfig(gradient_checkpointing=True), dtype="bfloat16")
-    assert model.training
     assert model.dtype == torch.bfloat16
     assert not [module for module in model.modules() if getattr(module, "attention_dropout", 0.0)]
+
+
+def count_layer_calls(model):
+    """A list that grows by one with each call of a decoder layer's attention."""
+    calls = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize(("name", "noise"), [
+    ("Mixtral", {"router_jitter_noise": 0.4}), ("Phi-3.5 MoE", {"router_jitter_noise": 0.4, "input_jitter_noise": 0.4})])
+def test_checkpointed_gradients_leave_routing_as_engines_do_it(tmp_path, name, noise):
+    """Jitter and random routing belong to pretraining: an engine has neither, and a layer that is computed twice would differ."""
+    family = next(family for family in FAMILIES if family.name == name)
+    folder = families.build(replace(family, settings={**family.settings, **noise}), str(tmp_path)).folder
+    batch = make_batch(3, 2, seed=2)
+    row = row_of(batch, np.arange(6), share_prefix=False)
+    found, calls = [], []
+    for checkpointing in (False, True):
+        model = load_policy(folder, config=TrainConfig(share_prefix=False, gradient_checkpointing=checkpointing))
+        counted = count_layer_calls(model)
+        logprobs = token_logprobs(model, row)
+        logprobs.sum().backward()
+        found.append([logprobs, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)])
+        calls.append(len(counted))
+    assert calls[1] == 2 * calls[0], "activations are computed again"
+    for plain, checkpointed in zip(*found, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
 
 
 def test_a_model_with_layers_that_mix_a_row_trains_without_shared_prompts_only(tmp_path):

@@ -1,4 +1,4 @@
-"""One table of all losses: what each reads, and which constants it has. The formulas are in `losses`, under the same names. Torch-free.
+"""One table of all objectives: what each reads, and which constants it has. The formulas are in `losses`, under the same names. Torch-free.
 
 The controller and the service choose a loss here and put it into their batches as a `LossSpec`; the trainer computes it.
 """
@@ -7,10 +7,30 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any, Literal
 
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.batch import LossSpec
-from offbeat.errors import DataError
+from offbeat.data.batch import FilterSpec, LossSpec, RegulariserSpec, WeightSpec
+from offbeat.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of an objective: its default, and its bounds or, if it is a word, all words that it can be."""
+
+    default: float | str
+    low: float = 0.0
+    high: float = math.inf
+    words: tuple[str, ...] = ()
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ConfigError for a value that it cannot have; `name` is the constant's in the message."""
+        if self.words:
+            if value not in self.words:
+                raise ConfigError(f"{name} must be one of {', '.join(self.words)}, got {str(value)[:80]!r}")
+        elif isinstance(value, str) or not math.isfinite(value) or not self.low <= value <= self.high:
+            bounds = f"at least {self.low:g}" + (f" and at most {self.high:g}" if self.high < math.inf else "")
+            raise ConfigError(f"{name} must be a finite number of {bounds}, got {str(value)[:80]!r}")
 
 
 @dataclass(frozen=True)
@@ -18,47 +38,118 @@ class Objective:
     """One kind of loss.
 
     Attributes:
-        reads: columns of the batch, besides `loss_weights`. The trainer computes `prox_logprobs`, under the weights at the start of a step,
-            if the step has several updates; with one update they are those of its own forward pass.
-        constants: default values by name.
+        reads: columns of the batch, besides `loss_weights` and what `reads_of` adds.
+        constants: by name.
+        uses_anchor: whether it compares the current policy with the anchor of its `LossSpec`.
+        bounds: what `clip_low` and `clip_high` bound: "ratio", the ratio itself, or "distance", how far the policy may move to either
+            side; "" if it has none.
         by_sequence: whether a target's loss depends on the other targets of its sequence.
-        at_temperature: whether its log-probabilities are at the sampling temperature; otherwise at temperature 1.
         drops_inputs: whether an adapter's dropout applies. A ratio compares the policy with the one that sampled, and neither uses dropout.
     """
 
-    reads: tuple[str, ...] = ()
-    constants: Mapping[str, float | str] = field(default_factory=dict)
+    reads: tuple[str, ...] = ("advantages",)
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    uses_anchor: bool = True
+    bounds: Literal["", "ratio", "distance"] = ""
     by_sequence: bool = False
-    at_temperature: bool = False
     drops_inputs: bool = False
 
 
-_POLICY = ("rollout_logprobs", "advantages")
+_RATIO = {"clip_low": Constant(0.8), "clip_high": Constant(1.2)}
+_POSITIVE = 1e-6
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
-    "cross_entropy": Objective(drops_inputs=True),
-    "importance_sampling": Objective(_POLICY),
-    "ppo": Objective(_POLICY, {"clip_low": 0.8, "clip_high": 1.2}),
-    "cispo": Objective(_POLICY, {"clip_low": 0.0, "clip_high": 4.0}),
-    "dro": Objective(_POLICY, {"beta": 0.05}),
+    "cross_entropy": Objective((), uses_anchor=False, drops_inputs=True),
+    "reinforce": Objective(uses_anchor=False),
+    "importance_sampling": Objective(),
+    "ppo": Objective(constants={**_RATIO, "dual_clip": Constant(0.0)}, bounds="ratio"),
+    "cispo": Objective(constants={"clip_low": Constant(0.0), "clip_high": Constant(4.0)}, bounds="ratio"),
+    "dro": Objective(constants={"beta": Constant(0.05)}),
     # The paper's range is 0.9997 to 1.0004; PPO's, which users expect, stops only steps that went far astray.
-    "gspo": Objective((*_POLICY, "ratio_mask"), {"clip_low": 0.8, "clip_high": 1.2}, by_sequence=True),
-    "decoupled_ppo": Objective(
-        (*_POLICY, "prox_logprobs"),
-        {"clip_low": 0.8, "clip_high": 1.2, "dual_clip": 0.0, "behave_weight": "mask", "behave_cap": 5.0}, at_temperature=True),
+    "gspo": Objective(("advantages", "ratio_mask"), _RATIO, bounds="ratio", by_sequence=True),
+    "sapo": Objective(constants={"tau_low": Constant(1.05, low=_POSITIVE), "tau_high": Constant(1.0, low=_POSITIVE)}),
+    "gmpo": Objective(constants={"clip_low": Constant(0.4), "clip_high": Constant(0.4)}, bounds="distance", by_sequence=True),
+    "dppo": Objective(
+        constants={"clip_low": Constant(0.2), "clip_high": Constant(0.2), "divergence": Constant("tv", words=("tv", "kl"))},
+        bounds="distance"),
 })
-"""All losses by name. Bounds of a ratio are absolute: `clip_low` and `clip_high` are the smallest and the largest unclipped ratio."""
+"""All objectives by name. Where they bound a ratio, `clip_low` and `clip_high` are the smallest and the largest unclipped ratio."""
 
-CLIENT_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-"""Losses that clients of the service may ask for."""
+CLIENT_LOSSES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "cross_entropy": (), "importance_sampling": (), "ppo": ("clip_low", "clip_high"), "cispo": ("clip_low", "clip_high"),
+    "dro": ("beta",), "gspo": ("clip_low", "clip_high")})
+"""Losses that clients of the service may ask for, with the constants that they may set."""
 
 CROSS_ENTROPY = LossSpec("cross_entropy")
 
 
+def reads_of(loss: LossSpec) -> tuple[str, ...]:
+    """Return what a loss reads besides `loss_weights`: names of columns, and "entropy", which the trainer computes in its own pass.
+
+    The trainer computes `prox_logprobs` itself, under the weights at the start of a step, if the step has several updates; with one update
+    they are those of its own forward pass. `m2_mask` is the result of `algorithms.selection.choose_tokens`. A loss over a run's own samples
+    does not need `ratio_mask`: all of its targets count.
+    """
+    objective = OBJECTIVES[loss.name]
+    metrics = {rule.metric for rule in loss.filters}
+    kinds = {term.kind for term in loss.regularisers}
+    anchor = "prox_logprobs" if loss.anchor == "prox" else "rollout_logprobs"
+    reads = [anchor] if objective.uses_anchor or "ratio_k3" in kinds else []
+    reads += ["advantages"] if loss.own_samples else []
+    reads += [name for name in objective.reads if name != "ratio_mask" or not loss.own_samples]
+    if loss.weight is not None or metrics - {"opsm"}:
+        reads += ["prox_logprobs"]
+    if loss.weight is not None or metrics or "drift" in kinds or loss.own_samples:
+        reads += ["rollout_logprobs"]
+    reads += ["m2_mask"] if "m2" in metrics else []
+    reads += ["ref_logprobs"] if kinds & {"k2", "k3", "ratio_k3"} else []
+    reads += ["entropy"] if "entropy" in kinds else []
+    return tuple(dict.fromkeys(reads))
+
+
 def policy_loss(config: AlgorithmConfig) -> LossSpec:
-    """Return the loss of reinforcement learning that [algorithm] describes."""
-    return LossSpec("decoupled_ppo", {
-        "clip_low": 1.0 - config.clip_low, "clip_high": 1.0 + config.clip_high, "dual_clip": config.dual_clip,
-        "behave_weight": config.behave_weight, "behave_cap": config.behave_cap})
+    """Return the loss of reinforcement learning that [algorithm] describes.
+
+    Raises:
+        ConfigError: the objective has no such constant, or a value is out of bounds.
+    """
+    fields = _fields(config)
+    name = fields["objective"]
+    objective, values = OBJECTIVES[name], {}
+    if objective.bounds == "ratio":
+        values = {"clip_low": 1.0 - fields["clip_low"], "clip_high": 1.0 + fields["clip_high"]}
+    elif objective.bounds == "distance":
+        values = {"clip_low": fields["clip_low"], "clip_high": fields["clip_high"]}
+    if "dual_clip" in objective.constants:
+        values["dual_clip"] = fields["dual_clip"]
+    further = [key for key in objective.constants if key not in values]
+    if unknown := fields["constants"].keys() - set(further):
+        raise ConfigError(f"algorithm.constants of {name} has no {min(unknown)[:80]!r}; it has {', '.join(further) or 'none'}")
+    values = {**{key: constant.default for key, constant in objective.constants.items()}, **values, **fields["constants"]}
+    for key, constant in objective.constants.items():
+        constant.check(f"{key} of the objective {name}", values[key])
+    terms = {
+        fields["kl_loss"]: fields["kl_coefficient"], "entropy": fields["entropy_coefficient"], "drift": fields["drift_coefficient"]}
+    return LossSpec(
+        name, values, anchor=fields["anchor"],
+        weight=None if fields["weight"] == "none" else WeightSpec(
+            fields["weight"], fields["weight_level"], fields["weight_low"], fields["weight_high"]),
+        filters=tuple(FilterSpec(rule.metric, rule.level, rule.aggregate, rule.low, rule.high) for rule in fields["filters"]),
+        regularisers=tuple(RegulariserSpec(kind, factor) for kind, factor in terms.items() if kind != "none" and factor),
+        own_samples=True)
+
+
+_FIELDS = {
+    "objective": "ppo", "constants": {}, "anchor": "prox", "weight_level": "token", "weight_low": 0.0, "filters": (), "kl_loss": "none",
+    "kl_coefficient": 0.0, "entropy_coefficient": 0.0, "drift_coefficient": 0.0}
+
+
+def _fields(config: AlgorithmConfig) -> Mapping[str, Any]:
+    # To be removed when AlgorithmConfig has these fields; `policy_loss` then reads them from it.
+    old = {"weight": getattr(config, "behave_weight", "mask"), "weight_high": getattr(config, "behave_cap", 5.0)}
+    names = ("clip_low", "clip_high", "dual_clip")
+    return {
+        **{name: getattr(config, name, default) for name, default in {**_FIELDS, **old}.items()},
+        **{name: getattr(config, name) for name in names}}
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:
@@ -69,10 +160,10 @@ def client_loss(name: str, **constants: float) -> LossSpec:
     """
     if name not in CLIENT_LOSSES:
         raise DataError(f"there is no loss {name[:80]!r}; use one of {', '.join(CLIENT_LOSSES)}")
-    known = OBJECTIVES[name].constants
-    if unknown := constants.keys() - known.keys():
+    known = CLIENT_LOSSES[name]
+    if unknown := constants.keys() - set(known):
         raise DataError(f"the loss {name} has no constant {min(unknown)[:80]!r}; it has {', '.join(known) or 'none'}")
-    values = {**known, **constants}
+    values = {**{key: OBJECTIVES[name].constants[key].default for key in known}, **constants}
     low, high, beta = (float(values.get(constant, 0.0)) for constant in ("clip_low", "clip_high", "beta"))
     if not 0 <= low <= high < math.inf:
         raise DataError(f"the bounds of the ratio in {name} must be finite with 0 <= low <= high, got {low} and {high}")

@@ -10,10 +10,11 @@ computed by the trainer. A worked example, one sequence [7, 8, 9] that is to pre
 In reinforcement learning each generated token is a target, predicted by the output of the token before it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -21,11 +22,75 @@ from offbeat.errors import DataError
 
 
 @dataclass(frozen=True)
+class WeightSpec:
+    """The constant weight of a target, from w = exp(prox_logprobs - rollout_logprobs).
+
+    Attributes:
+        mode: "ratio" is w itself; "clamp" puts it into [low, high]; "mask" is w within [low, high], bounds included, and 0 outside.
+        level: w of the token alone, the product over its sequence's targets, or their geometric mean.
+    """
+
+    mode: Literal["ratio", "clamp", "mask"]
+    level: Literal["token", "sequence", "geometric"] = "token"
+    low: float = 0.0
+    high: float = 5.0
+
+
+@dataclass(frozen=True)
+class FilterSpec:
+    """A rule that sets the weight of some targets to 0. A target is kept where `low <= metric <= high`.
+
+    With x = prox_logprobs - rollout_logprobs, lp the current log-probability and A the advantage:
+
+        ratio      exp(x); over a sequence, the exponential of the aggregated x
+        k1         x
+        k2         x^2 / 2
+        k3         exp(x) - 1 - x, an estimate of KL(rollout || prox)
+        binary_kl  the larger of the two divergences between the Bernoulli distributions with probabilities exp(prox) and exp(rollout)
+        opsm       the mean of rollout_logprobs - lp over the sequence; only targets with A < 0 are dropped, and only `high` counts
+        m2         `high` bounds the mean of x^2 over all harmful targets of the batch; see `algorithms.selection`
+
+    Attributes:
+        level: whether each target has its own value, or all targets of a sequence have the `aggregate` of theirs. opsm and m2 have levels
+            of their own.
+    """
+
+    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "opsm", "m2"]
+    level: Literal["token", "sequence"] = "token"
+    aggregate: Literal["mean", "sum", "max"] = "mean"
+    low: float = -math.inf
+    high: float = math.inf
+
+
+@dataclass(frozen=True)
+class RegulariserSpec:
+    """A term that is added to the loss of every target, also of those whose weight is 0; see `losses.regularisers`."""
+
+    kind: Literal["k2", "k3", "ratio_k3", "entropy", "drift"]
+    coefficient: float
+
+
+@dataclass(frozen=True)
 class LossSpec:
-    """A loss by its name in `offbeat.algorithms.objectives`, with its constants."""
+    """A loss, as `losses.compose` computes it for each target: its objective times its constant weight, plus its regularisers.
+
+    Attributes:
+        name: objective, of `offbeat.algorithms.objectives`.
+        constants: constants of the objective.
+        anchor: the policy to which the objective's ratio compares the current one: "prox" at the start of the step, "rollout" that sampled.
+        weight: None is 1.
+        filters: all of them must keep a target.
+        own_samples: whether the targets are loss tokens that this run's engines sampled, at their temperature, with a policy of its own;
+            False for what clients send: its log-probabilities are at temperature 1.
+    """
 
     name: str
     constants: dict[str, float | str] = field(default_factory=dict)
+    anchor: Literal["prox", "rollout"] = "rollout"
+    weight: WeightSpec | None = None
+    filters: tuple[FilterSpec, ...] = ()
+    regularisers: tuple[RegulariserSpec, ...] = ()
+    own_samples: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +106,7 @@ class Batch:
         positions: [M] int64, ascending, indices into `tokens`: the token whose output predicts each target.
         targets: [M] int32, token ids.
         columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
-            sampled), `advantages`, `prox_logprobs`, `ratio_mask` (1 or 0).
+            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `ratio_mask` and `m2_mask` (1 or 0).
         sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
             `prefix_lens` tokens; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
         losses: losses of the sequences.

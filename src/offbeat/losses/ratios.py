@@ -1,9 +1,4 @@
-"""How far two policies differ on the sampled tokens, and which weights tokens of an older policy get.
-
-Pure torch functions on [M] tensors of log-probabilities, used by `losses`.
-"""
-
-from typing import Literal
+"""How far two policies differ on the sampled tokens. Pure torch functions on [M] tensors of log-probabilities, used by all of `losses`."""
 
 import torch
 from torch import Tensor
@@ -13,41 +8,47 @@ MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(new_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return log(new / old) per token, within +-MAX_LOG_RATIO; 0 where it is not finite, which says nothing about either policy.
-
-    Args:
-        new_logprobs: [M] float; gradients flow through it.
-        old_logprobs: [M] float.
-    """
+    """Return [M] log(new / old) within +-MAX_LOG_RATIO; 0 where it is not finite, which says nothing about either policy."""
     difference = new_logprobs - old_logprobs
     return torch.where(torch.isfinite(difference), difference, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def behave_weights(
-    prox_logprobs: Tensor, rollout_logprobs: Tensor, *, mode: Literal["none", "mask", "clamp"], cap: float,
-) -> Tensor:
-    """The importance weight proximal / behaviour policy of each token.
+def current_log_ratio(logprobs: Tensor, anchor: Tensor) -> Tensor:
+    """Return [M] log(current / anchor) within +-MAX_LOG_RATIO, with the gradient of `logprobs`.
 
-    Args:
-        prox_logprobs: [M] float, under the policy that updates are kept close to.
-        rollout_logprobs: [M] float, under the policy that sampled.
-        mode: "none" gives ones; "mask" gives 0 to tokens above `cap`; "clamp" gives them `cap`.
-        cap: largest ratio that is trusted.
-
-    Returns:
-        [M] float, >= 0, without gradient.
-
-    Source: decoupled PPO, arXiv:2505.24298; masking, AReaL's token-level rejection.
+    NaN where the current log-probability is not finite: it must reach the loss, where the trainer sees it and skips the step.
     """
-    if mode == "none":
-        return torch.ones_like(rollout_logprobs)
-    weights = log_ratio(prox_logprobs, rollout_logprobs).detach().exp()
-    if mode == "clamp":
-        return weights.clamp(max=cap)
-    return torch.where(weights <= cap, weights, 0.0)
+    difference = torch.where(logprobs.isinf(), torch.nan, logprobs - anchor)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def behave_log_ratio(prox_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+    """Return [M] log(proximal / behaviour) within +-MAX_LOG_RATIO, without gradient.
+
+    A rollout log-probability that is not finite says that the token was never sampled like this, and counts as a ratio of
+    exp(MAX_LOG_RATIO). A proximal one that is not finite counts as a ratio of 1, so that its current one reaches the loss.
+    """
+    known = torch.where(torch.isfinite(prox_logprobs), (prox_logprobs - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
+    return torch.where(torch.isfinite(rollout_logprobs), known, MAX_LOG_RATIO).detach()
 
 
 def k3(new_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Estimate KL(old || new) per token, >= 0; unbiased for tokens sampled from old (http://joschu.net/blog/kl-approx.html)."""
-    log_ratios = log_ratio(new_logprobs, old_logprobs)
+    return k3_of(log_ratio(new_logprobs, old_logprobs))
+
+
+def k3_of(log_ratios: Tensor) -> Tensor:
+    """Return [M] exp(x) - 1 - x of log-ratios x = log(new / old); see `k3`."""
     return log_ratios.exp() - 1.0 - log_ratios
+
+
+def bernoulli_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Return [M] float64, KL(p || q) between the Bernoulli distributions "this token or any other" of two policies.
+
+    Args:
+        logprobs, other_logprobs: [M] log p and log q, at most 0; numbers above are taken as 0, and NaN stays NaN.
+    """
+    log_p, log_q = logprobs.double().clamp(max=0.0), other_logprobs.double().clamp(max=0.0)
+    others_p, others_q = -torch.expm1(log_p), -torch.expm1(log_q)
+    own = torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q))
+    return own + torch.where(others_p == 0, 0.0, others_p * (others_p.log() - others_q.log()))

@@ -39,19 +39,23 @@ class Picks:
         targets: [M] int64, token of each entry.
         temperature: divisor of the logits.
         with_entropy: whether the entropy of each position is computed, too.
+        entropy_gradient: whether the entropy has a gradient. Its backward pass goes through the same chunks as that of the
+            log-probabilities: it keeps one more number per position, and takes one more buffer of the size of a CPU's cache.
     """
 
     positions: np.ndarray
     targets: np.ndarray
     temperature: float
     with_entropy: bool
+    entropy_gradient: bool = False
 
 
 def pick(logits_UV: Tensor, picks: Picks) -> tuple[Tensor, Tensor]:
     """Return the picked log-probabilities of logits [U, V].
 
     Returns:
-        [M] float32 log-probabilities with gradient, and [U] float32 entropies without, or [0] where they were not requested.
+        [M] float32 log-probabilities with gradient, and [U] float32 entropies, with gradient if the picks say so; [0] where they were not
+        requested.
     """
     return _Picked.apply(logits_UV, None, None, picks, None, torch.is_grad_enabled())
 
@@ -139,17 +143,18 @@ class _Picked(torch.autograd.Function):
             which, positions, targets = chunks.picked(number)
             logprobs[which] = logits[positions - rows.start, targets] - normalizer[positions]
             kept.append(logits if grad and weight is not None and chunks.kept(rows) else None)
-        ctx.save_for_backward(x, weight, bias, normalizer)
+        ctx.save_for_backward(x, weight, bias, normalizer, entropy)
         ctx.picks, ctx.compute, ctx.kept = picks, compute, kept
-        ctx.mark_non_differentiable(entropy)
+        if not picks.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x [U, H] or [U, V], the weight [V, H] and the bias [V]; `grads` starts with that of the [M]
-        log-probabilities.
+        """Return the gradients of x [U, H] or [U, V], the weight [V, H] and the bias [V]; `grads` are those of the [M]
+        log-probabilities and of the [U] entropies.
         """
-        x, weight, bias, normalizer = ctx.saved_tensors
+        x, weight, bias, normalizer, entropy = ctx.saved_tensors
         chunks = _Chunks(x, weight, bias, ctx.picks, ctx.compute)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = torch.empty_like(x) if needs_x else None
@@ -164,7 +169,13 @@ class _Picked(torch.autograd.Function):
             sums = normalizer.new_zeros(rows.stop - rows.start).index_add_(0, positions - rows.start, grads[0][which])
             for place in chunks.in_cache(rows):
                 here = slice(place.start - rows.start, place.stop - rows.start)
-                logits[here].sub_(normalizer[place].unsqueeze(1)).exp_().mul_(-sums[here].unsqueeze(1))
+                logs = logits[here].sub_(normalizer[place].unsqueeze(1))
+                factors = -sums[here].unsqueeze(1)
+                if ctx.picks.entropy_gradient:
+                    # d H / d logit[v] is -p[v] (log p[v] + H).
+                    factors = (logs + entropy[place].unsqueeze(1)).mul_(-grads[1][place].unsqueeze(1)).add_(factors)
+                    factors.masked_fill_(logs == -torch.inf, 0.0)  # 0 * -inf for impossible tokens
+                logs.exp_().mul_(factors)
             logits.index_put_((positions - rows.start, targets), grads[0][which], accumulate=True)
             chunks.backward(rows, logits, grad_x, grad_weight, grad_bias)
         return grad_x, grad_weight, grad_bias, None, None, None

@@ -37,9 +37,11 @@ def packs_rows(model: nn.Module) -> bool:
 @overload
 def token_logprobs(model: nn.Module, row: PackedRow, *, temperature: float = 1.0, with_entropy: Literal[False] = False) -> Tensor: ...
 @overload
-def token_logprobs(model: nn.Module, row: PackedRow, *, temperature: float = 1.0, with_entropy: Literal[True]) -> tuple[Tensor, Tensor]: ...
 def token_logprobs(
-    model: nn.Module, row: PackedRow, *, temperature: float = 1.0, with_entropy: bool = False
+    model: nn.Module, row: PackedRow, *, temperature: float = 1.0, with_entropy: Literal[True], entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+def token_logprobs(
+    model: nn.Module, row: PackedRow, *, temperature: float = 1.0, with_entropy: bool = False, entropy_gradient: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Score a row's target tokens under the model.
 
@@ -49,17 +51,19 @@ def token_logprobs(
         row: at least one token; `dummy_row()` where there is nothing to score.
         temperature: the logits are divided by it, as the engine did when it sampled.
         with_entropy: also return the entropy of each token's whole distribution.
+        entropy_gradient: whether the entropies have a gradient, which takes one more pass over the logits in the backward pass, but no
+            more memory than a few megabytes.
 
     Returns:
         [M] float32 log-probabilities with gradient, in the order of `row.target`; with `with_entropy` also [M] float32 entropies in nats,
-        without gradient.
+        without gradient unless `entropy_gradient`.
 
     Raises:
         ModelError: the model does not compute attention as the row needs.
     """
     # Where samples share a prompt, its last position predicts several tokens: one softmax serves them all.
     source, inverse = np.unique(row.source, return_inverse=True)
-    picks = Picks(inverse, row.target.astype(np.int64), temperature, with_entropy)
+    picks = Picks(inverse, row.target.astype(np.int64), temperature, with_entropy, entropy_gradient)
     # A row with nothing to score goes through the graph with one position, yet that is in no result.
     logprobs, entropy = _picked(model, row, source if len(source) else np.zeros(1, np.int64), picks)
     return (logprobs, entropy[torch.from_numpy(inverse).to(entropy.device)]) if with_entropy else logprobs

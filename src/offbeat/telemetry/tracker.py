@@ -95,9 +95,10 @@ class StatsTracker:
         for name, mask in masks.items():
             full_name = self._prefix + name
             chosen = mask if _is_tensor(mask) else np.asarray(mask)
-            self._masks[full_name] = chosen = chosen != 0
+            chosen = chosen != 0
+            self._masks[full_name] = chosen, (count := _total(chosen))
             self._set_kind(full_name, "sum")
-            self._add("sum", full_name, _total(chosen))
+            self._add("sum", full_name, count)
 
     def stat(
         self, values: Mapping[str, Any] | None = None, /, *, reduce: Reduce = "mean", denominator: str | None = None, **more: Any,
@@ -115,9 +116,9 @@ class StatsTracker:
         """
         if reduce not in get_args(Reduce):
             raise ValueError(f"reduce must be one of {', '.join(get_args(Reduce))}, got {reduce!r}")
-        mask = None if denominator is None else self._mask(self._prefix + denominator)
+        mask, count = (None, None) if denominator is None else self._mask(self._prefix + denominator)
         for name, elements in {**(values or {}), **more}.items():
-            self._collect(self._prefix + name, elements, mask, reduce)
+            self._collect(self._prefix + name, elements, mask, reduce, count=count)
 
     def scalar(self, **values: float) -> None:
         """Collect numbers that are the same on every rank, such as the learning rate; repeated values are averaged."""
@@ -141,12 +142,13 @@ class StatsTracker:
         """Return what was collected over the ranks of `reduce_group`, and empty the tracker; collective, see `reduce`."""
         return reduce(self.take(), reduce_group, point=point)
 
-    def _mask(self, full_name: str) -> Any:
+    def _mask(self, full_name: str) -> tuple[Any, Any]:
+        """Return a mask and the number of its elements that are true."""
         if full_name not in self._masks:
             raise ValueError(f"there is no denominator {full_name!r}, only {sorted(self._masks)}; call denominator() before stat()")
         return self._masks[full_name]
 
-    def _collect(self, name: str, given: Any, mask: Any, kind: Reduce) -> None:
+    def _collect(self, name: str, given: Any, mask: Any, kind: Reduce, *, count: Any = None) -> None:
         elements = given.detach() if _is_tensor(given) else np.asarray(given)
         _check_alike(name, elements, mask)
         self._set_kind(name, kind)
@@ -155,7 +157,7 @@ class StatsTracker:
                 self._add("sum", name, _total(elements, mask))
             case "mean":
                 self._add("total", name, _total(elements, mask))
-                self._add("count", name, float(_size(elements)) if mask is None else _total(mask))
+                self._add("count", name, float(_size(elements)) if mask is None else count)
             case "max":
                 self._raise_to("max", name, _largest(elements, mask))
             case "min":

@@ -37,18 +37,33 @@ def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
         train/entropy: mean entropy over the targets, in nats.
         train/tokens: number of targets.
         train/skipped_steps: number of minibatches whose update was skipped: loss or gradient was not finite, or there was no target.
-        Losses that use a behaviour policy add, over the targets:
-        train/clip_fraction: share of targets whose gradient the clip removed.
-        policy/ratio_mean: mean ratio of current to proximal policy.
+        Losses over samples of a policy add, over the targets:
+        train/clip_fraction: share of targets whose gradient the clip removed; for cispo, whose weight was bounded.
+        train/clip_low_fraction, train/clip_high_fraction: the same at the lower bound (of the ratio, or of the move down) and at the upper
+            one; the dual clip counts in neither.
+        policy/ratio_mean, policy/ratio_min, policy/ratio_max: ratio of current policy to the loss's anchor.
         policy/logprob_gap_mean, policy/logprob_gap_max: |trainer's log-probability before the update - rollout_logprobs|.
-        policy/kl_mean: estimated KL divergence of rollout to current policy, in nats.
-        policy/behave_masked_fraction: share of targets dropped because the ratio of proximal to behaviour policy was too large.
+        policy/kl_mean: estimated KL divergence of rollout to current policy, in nats; the same as the next k3.
+        policy/kl_rollout_to_current_k1_mean, policy/kl_rollout_to_current_k3_mean: estimates of KL(rollout || current).
+        policy/kl_rollout_to_prox_k3_mean: estimate of KL(rollout || policy before the update).
+        policy/kl_current_to_ref_k1_mean, policy/kl_current_to_ref_k3_mean: estimates of KL(current || reference), if the loss reads it.
+        policy/behave_masked_fraction: share of targets dropped because the ratio of proximal to behaviour policy was out of bounds, or
+            because there was no rollout log-probability to compare with.
+        policy/NAME_masked_fraction: share of targets that the filter of that metric drops, such as policy/k3_masked_fraction.
+        policy/masked_fraction: share of targets dropped for any of these reasons.
+        policy/weight_mean, policy/weight_max: constant weight of the targets: behaviour weight times filters.
+        policy/weight_ess: effective sample size of that weight W as a share of the targets, (sum W)^2 / (n sum W^2); 1 if all are equal.
+        policy/gate_mean: share of the gradient that sapo's gate lets through.
         A metric without any target is 0.
     """
     seen = combine([update.seen for update in updates])
+    values = seen.values()
+    if (mean_square := values.pop("policy/weight_square_mean", None)) is not None:
+        values["policy/weight_ess"] = values["policy/weight_mean"] ** 2 / mean_square if mean_square else 0.0
+    names = ("policy/weight_ess" if name == "policy/weight_square_mean" else name for name in seen.names)
     return {
-        **dict.fromkeys(seen.names, 0.0),
-        **seen.values(),
+        **dict.fromkeys(names, 0.0),
+        **values,
         "train/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "train/lr": lr,
         "train/skipped_steps": float(sum(not update.is_sound for update in updates)),

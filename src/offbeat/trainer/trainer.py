@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.algorithms.objectives import OBJECTIVES
+from offbeat.algorithms.objectives import reads_of
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, find_prompts
@@ -80,7 +80,7 @@ class Trainer(ABC):
         batch = request.batch
         plan = [self._rows(batch, microbatches) for microbatches in request.minibatches]
         with self.groups.sync.region("train_step"):
-            if len(plan) > 1 and any("prox_logprobs" in OBJECTIVES[loss.name].reads for loss in batch.losses):
+            if len(plan) > 1 and any("prox_logprobs" in reads_of(loss) for loss in batch.losses):
                 batch = batch.with_columns(prox_logprobs=self._logprobs(batch, [row for rows in plan for row in rows]))
             updates = [self._update(batch, rows, request.params, scale=len(plan)) for rows in plan]
         self.step += 1
@@ -274,13 +274,14 @@ class Trainer(ABC):
             with self._using(batch, row, learn=True, last=number == len(rows) - 1):
                 progress("forward")
                 with autocast(self._config):
-                    scored = score_row(self._module, batch, row, temperature=self._temperature(batch), with_entropy=True)
+                    scored = score_row(self._module, batch, row, temperature=self._temperature(batch), report=True)
                 with tracker.scope("train"):
                     tracker.denominator(tokens=torch.ones_like(scored.losses))
                     tracker.stat(reduce="sum", loss=scored.losses)
                     tracker.stat(denominator="tokens", entropy=scored.entropy)
-                tracker.stat(scored.means, denominator="train/tokens")
-                tracker.stat(scored.maxima, reduce="max")
+                tracker.stat(scored.report.means, denominator="train/tokens")
+                tracker.stat(scored.report.minima, reduce="min")
+                tracker.stat(scored.report.maxima, reduce="max")
                 progress("backward")
                 (scored.losses.sum() * (scale * self._gradient_scale)).backward()
         with torch.no_grad():
@@ -296,5 +297,5 @@ class Trainer(ABC):
 
     def _temperature(self, batch: Batch) -> float:
         """Return the temperature of the log-probabilities that the batch's losses need: that of sampling, or 1."""
-        sampled = any(OBJECTIVES[loss.name].at_temperature for loss in batch.losses)
+        sampled = any(loss.own_samples for loss in batch.losses)
         return (self._run.rollout.temperature or 1.0) if sampled else 1.0

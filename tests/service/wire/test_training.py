@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.algorithms.objectives import CLIENT_LOSSES, OBJECTIVES, client_loss
+from offbeat.algorithms.objectives import CLIENT_LOSSES, client_loss, reads_of
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
 from offbeat.service.models import Model
 from offbeat.service.tables import ModelRow
@@ -74,7 +74,7 @@ def test_a_request_of_the_client_is_read_in_full(name: str) -> None:
     assert (request.model_id, request.seq_id, request.forward_only) == ("0f:train:1", 12, sent["forward_only"])
     batch, (loss,) = request.data.batch, request.data.batch.losses
     assert loss.name == sent["loss"]
-    constants = {**OBJECTIVES[loss.name].constants, **{CONFIG[key]: value for key, value in sent["config"].items()}}
+    constants = {**client_loss(loss.name).constants, **{CONFIG[key]: value for key, value in sent["config"].items()}}
     assert loss.constants == constants
     assert len(batch) == len(request.data.layouts) == len(sent["datums"])
     for index, (plain, layout) in enumerate(zip(sent["datums"], request.data.layouts, strict=True)):
@@ -85,7 +85,7 @@ def test_a_request_of_the_client_is_read_in_full(name: str) -> None:
         width = targets.shape[1] if targets.ndim == 2 else 1
         assert one.positions.tolist() == (cells // width).tolist()
         assert one.targets.tolist() == targets.reshape(-1)[cells].tolist()
-        read_columns = OBJECTIVES[loss.name].reads or ("loss_weights",)
+        read_columns = reads_of(loss) or ("loss_weights",)
         assert one.columns.keys() == {"loss_weights", *read_columns}
         if "advantages" in read_columns:
             assert one.columns["loss_weights"].tolist() == (one.columns["advantages"] != 0).tolist()

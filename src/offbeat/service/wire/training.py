@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.algorithms.objectives import CLIENT_LOSSES, OBJECTIVES, client_loss
+from offbeat.algorithms.objectives import CLIENT_LOSSES, client_loss, reads_of
 from offbeat.data.batch import Batch, LossSpec, bounds
 from offbeat.errors import DataError
 from offbeat.service.errors import BadRequestError, RequestError, TooLargeError
@@ -86,7 +86,7 @@ def _loss(message: Message, stand_in: str) -> LossSpec:
         raise BadRequestError(f"this server has no loss {name[:80]!r}; set loss_fn to one of {', '.join(CLIENT_LOSSES)}")
     given = {key: value.get("number", value.get("text")) for key, value in message.get("loss_fn_config_v2", {}).items()}
     given = given or message.get("loss_fn_config", {})
-    known = {_CONSTANTS[constant]: constant for constant in OBJECTIVES[name].constants}
+    known = {_CONSTANTS[constant]: constant for constant in CLIENT_LOSSES[name]}
     for key, value in given.items():
         if key not in known:
             raise BadRequestError(f"loss_fn_config of {name} has no {key[:80]!r}; it has {', '.join(known) or 'no settings'}")
@@ -106,7 +106,7 @@ class _DatumReader:
         self._limits = limits
         self._cells_left = limits.max_cells
         self._tokens_left = limits.max_tokens
-        self._inputs = {_INPUTS[name]: name for name in OBJECTIVES[loss.name].reads or ("loss_weights",)}
+        self._inputs = {_INPUTS[name]: name for name in reads_of(loss) or ("loss_weights",)}
         self._tokens: list[np.ndarray] = []
         self._counts: list[np.ndarray] = []
         self._columns: dict[str, list[np.ndarray]] = {name: [] for name in ("targets", *self._inputs.values())}

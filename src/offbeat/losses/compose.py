@@ -1,0 +1,109 @@
+"""The loss of a batch, composed of its objective, constant weights and regularisers. Called by the trainer for each micro-batch.
+
+    loss = sum over targets of loss_weights * (weight * objective + sum of coefficient * regulariser)
+
+`loss_weights` hold all denominators; none is applied here. A target adds exactly 0 to the objective's part and to its gradient, whatever
+its other values are, if its loss weight, its advantage or its weight is 0, or if it is outside gspo's mask. Cross-entropy over samples of a
+policy imitates only those of positive advantage.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.algorithms.objectives import OBJECTIVES, reads_of
+from offbeat.data.batch import Batch, LossSpec
+from offbeat.losses import objectives
+from offbeat.losses.metrics import Report, policy_report
+from offbeat.losses.regularisers import regulariser
+from offbeat.losses.targets import Targets, only
+from offbeat.losses.weights import constant_weights
+
+
+@dataclass(frozen=True, eq=False)
+class TargetLosses:
+    """[M] float32 losses of M targets with gradient, multiplied by loss weights, and what to report."""
+
+    losses: Tensor
+    report: Report = field(default_factory=Report)
+
+
+def target_losses(
+    logprobs: Tensor, batch: Batch, index: np.ndarray, *, entropy: Tensor | None = None, report: bool = False,
+) -> TargetLosses:
+    """Compute the losses of some targets, each by its sequence's own loss, multiplied by loss weights.
+
+    Args:
+        logprobs: [m] float32 with gradient, of these targets.
+        batch: has the columns that its losses read.
+        index: [m] int64, ascending, indices of these targets among the batch's M. Where a loss is by sequence, they are all targets of
+            their sequences.
+        entropy: [m] float32 of these targets, with gradient, if a loss has an entropy term.
+        report: whether metrics are computed, for a batch with a single loss over samples of a policy.
+
+    Returns:
+        [m] losses, and metrics.
+    """
+    if len(batch.losses) == 1:
+        return _one_loss(logprobs, batch, index, batch.losses[0], entropy, report=report)
+    loss_ids = batch.ids("loss_ids")[batch.target_sequences[index]]
+    # The empty sum gives a row without targets a backward pass, too, in which its rank meets the others.
+    losses = torch.zeros_like(logprobs) + logprobs[:0].sum()
+    for loss_id in np.unique(loss_ids):
+        where = np.flatnonzero(loss_ids == loss_id)
+        of_loss = torch.from_numpy(where).to(logprobs.device)
+        own = _one_loss(
+            logprobs[of_loss], batch, index[where], batch.losses[loss_id], None if entropy is None else entropy[of_loss], report=False)
+        losses = losses.index_copy(0, of_loss, own.losses)
+    return TargetLosses(losses)
+
+
+def _one_loss(
+    logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, entropy: Tensor | None, *, report: bool,
+) -> TargetLosses:
+    reads = reads_of(loss) + (("prox_logprobs",) if loss.own_samples else ())
+    columns = {
+        name: torch.from_numpy(batch.columns[name][index]).to(logprobs.device)
+        for name in ("loss_weights", *reads) if name in batch.columns}
+    targets = _targets(logprobs, batch, index, loss, columns)
+    is_loss, ref_logprobs = columns["loss_weights"] != 0, columns.get("ref_logprobs")
+    weights = constant_weights(targets, loss, m2_mask=columns.get("m2_mask"))
+    losses = objectives.OBJECTIVES[loss.name](targets, trained := _trained(targets, loss, is_loss, weights.values))
+    losses = only(trained, losses)
+    if weights.values is not None:
+        losses = losses * weights.values
+    for term in loss.regularisers:
+        values = regulariser(term.kind, targets, is_loss, ref_logprobs=ref_logprobs, entropy=entropy)
+        losses = losses + term.coefficient * values
+    with_report = report and "rollout_logprobs" in batch.columns and loss.own_samples
+    found = policy_report(targets, loss, weights, ref_logprobs=ref_logprobs) if with_report else Report()
+    return TargetLosses(losses * columns["loss_weights"], found)
+
+
+def _targets(logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, columns: dict[str, Tensor]) -> Targets:
+    current = logprobs.detach()
+    prox, rollout = columns.get("prox_logprobs", current), columns.get("rollout_logprobs", current)
+    anchor = prox if loss.anchor == "prox" else rollout
+    if loss.own_samples and loss.anchor == "rollout":
+        anchor = torch.where(torch.isfinite(rollout), rollout, current)  # the weights drop such a target
+    mask = columns.get("ratio_mask", columns["loss_weights"])
+    sequences = batch.target_sequences[index] if _needs_sequences(loss) else np.zeros(0, np.int64)
+    return Targets(
+        logprobs, prox, rollout, anchor, columns.get("advantages", torch.ones_like(current)), mask != 0,
+        torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(logprobs.device), loss.constants)
+
+
+def _needs_sequences(loss: LossSpec) -> bool:
+    by_filter = any(rule.level == "sequence" or rule.metric == "opsm" for rule in loss.filters)
+    return OBJECTIVES[loss.name].by_sequence or by_filter or (loss.weight is not None and loss.weight.level != "token")
+
+
+def _trained(targets: Targets, loss: LossSpec, is_loss: Tensor, weights: Tensor | None) -> Tensor:
+    """Return [M] bool, the targets whose objective counts."""
+    imitates = loss.name == "cross_entropy"
+    trained = is_loss & (targets.advantages > 0 if imitates else targets.advantages != 0)
+    if "ratio_mask" in OBJECTIVES[loss.name].reads:
+        trained = trained & targets.counted
+    return trained if weights is None else trained & (weights != 0)

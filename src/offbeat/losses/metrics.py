@@ -1,0 +1,57 @@
+"""What a step over a run's samples reports of its targets, by name; `trainer.stats.merge` describes every metric. No gradients."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from offbeat.data.batch import LossSpec
+from offbeat.losses.objectives import clips, gates, plain_ratios
+from offbeat.losses.ratios import k3, k3_of, log_ratio
+from offbeat.losses.targets import Targets
+from offbeat.losses.weights import Weights
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Values of M targets, [M] each by the name of a metric, whose mean, minimum or maximum over all targets is reported."""
+
+    means: dict[str, Tensor] = field(default_factory=dict)
+    minima: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def policy_report(targets: Targets, loss: LossSpec, weights: Weights, *, ref_logprobs: Tensor | None) -> Report:
+    """Compute the metrics of a loss; `ref_logprobs` are [M] float32 if the loss reads them."""
+    logprobs, prox, rollout = targets.logprobs.detach(), targets.prox, targets.rollout
+    ratios = plain_ratios(targets)
+    clipped, low, high = clips(loss.name, targets)
+    drift, gap = log_ratio(logprobs, rollout), (prox - rollout).abs()
+    values = torch.ones_like(rollout) if weights.values is None else weights.values
+    rollout_kl = k3_of(drift)
+    nothing = torch.zeros_like(rollout, dtype=torch.bool)
+    means = {
+        "train/clip_fraction": clipped,
+        "train/clip_low_fraction": low,
+        "train/clip_high_fraction": high,
+        "policy/ratio_mean": ratios,
+        "policy/kl_mean": rollout_kl,
+        "policy/kl_rollout_to_current_k1_mean": -drift,
+        "policy/kl_rollout_to_current_k3_mean": rollout_kl,
+        "policy/kl_rollout_to_prox_k3_mean": k3(prox, rollout),
+        "policy/behave_masked_fraction": weights.masked.get("behave", nothing),
+        **{f"policy/{reason}_masked_fraction": dropped for reason, dropped in weights.masked.items()},
+        "policy/masked_fraction": values == 0,
+        "policy/weight_mean": values,
+        "policy/weight_square_mean": values.square(),
+        "policy/logprob_gap_mean": gap,
+    }
+    if loss.name == "sapo":
+        means["policy/gate_mean"] = gates(targets)
+    if ref_logprobs is not None:
+        distance = log_ratio(logprobs, ref_logprobs)
+        means["policy/kl_current_to_ref_k1_mean"] = distance
+        means["policy/kl_current_to_ref_k3_mean"] = k3_of(-distance)
+    maxima = {"policy/ratio_max": ratios, "policy/weight_max": values, "policy/logprob_gap_max": gap}
+    return Report(means, {"policy/ratio_min": ratios}, maxima)

@@ -1,0 +1,179 @@
+"""Objectives: the loss of each target before its weight, by the names of `offbeat.algorithms.objectives.OBJECTIVES`.
+
+With lp the trained log-probability, q the anchor, A the advantage, r = exp(lp - q), and sg the stop of the gradient:
+
+    cross_entropy        -lp
+    reinforce            -lp * A
+    importance_sampling  -r * A
+    ppo                  -min(r * A, clip(r) * A), at most dual_clip * |A| where A < 0
+    cispo                -sg(clip(r)) * lp * A
+    dro                  -(lp * A - beta / 2 * (lp - q)^2)
+    gspo                 -min(s_t * A, clip(s_t) * A), s_t = sg(s) * exp(lp - sg(lp)), s = exp(mean of lp - q over the sequence)
+    sapo                 -(4 / tau) * sigmoid(tau * (r - 1)) * A, with tau_high where A > 0, else tau_low
+    gmpo                 -exp(mean of x over the sequence) * A, x = min(lp - q, clip_high) where A > 0, else max(lp - q, -clip_low)
+    dppo                 -r * A, and 0 where A and the move from q to lp have one sign and the divergence is above clip_high or clip_low
+
+Only the targets that are `trained` count; all others have the loss 0 without gradient, whatever their values are. No denominator is
+applied: those are in the batch's loss weights.
+
+Source: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; cispo, arXiv:2506.13585; dro, arXiv:2405.19107; gspo, arXiv:2507.18071 (its
+token variant); sapo, arXiv:2511.20347; gmpo, arXiv:2507.20673; dppo, arXiv:2602.04879.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from offbeat.losses.ratios import MAX_LOG_RATIO, bernoulli_kl, current_log_ratio
+from offbeat.losses.targets import Targets, only
+
+
+def cross_entropy(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the negative log-likelihood."""
+    return -only(trained, targets.logprobs)
+
+
+def reinforce(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the policy gradient loss."""
+    return -only(trained, targets.logprobs) * targets.advantages
+
+
+def importance_sampling(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the policy gradient loss, weighted by the ratio."""
+    return -_ratios(targets, trained) * targets.advantages
+
+
+def ppo(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute PPO-clip, with an optional bound on targets of negative advantage."""
+    losses = _clipped(_ratios(targets, trained), targets)
+    if dual_clip := targets.constants.get("dual_clip"):
+        losses = torch.minimum(losses, _dual_bound(targets, dual_clip))
+    return losses
+
+
+def cispo(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the policy gradient loss, weighted by the clipped ratio as a constant."""
+    ratios = _clip(_ratios(targets, trained).detach(), targets)
+    return -ratios * only(trained, targets.logprobs) * targets.advantages
+
+
+def dro(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the policy gradient loss with a squared penalty on how far log-probabilities have moved."""
+    gap = only(trained, targets.logprobs - targets.anchor)
+    return -(only(trained, targets.logprobs) * targets.advantages - targets.constants["beta"] / 2 * gap.square())
+
+
+def gspo(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute PPO-clip with one ratio for a whole sequence, whose gradient is spread over its targets."""
+    own = only(trained, targets.logprobs)
+    return _clipped(_sequence_ratios(targets) * (own - own.detach()).exp(), targets)
+
+
+def sapo(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the policy gradient loss through a smooth gate, whose slope is 1 at a ratio of 1."""
+    tau = _tau(targets)
+    return -(4 / tau) * torch.sigmoid(tau * (_ratios(targets, trained) - 1)) * targets.advantages
+
+
+def gmpo(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the policy gradient loss, weighted by the geometric mean of a sequence's clipped ratios; each target has the whole loss."""
+    gaps = current_log_ratio(targets.logprobs, targets.anchor)
+    gaps = torch.where(trained, gaps, gaps.detach())
+    low, high = targets.constants["clip_low"], targets.constants["clip_high"]
+    clipped = torch.where(targets.advantages > 0, gaps.clamp(max=high), gaps.clamp(min=-low))
+    return -only(trained, targets.over_sequences(clipped, "mean").exp()) * targets.advantages
+
+
+def dppo(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the policy gradient loss, weighted by the ratio, without targets whose probability has moved far in the wanted direction."""
+    low, high = _diverged(targets)
+    return -only(~(low | high), _ratios(targets, trained)) * targets.advantages
+
+
+OBJECTIVES: dict[str, Callable[[Targets, Tensor], Tensor]] = {
+    "cross_entropy": cross_entropy, "reinforce": reinforce, "importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo,
+    "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo}
+"""Functions of M targets and [M] bool, which of them are trained; each returns [M] losses with gradient."""
+
+
+@torch.no_grad()
+def clips(name: str, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which of all targets an objective clips, 3 x [M] bool: in any way, at its lower bound, and at its upper one.
+
+    A clip removes the gradient, except cispo's, which bounds the weight. The dual clip counts only in the first.
+    """
+    advantages = targets.advantages
+    if name == "dppo":
+        low, high = _diverged(targets)
+    elif name == "gmpo":
+        gaps = current_log_ratio(targets.logprobs, targets.anchor)
+        low, high = gaps < -targets.constants["clip_low"], gaps > targets.constants["clip_high"]
+        low, high = low & (advantages < 0), high & (advantages > 0)
+    elif name == "cispo":
+        ratios = plain_ratios(targets)
+        low, high = ratios < targets.constants["clip_low"], ratios > targets.constants["clip_high"]
+    elif name in ("ppo", "gspo"):
+        ratios = plain_ratios(targets) if name == "ppo" else _sequence_ratios(targets)
+        free, clipped = -ratios * advantages, -_clip(ratios, targets) * advantages
+        removed = clipped > free
+        low, high = removed & (advantages < 0), removed & (advantages > 0)
+        if dual_clip := targets.constants.get("dual_clip"):
+            return removed | (torch.maximum(free, clipped) > _dual_bound(targets, dual_clip)), low, high
+    else:
+        low = high = torch.zeros_like(advantages, dtype=torch.bool)
+    return low | high, low, high
+
+
+@torch.no_grad()
+def plain_ratios(targets: Targets) -> Tensor:
+    """Return [M] ratios of current policy to anchor of all targets, without gradient."""
+    return current_log_ratio(targets.logprobs, targets.anchor).exp()
+
+
+@torch.no_grad()
+def gates(targets: Targets) -> Tensor:
+    """Return [M] slopes of sapo's gate: the share of the importance-sampling gradient that passes."""
+    tau = _tau(targets)
+    gate = torch.sigmoid(tau * (plain_ratios(targets) - 1))
+    return 4 * gate * (1 - gate)
+
+
+def _ratios(targets: Targets, trained: Tensor) -> Tensor:
+    """Return [M] ratios r, 1 for targets that are not trained."""
+    return only(trained, current_log_ratio(targets.logprobs, targets.anchor)).exp()
+
+
+def _sequence_ratios(targets: Targets) -> Tensor:
+    gaps = (targets.logprobs - targets.anchor).detach()
+    return targets.over_sequences(gaps, "mean").clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _clip(ratios: Tensor, targets: Targets) -> Tensor:
+    return ratios.clamp(targets.constants["clip_low"], targets.constants["clip_high"])
+
+
+def _clipped(ratios: Tensor, targets: Targets) -> Tensor:
+    return -torch.minimum(ratios * targets.advantages, _clip(ratios, targets) * targets.advantages)
+
+
+def _dual_bound(targets: Targets, dual_clip: float) -> Tensor:
+    return torch.where(targets.advantages < 0, -dual_clip * targets.advantages, torch.inf)
+
+
+def _tau(targets: Targets) -> Tensor:
+    tau = torch.full_like(targets.advantages, targets.constants["tau_low"])
+    return torch.where(targets.advantages > 0, targets.constants["tau_high"], tau)
+
+
+@torch.no_grad()
+def _diverged(targets: Targets) -> tuple[Tensor, Tensor]:
+    """Return 2 x [M] bool: targets of negative and of positive advantage that have moved too far down or up.
+
+    A target whose log-probability is not finite is among neither, so that it reaches the loss.
+    """
+    logprobs, anchor, advantages = torch.where(targets.logprobs.isinf(), torch.nan, targets.logprobs), targets.anchor, targets.advantages
+    tv = targets.constants["divergence"] == "tv"
+    divergence = (logprobs.exp() - anchor.exp()).abs() if tv else bernoulli_kl(anchor, logprobs)
+    down = (advantages < 0) & (logprobs < anchor) & (divergence > targets.constants["clip_low"])
+    return down, (advantages > 0) & (logprobs > anchor) & (divergence > targets.constants["clip_high"])

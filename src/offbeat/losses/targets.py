@@ -1,0 +1,51 @@
+"""The targets of one loss as tensors, which weights, objectives and regularisers read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """M targets of one loss.
+
+    Attributes:
+        logprobs: [M] float32 under the current policy, with gradient.
+        prox, rollout: [M] float32, under the policy at the start of the step and the one that sampled. The current ones stand in for those
+            that the batch does not have.
+        anchor: [M] float32, under the policy to which the ratio compares the current one.
+        advantages: [M] float32; 1 where the loss reads none.
+        counted: [M] bool, the loss tokens over which values of a sequence are taken.
+        sequences: [M] int64, ascending from 0, the sequence of each target; empty for losses that do not need it.
+        constants: of the objective.
+    """
+
+    logprobs: Tensor
+    prox: Tensor
+    rollout: Tensor
+    anchor: Tensor
+    advantages: Tensor
+    counted: Tensor
+    sequences: Tensor
+    constants: Mapping[str, Any]
+
+    def over_sequences(self, values: Tensor, how: Literal["mean", "sum", "max"]) -> Tensor:
+        """Return [M]: for each target, the mean, sum or maximum of `values` [M] over the counted targets of its sequence, or 0 of none."""
+        zeros = values.new_zeros(int(self.sequences.max()) + 1 if len(values) else 0)
+        if how == "max":
+            chosen = torch.where(self.counted, values, -torch.inf)
+            largest = zeros.scatter_reduce(0, self.sequences, chosen, "amax", include_self=False)
+            return largest.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0.0)[self.sequences]
+        sums = zeros.index_add(0, self.sequences, only(self.counted, values))
+        if how == "mean":
+            counts = zeros.index_add(0, self.sequences, self.counted.to(values.dtype))
+            sums = sums / counts.clamp(min=1)
+        return sums[self.sequences]
+
+
+def only(condition: Tensor, values: Tensor) -> Tensor:
+    """Return the values where the condition holds, else 0 without gradient, even where a value is not finite."""
+    return torch.where(condition, values, 0.0)
