@@ -13,7 +13,7 @@ from offbeat.errors import DataError
 
 
 def test_the_loss_of_reinforcement_learning_has_the_bounds_of_its_configuration_as_ratios() -> None:
-    loss = policy_loss(AlgorithmConfig(clip_low=0.25, clip_high=0.5, dual_clip=3.0, behave_weight="clamp", behave_cap=2.0))
+    loss = policy_loss(AlgorithmConfig(clip_low=0.25, clip_high=0.5, dual_clip=3.0, weight="clamp", weight_high=2.0))
     assert loss == LossSpec("decoupled_ppo", {
         "clip_low": 0.75, "clip_high": 1.5, "dual_clip": 3.0, "behave_weight": "clamp", "behave_cap": 2.0})
     assert policy_loss(AlgorithmConfig()) == LossSpec("decoupled_ppo", dict(OBJECTIVES["decoupled_ppo"].constants))

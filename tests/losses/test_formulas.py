@@ -31,10 +31,10 @@ def slow_ppo(logprob, prox, rollout, advantage, config):
         if config.dual_clip and loss > config.dual_clip * -advantage:
             loss, moves = config.dual_clip * -advantage, False
     weight = math.exp(prox - rollout)
-    if config.behave_weight == "none":
+    if config.weight == "none":
         weight = 1.0
-    elif weight > config.behave_cap:
-        weight = 0.0 if config.behave_weight == "mask" else config.behave_cap
+    elif weight > config.weight_high:
+        weight = 0.0 if config.weight == "mask" else config.weight_high
     slope = -ratio * advantage if moves else 0.0
     return weight * loss, weight * slope, not moves and advantage != 0, weight == 0, ratio
 
@@ -53,7 +53,7 @@ def random_tokens(seed, count=400):
 @pytest.mark.parametrize("dual_clip", [0.0, 1.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_loss_and_gradient_equal_the_slow_version(behave_weight, dual_clip, dtype):
-    config = AlgorithmConfig(behave_weight=behave_weight, behave_cap=2.0, dual_clip=dual_clip, clip_low=0.2, clip_high=0.28)
+    config = AlgorithmConfig(weight=behave_weight, weight_high=2.0, dual_clip=dual_clip, clip_low=0.2, clip_high=0.28)
     logprobs, prox, rollout, advantages = (values.to(dtype) for values in random_tokens(3))
     logprobs.requires_grad_()
     result = ppo_clip(logprobs, prox, rollout, advantages, config=config)

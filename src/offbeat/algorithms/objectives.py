@@ -58,7 +58,7 @@ def policy_loss(config: AlgorithmConfig) -> LossSpec:
     """Return the loss of reinforcement learning that [algorithm] describes."""
     return LossSpec("decoupled_ppo", {
         "clip_low": 1.0 - config.clip_low, "clip_high": 1.0 + config.clip_high, "dual_clip": config.dual_clip,
-        "behave_weight": config.behave_weight, "behave_cap": config.behave_cap})
+        "behave_weight": config.weight, "behave_cap": config.weight_high})
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:
