@@ -2,19 +2,21 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, sft_batch, split_minibatches
+from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, sft_batch, split_minibatches, with_scores
 from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import DataError
 
-ALL = AlgorithmConfig(scale_by_std=False, drop_zero_advantage=False)
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length", "prompt_mean")
+ALL = AlgorithmConfig(scale="none", drop_zero_advantage=False)
 
 
 def trajectory(num_generated, reward, *, prompt=(5, 6), reason="stop", version=0):
@@ -52,9 +54,11 @@ def test_a_small_batch_by_hand():
     ("token_mean", [1 / 10] * 4),
     ("sequence_mean", [1 / 8, 1 / 4, 1 / 12, 1 / 16]),
     ("fixed_length", [1 / 32] * 4),
+    ("sequence_sum", [1 / 4] * 4),
+    ("prompt_mean", [1 / 12, 1 / 12, 1 / 12, 1 / 8]),
 ])
 def test_token_weights_by_hand_and_unchanged_when_sequences_are_dropped(aggregation, weights):
-    config = AlgorithmConfig(loss_aggregation=aggregation, scale_by_std=False, drop_zero_advantage=False)
+    config = AlgorithmConfig(loss_aggregation=aggregation, scale="none", drop_zero_advantage=False)
     batch = make_batch(MIXED, config=config, max_new_tokens=8)
     np.testing.assert_allclose(batch.columns["loss_weights"][batch.target_offsets[1:] - 1], weights)
     kept = make_batch(MIXED, config=config.model_copy(update={"drop_zero_advantage": True}), max_new_tokens=8)
@@ -65,16 +69,16 @@ def test_token_weights_by_hand_and_unchanged_when_sequences_are_dropped(aggregat
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.0, 1.0, 0.25])), min_size=1, max_size=4), max_size=5),
-       st.sampled_from(["token_mean", "sequence_mean", "fixed_length"]), st.booleans())
-def test_the_batch_loss_is_that_of_plain_loops(shape, aggregation, scale_by_std):
+       st.sampled_from(["token_mean", "sequence_mean", "fixed_length"]), st.sampled_from(["group_std", "none"]))
+def test_the_batch_loss_is_that_of_plain_loops(shape, aggregation, scale):
     """With token loss 1 per token and advantage weighting, dropped sequences change nothing."""
     groups = [group(*(trajectory(n, r) for n, r in members)) for members in shape]
-    config = AlgorithmConfig(loss_aggregation=aggregation, scale_by_std=scale_by_std)
+    config = AlgorithmConfig(loss_aggregation=aggregation, scale=scale)
     batch = make_batch(groups, config=config, max_new_tokens=6)
     total, everyone, expected = sum(n for members in shape for n, _ in members), sum(map(len, shape)), 0.0
     for members in shape:
         rewards = np.array([r for _, r in members])
-        std = rewards.std(ddof=1) + 1e-6 if scale_by_std and len(members) > 1 else 1.0
+        std = rewards.std(ddof=1) + 1e-6 if scale == "group_std" and len(members) > 1 else 1.0
         for n, r in members:
             per_token = {"token_mean": 1 / max(total, 1), "sequence_mean": 1 / (everyone * max(n, 1)), "fixed_length": 1 / (everyone * 6)}
             expected += n * per_token[aggregation] * (r - rewards.mean()) / std
@@ -84,14 +88,14 @@ def test_the_batch_loss_is_that_of_plain_loops(shape, aggregation, scale_by_std)
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.sampled_from(["token_mean", "sequence_mean", "fixed_length"]), st.booleans(), st.data())
-def test_a_batch_with_trajectories_that_cannot_be_used_is_the_batch_without_them(aggregation, scale_by_std, data):
+@given(st.sampled_from(AGGREGATIONS), st.sampled_from(["group_std", "batch_std", "none"]), st.data())
+def test_a_batch_with_trajectories_that_cannot_be_used_is_the_batch_without_them(aggregation, scale, data):
     """No gradient, out of the baseline, and out of every denominator."""
     unusable = [
         trajectory(2, 0.0, reason="reward failed: timed out"), trajectory(9, 1.0, reason="too long: 11 tokens"),
         trajectory(1, float("nan")), trajectory(3, 1e308)]
     usable = [trajectory(1, 1.0), trajectory(3, 0.0), trajectory(2, 0.25)]
-    config = AlgorithmConfig(loss_aggregation=aggregation, scale_by_std=scale_by_std)
+    config = AlgorithmConfig(loss_aggregation=aggregation, scale=scale)
     mixed = group(*data.draw(st.permutations([*usable, *unusable])))
     assert len(mixed.usable) == 3
     got = make_batch([mixed, MIXED[0]], config=config, max_new_tokens=8)
@@ -101,6 +105,95 @@ def test_a_batch_with_trajectories_that_cannot_be_used_is_the_batch_without_them
     for name, values in want.columns.items():
         np.testing.assert_array_equal(got.columns[name], values)
     assert got.denominator == want.denominator
+
+
+def test_the_numbers_of_the_first_two_presets_do_not_change():
+    """To the last bit, as they were before there were others."""
+    groups = [
+        group(trajectory(2, 0.1), trajectory(1, 0.7), trajectory(3, -0.4)), group(trajectory(4, 1 / 3), trajectory(2, 1 / 3)),
+        group(trajectory(1, 1e6), trajectory(2, 1.0), trajectory(3, 0.25), trajectory(2, float("nan")))]
+    for preset, advantages, weight, denominator in (
+        ("grpo", [-0.060522641986608505, 1.0288848876953125, -0.9683622717857361, 1.154700517654419, -0.5773496031761169,
+                  -0.577350914478302], 0.0555555559694767, 18.0),
+        ("dr_grpo", [-0.03333333507180214, 0.5666666626930237, -0.5333333611488342, 666666.25, -333332.75, -333333.5],
+         0.01785714365541935, 56.0),
+    ):
+        batch = make_batch(groups, config=AlgorithmConfig(preset=preset), max_new_tokens=7)
+        assert batch.columns["advantages"].tolist() == np.repeat(advantages, [2, 1, 3, 1, 2, 3]).tolist()
+        assert batch.columns["loss_weights"].tolist() == [weight] * 12
+        assert (batch.denominator, batch.group_ids.tolist()) == (denominator, [0, 0, 0, 2, 2, 2])
+        assert set(batch.columns) == {"rollout_logprobs", "advantages", "loss_weights"}
+
+
+def test_a_truncated_answer_that_is_masked_counts_in_the_baseline_and_as_a_sequence_but_has_no_tokens():
+    groups = [group(trajectory(2, 1.0), trajectory(4, 0.0, reason="length")), group(trajectory(3, 1.0), trajectory(3, 0.0))]
+    for aggregation, weights in (("token_mean", [1 / 8] * 8), ("sequence_mean", [1 / 8] * 2 + [1 / 12] * 6),
+                                 ("prompt_mean", [1 / 4] * 2 + [1 / 12] * 6)):
+        config = AlgorithmConfig(mask_truncated=True, scale="none", loss_aggregation=aggregation)
+        batch = make_batch(groups, config=config, max_new_tokens=4)
+        assert batch.group_ids.tolist() == [0, 1, 1]
+        assert batch.columns["advantages"].tolist() == [0.5] * 5 + [-0.5] * 3
+        np.testing.assert_allclose(batch.columns["loss_weights"], weights, rtol=1e-6)
+
+
+def test_rewards_by_name_are_centred_and_scaled_each_by_itself():
+    parts = [{"right": 1.0, "form": 10.0}, {"right": 0.0, "form": 10.0}, {"right": 1.0, "form": 30.0}, {"right": 0.0}]
+    groups = [group(*(trajectory(1, each) for each in parts))]
+    one, two = 0.5 / (3**-0.5 + 1e-6), (200 / 3) ** 0.5 * 2**0.5 + 1e-6
+    assert two == pytest.approx(np.std([10, 10, 30], ddof=1) + 1e-6)
+    want = np.array([one - (20 / 3) / two, -one - (20 / 3) / two, one + (40 / 3) / two, -one])
+    batch = make_batch(groups, config=AlgorithmConfig(separate_rewards=True), max_new_tokens=4)
+    np.testing.assert_allclose(batch.columns["advantages"], want, rtol=1e-5)
+    batch = make_batch(groups, config=AlgorithmConfig(preset="gdpo"), max_new_tokens=4)
+    np.testing.assert_allclose(batch.columns["advantages"], (want - want.mean()) / want.std(ddof=1), rtol=1e-5)
+    summed = make_batch(groups, config=AlgorithmConfig(scale="none"), max_new_tokens=4)  # 11, 10, 31, 0
+    np.testing.assert_allclose(summed.columns["advantages"], [-2, -3, 18, -13], rtol=1e-6)
+
+
+def test_a_reward_that_is_flat_adds_nothing_beside_one_that_is_not():
+    parts = [{"right": right, "form": 7.0} for right in (1.0, 0.0, 0.0)]
+    groups = [group(*(trajectory(1, each) for each in parts))]
+    batch = make_batch(groups, config=AlgorithmConfig(separate_rewards=True), max_new_tokens=4)
+    alone = make_batch([group(*(trajectory(1, each["right"]) for each in parts))], config=AlgorithmConfig(), max_new_tokens=4)
+    assert batch.columns["advantages"].tolist() == alone.columns["advantages"].tolist()
+
+
+def test_imitation_takes_the_answers_above_a_reward_and_counts_all():
+    groups = [group(trajectory(2, 1.0), trajectory(1, 0.0), trajectory(3, 0.5)), group(trajectory(4, 1.0), trajectory(2, 1.0))]
+    batch = make_batch(groups, config=AlgorithmConfig(preset="raft", imitate_above=0.5), max_new_tokens=8)
+    assert (np.diff(batch.target_offsets).tolist(), batch.columns["advantages"].tolist()) == ([2, 4, 2], [1.0] * 8)
+    np.testing.assert_allclose(batch.columns["loss_weights"], 1 / 12, rtol=1e-6)
+    everything = AlgorithmConfig(preset="raft", imitate_above=0.5, drop_zero_advantage=False)
+    assert len(make_batch(groups, config=everything, max_new_tokens=8)) == 3
+
+
+@pytest.mark.parametrize("whiten", ["none", "tokens"])
+def test_the_divergence_from_the_reference_is_taken_from_the_reward_of_each_token_and_of_those_before(whiten):
+    groups = [group(trajectory(3, 1.0), trajectory(1, 0.0))]
+    config = AlgorithmConfig(scale="none", reward_kl=0.1, gamma=0.5, kl_loss="k3", whiten=whiten)
+    before = make_batch(groups, config=config, max_new_tokens=4)
+    assert before.columns["advantages"].tolist() == [0.5] * 3 + [-0.5] and not config.drop_zero_advantage
+    ref = np.array([-1.5, -0.5, 0.5, -100.5], np.float32)  # log-ratios 1, 0, -1, and 100, of which 20 count
+    after = with_scores(before, SimpleNamespace(logprobs=ref), config)
+    last = 0.5 + 0.1
+    want = np.array([-0.1 + 0.25 * last, 0.5 * last, last, -0.5 - 2.0])
+    if whiten == "tokens":
+        want = (want - want.mean()) / np.sqrt(want.var() + 1e-8)
+    np.testing.assert_allclose(after.columns["advantages"], want, rtol=1e-6)
+    assert after.columns["ref_logprobs"].tolist() == ref.tolist()
+    assert after.columns["loss_weights"].tolist() == before.columns["loss_weights"].tolist()
+
+
+def test_scores_of_a_batch_of_nothing_change_nothing():
+    config = AlgorithmConfig(preset="reinforce_pp")
+    empty = make_batch([], config=config, max_new_tokens=4)
+    assert len(with_scores(empty, SimpleNamespace(logprobs=np.zeros(0, np.float32)), config)) == 0
+
+
+def test_a_discount_counts_the_generated_tokens_that_follow():
+    groups = [group(trajectory(3, 1.0), trajectory(1, 0.0))]
+    batch = make_batch(groups, config=AlgorithmConfig(scale="none", gamma=0.5), max_new_tokens=4)
+    assert batch.columns["advantages"].tolist() == [0.125, 0.25, 0.5, -0.5]
 
 
 def test_a_reward_at_which_numbers_overflow_leaves_the_others_their_advantages():

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,24 +12,16 @@ from offbeat.data import wire
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
 from offbeat.errors import ConfigError, DataError
 
-RULE = FilterSpec("k3", "sequence", "max", high=2.0)
-
-
-def config(**settings):
-    """[algorithm] with all of its fields, some of which AlgorithmConfig does not have yet."""
-    return SimpleNamespace(**{
-        "objective": "ppo", "constants": {}, "anchor": "prox", "weight": "mask", "weight_level": "token", "weight_low": 0.0,
-        "weight_high": 5.0, "filters": (), "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "kl_loss": "none", "kl_coefficient": 1e-3,
-        "entropy_coefficient": 0.0, "drift_coefficient": 0.0, **settings})
+RULE = FilterSpec("k3", "sequence", "max", low=-1e9, high=2.0)
 
 
 def test_the_default_loss_is_decoupled_ppo() -> None:
     loss = LossSpec(
         "ppo", {"clip_low": 0.8, "clip_high": 1.2, "dual_clip": 0.0}, anchor="prox", weight=WeightSpec("mask", "token", 0.0, 5.0),
         own_samples=True)
-    assert policy_loss(AlgorithmConfig()) == policy_loss(config()) == loss
-    assert policy_loss(AlgorithmConfig(behave_weight="none", clip_low=0.25)) == policy_loss(config(weight="none", clip_low=0.25))
-    assert policy_loss(config(weight="clamp", weight_level="geometric", weight_low=0.5, weight_high=2.0)).weight == WeightSpec(
+    assert policy_loss(AlgorithmConfig()) == loss
+    assert policy_loss(AlgorithmConfig(weight="none")).weight is None
+    assert policy_loss(AlgorithmConfig(weight="clamp", weight_level="geometric", weight_low=0.5, weight_high=2.0)).weight == WeightSpec(
         "clamp", "geometric", 0.5, 2.0)
 
 
@@ -44,7 +35,7 @@ def test_the_default_loss_is_decoupled_ppo() -> None:
     ({"objective": "reinforce"}, {}),
 ])
 def test_clips_are_bounds_of_a_ratio_or_distances_and_other_constants_have_defaults(settings, constants) -> None:
-    assert policy_loss(config(**settings)).constants == constants
+    assert policy_loss(AlgorithmConfig(**settings)).constants == constants
 
 
 @pytest.mark.parametrize(("settings", "sentence"), [
@@ -56,13 +47,13 @@ def test_clips_are_bounds_of_a_ratio_or_distances_and_other_constants_have_defau
 ])
 def test_constants_that_an_objective_does_not_have_are_refused(settings, sentence) -> None:
     with pytest.raises(ConfigError) as caught:
-        policy_loss(config(**settings))
+        policy_loss(AlgorithmConfig(**settings))
     assert sentence in str(caught.value)
 
 
 def test_filters_and_regularisers_become_part_of_the_loss() -> None:
-    loss = policy_loss(config(
-        filters=(SimpleNamespace(metric="k3", level="sequence", aggregate="max", low=-np.inf, high=2.0),), kl_loss="ratio_k3",
+    loss = policy_loss(AlgorithmConfig(
+        filters=({"metric": "k3", "level": "sequence", "aggregate": "max", "high": 2.0},), kl_loss="ratio_k3",
         kl_coefficient=0.1, entropy_coefficient=0.01, drift_coefficient=1e-3))
     assert loss.filters == (RULE,)
     assert loss.regularisers == (RegulariserSpec("ratio_k3", 0.1), RegulariserSpec("entropy", 0.01), RegulariserSpec("drift", 1e-3))
@@ -73,10 +64,10 @@ def test_filters_and_regularisers_become_part_of_the_loss() -> None:
     (client_loss("ppo"), ("rollout_logprobs", "advantages")),
     (client_loss("gspo"), ("rollout_logprobs", "advantages", "ratio_mask")),
     (policy_loss(AlgorithmConfig()), ("prox_logprobs", "advantages", "rollout_logprobs")),
-    (policy_loss(config(weight="none", objective="gspo")), ("prox_logprobs", "advantages", "rollout_logprobs")),
-    (policy_loss(config(weight="none", anchor="rollout")), ("rollout_logprobs", "advantages")),
-    (policy_loss(config(weight="none", objective="reinforce")), ("advantages", "rollout_logprobs")),
-    (policy_loss(config(weight="none", objective="reinforce", kl_loss="ratio_k3")),
+    (policy_loss(AlgorithmConfig(weight="none", objective="gspo")), ("prox_logprobs", "advantages", "rollout_logprobs")),
+    (policy_loss(AlgorithmConfig(weight="none", anchor="rollout")), ("rollout_logprobs", "advantages")),
+    (policy_loss(AlgorithmConfig(weight="none", objective="reinforce")), ("advantages", "rollout_logprobs")),
+    (policy_loss(AlgorithmConfig(weight="none", objective="reinforce", kl_loss="ratio_k3")),
      ("prox_logprobs", "advantages", "rollout_logprobs", "ref_logprobs")),
     (LossSpec("importance_sampling", filters=(FilterSpec("m2", high=0.04),)),
      ("rollout_logprobs", "advantages", "prox_logprobs", "m2_mask")),

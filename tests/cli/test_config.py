@@ -29,11 +29,33 @@ def test_show_prints_the_file_with_its_overrides_as_a_file_that_loads(tmp_path, 
 
 def test_check_says_that_a_valid_configuration_is_valid(capsys):
     assert call("check", "--run.name", "first") == 0
-    assert capsys.readouterr().out == "the default configuration with 1 override is valid; its run goes to runs/first\n"
+    first, *about = capsys.readouterr().out.splitlines()
+    assert first == "the default configuration with 1 override is valid; its run goes to runs/first"
+    assert about == [
+        "algorithm grpo (arXiv:2402.03300): besides the update's own forward pass, a step computes nothing",
+        "note: with algorithm.num_minibatches = 1, the ratio to the proximal policy is 1 and no clip acts; algorithm.weight alone"
+        " limits what stale samples do"]
+
+
+@pytest.mark.parametrize(("settings", "computed", "note"), [
+    ((), "nothing", "algorithm.weight alone limits what stale samples do"),
+    (("--algorithm.num_minibatches", "2"), "log-probabilities before the first update", ""),
+    (("--algorithm.preset", "prime_rl"), "nothing", ""),
+    (("--algorithm.preset", "raft"), "nothing", ""),
+    (("--algorithm.preset", "cispo"), "nothing", "nothing limits what stale samples do"),
+    (("--algorithm.preset", "kpop"), "nothing", "algorithm.filters alone limits what stale samples do"),
+    (("--algorithm.preset", "deepseek_v32", "--algorithm.entropy_coefficient", "0.1", "--algorithm.num_minibatches", "2"),
+     "log-probabilities before the first update and log-probabilities under the reference policy and the entropy of each token", ""),
+])
+def test_check_says_what_a_step_computes_and_which_settings_cannot_act(capsys, settings, computed, note):
+    assert call("check", *settings) == 0
+    _, about, *notes = capsys.readouterr().out.splitlines()
+    assert about.endswith(f": besides the update's own forward pass, a step computes {computed}")
+    assert [line.endswith(note) for line in notes] == [True] * bool(note)
 
 
 def test_check_refuses_an_invalid_one():
-    with pytest.raises(ConfigError, match=r"rollout.group_size must be >= 2, got 0"):
+    with pytest.raises(ConfigError, match=r"rollout.group_size must be >= 1, got 0"):
         call("check", "--rollout.group_size=0")
 
 

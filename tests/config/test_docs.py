@@ -29,3 +29,5 @@ def test_bounds_choices_and_bars_are_written_so_that_a_table_holds_them():
     assert '`"ddp"` or `"fsdp"`' in page
     assert "\\|advantage\\|" in page
     assert "| `stop` | list of text | `[]` |" in page
+    assert "| `filters` | list of tables | `[]` |" in page
+    assert "| `constants` | table | `{}` |" in page

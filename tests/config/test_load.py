@@ -96,6 +96,11 @@ def test_override_values_are_read_as_toml_or_taken_as_they_stand(key, text, valu
             "a b",
             "run.name is not allowed to be 'a b'; use letters, digits, '.', '_' and '-', starting with a letter or digit",
         ),
+        ("algorithm.filters", '[{metric = "k4"}]',
+         "algorithm.filters.metric must be one of 'ratio', 'k1', 'k2', 'k3', 'binary_kl', 'opsm', 'm2', got 'k4'"),
+        ("algorithm.filters", "[{high = 2.0}]", "algorithm.filters.0.metric is missing; give it"),
+        ("algorithm.filters", "[3]",
+         "algorithm.filters.0 must be a table of settings, got 3; write [algorithm.filters.0] and its settings below"),
         ("inference.min_engines", "3", "inference.min_engines must be <= the 1 of inference.num_engines, got 3"),
     ],
 )
@@ -165,7 +170,10 @@ def test_an_override_without_value_or_setting_is_refused():
 def test_dumped_toml_loads_to_an_equal_configuration(tmp_path):
     config = load_config(
         None,
-        [("run.name", "x"), ("rollout.stop", '["\\n", "é\\"\\\\"]'), ("train.optimizer.lr", "1e-7"), ("data.system_prompt", "Hi 😀\x7f\t")],
+        [("run.name", "x"), ("rollout.stop", '["\\n", "é\\"\\\\"]'), ("train.optimizer.lr", "1e-7"),
+         ("algorithm.constants", "{tau = 2.0, kind = 'tv'}"),
+         ("algorithm.filters", '[{metric = "k1", low = -0.5, high = 0.5}, {metric = "opsm", level = "sequence"}]'),
+         ("data.system_prompt", "Hi 😀\x7f\t")],
     )
     text = dump_toml(config)
     assert load_config(written(tmp_path, text)) == config

@@ -29,7 +29,23 @@ def test_folders_follow_from_names():
         ({"rollout": {"single_rank_load": False}}, "rollout.single_rank_load must be true with run.mode = 'controller', got false"),
         ({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False}},
          "rollout.balance_batch must be false with rollout.single_rank_load = false, got true; no rank has the whole batch"),
-        ({"rollout": {"group_size": 1}}, "greater than or equal to 2"),
+        ({"rollout": {"group_size": 0}}, "greater than or equal to 1"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size must be at least 2 with algorithm.centre = 'group', got 1"),
+        ({"algorithm": {"centre": "none"}}, "algorithm.scale must be 'none' with algorithm.centre = 'none', got 'group_std'"),
+        ({"algorithm": {"preset": "max_rl", "length_penalty": 0.1}}, "length_penalty and .* must be 0 with algorithm.scale = 'group_mean'"),
+        ({"algorithm": {"preset": "max_rl", "overlong_buffer_share": 0.1}}, "must be 0 with algorithm.scale = 'group_mean'"),
+        ({"algorithm": {"preset": "lite_ppo"}, "run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}},
+         "rollout.single_rank_load must be true with algorithm.scale = 'batch_std', got false"),
+        ({"algorithm": {"preset": "gdpo"}, "run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}},
+         "rollout.single_rank_load must be true with algorithm.whiten = 'sequences', got false"),
+        ({"algorithm": {"preset": "raft", "reward_kl": 0.1}}, "algorithm.reward_kl must be 0 with algorithm.objective = 'cross_entropy'"),
+        ({"algorithm": {"preset": "cispo", "dual_clip": 3}}, "algorithm.dual_clip must be 0 with algorithm.objective = 'cispo', got 3"),
+        ({"algorithm": {"anchor": "rollout"}}, "algorithm.weight must be 'none' with algorithm.anchor = 'rollout', got 'mask'"),
+        ({"algorithm": {"weight_low": 6}}, "algorithm.weight_low must be at most weight_high = 5, got 6"),
+        ({"algorithm": {"filters": [{"metric": "k2", "low": 2, "high": 1}]}},
+         "algorithm.filters: low of k2 must be at most high = 1, got 2"),
+        ({"algorithm": {"kl_loss": "k3", "drop_zero_advantage": True}},
+         "algorithm.drop_zero_advantage must be false with algorithm.kl_loss, which acts on sequences of advantage 0"),
         ({"rollout": {"temperature": 0}}, "greater than 0"),
         ({"rollout": {"stop": ["a", ""]}}, "rollout.stop must not hold an empty string"),
         ({"rollout": {"reward_timeout_s": 600}}, "rollout.episode_timeout_s must be above rollout.reward_timeout_s = 600, got 600"),
@@ -46,6 +62,9 @@ def test_settings_at_the_edge_of_these_rules_are_allowed():
     Config.model_validate({"inference": {"num_engines": 2, "min_engines": 2}, "algorithm": {"dual_clip": 3.0}})
     Config.model_validate({"run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}})
     Config.model_validate({"rollout": {"balance_batch": False}})
+    Config.model_validate({"rollout": {"group_size": 1}, "algorithm": {"preset": "reinforce_pp"}})
+    Config.model_validate({"algorithm": {"anchor": "rollout", "weight": "none"}})
+    Config.model_validate({"algorithm": {"kl_loss": "k3"}})
     Config.model_validate({"weights": {"interrupt": "drain", "switch_timeout_s": 256}})
     Config.model_validate({"weights": {"interrupt": "drain"}, "model": {"lora": {"rank": 4}}})  # adapters are not switched
 

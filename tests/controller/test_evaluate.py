@@ -51,6 +51,11 @@ def test_accuracy_is_the_share_of_full_rewards_and_failures_count_as_wrong() -> 
     assert rollouts.asked == ([ROWS.row(i) for i in range(5)], 1, Sampling(6, 0.0, top_p=0.9, stop=("\n",)))
 
 
+def test_a_reward_that_is_no_number_is_a_failure_and_leaves_the_mean_a_number() -> None:
+    evaluation = asyncio.run(evaluator(Rollouts([1.0, float("nan"), 0.5, float("inf"), 0.0])).run())
+    assert evaluation == Evaluation(accuracy=0.2, reward_mean=0.3, num_prompts=5, num_failed=2)
+
+
 @pytest.mark.parametrize(("right", "low", "high"), [(0, 0.0, 0.278), (5, 0.237, 0.763), (10, 0.722, 1.0)])
 def test_the_interval_is_wilsons(right: int, low: float, high: float) -> None:
     # Of 10 prompts, from the formula solved by hand as a quadratic in the share.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.data.reward import LARGEST_REWARD, FailedReward, check_reward
+from offbeat.data.reward import LARGEST_REWARD, FailedReward, NamedReward, check_reward
 
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.array(1), torch.tensor(1.0), Decimal(1), Fraction(1)])
@@ -49,3 +49,20 @@ def test_the_largest_reward_has_a_square_that_float32_can_sum_over_all_parameter
     assert check_reward(1e12) == 1e12
     assert math.isnan(check_reward(1.1e12))
     assert np.isfinite(np.float32(LARGEST_REWARD) ** 2 * np.float32(1e12))
+
+
+def test_rewards_by_name_are_their_sum_and_keep_their_names() -> None:
+    reward = check_reward({"right": np.float32(1), "form": True, "length": -0.5})
+    assert isinstance(reward, NamedReward) and reward == 1.5
+    assert reward.parts == {"right": 1.0, "form": 1.0, "length": -0.5}
+    assert check_reward(reward) is reward
+
+
+@pytest.mark.parametrize(("value", "why"), [
+    ({}, "is not a mapping of names to numbers"), ({1: 2.0}, "is not a mapping of names to numbers"),
+    ({"right": 1.0, "form": None}, "the reward 'form'"), ({"right": math.nan}, "nan is not a number"),
+    ({"right": {"exact": 1.0}}, "a mapping is not a number"),
+])
+def test_a_mapping_that_holds_anything_but_numbers_by_name_is_a_failure(value, why: str) -> None:
+    reward = check_reward(value)
+    assert isinstance(reward, FailedReward) and why in reward.reason

@@ -97,3 +97,14 @@ def test_a_group_survives_bytes_and_json(encode, decode) -> None:
         for name in ("tokens", "loss_mask", "rollout_logprobs", "versions"):
             assert getattr(got, name).dtype == getattr(sent, name).dtype
             np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
+
+
+def test_rewards_by_name_stay_with_their_trajectory_as_long_as_they_are_its_reward() -> None:
+    named = replace(ONE, reward={"right": 1.0, "form": 0.1, "length": 0.2})
+    assert type(named.reward) is float and named.reward == pytest.approx(1.3)
+    assert replace(named, reason="length").named_rewards == {"right": 1.0, "form": 0.1, "length": 0.2}
+    assert replace(named, reward=0.5 * named.reward).named_rewards == {}
+    assert (ONE.named_rewards, replace(ONE, named_rewards="none").named_rewards) == ({}, {})
+    for encode, decode in ((wire.encode, wire.decode), (wire.encode_json, wire.decode_json)):
+        [back] = decode(Group, encode(Group("0:7", 3, (named,)))).trajectories
+        assert (back.reward, back.named_rewards) == (named.reward, named.named_rewards)

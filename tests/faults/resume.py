@@ -39,7 +39,8 @@ async def play(episode):
 
 GIVEN: Mapping[str, str] = {
     "data.task": "addition", "data.max_prompt_tokens": "20", "data.system_prompt": "be brief", "algorithm.preset": "dr_grpo",
-    "algorithm.dual_clip": "3", "sft.stop_at_accuracy": "0.5", "rollout.reward": f"{REWARDS}:equal", "rollout.top_p": "0.9",
+    "algorithm.dual_clip": "3", "algorithm.gamma": "0.9", "algorithm.filters": '[{metric = "k2", high = 1.0}]',
+    "sft.stop_at_accuracy": "0.5", "rollout.reward": f"{REWARDS}:equal", "rollout.top_p": "0.9",
     "rollout.stop": '["z"]', "rollout.stop_token_ids": "[5]",
     "rollout.reward_env": '["JUDGE_API_KEY"]', "rollout.should_accept": "code.py:accepts",
     "rollout.workflow": "code.py:play", "train.optimizer.min_lr_ratio": "0.5", "sft.optimizer.min_lr_ratio": "0.5",
@@ -58,6 +59,8 @@ ELSEWHERE = {
     "cluster.ray_address": "needs Ray", "cluster.devices_per_worker": "needs accelerators", "inference.engine": "needs another engine",
     "inference.urls": "needs engines by URL", "inference.python": "needs another engine", "inference.arguments": "needs another engine",
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",
+    "algorithm.anchor": "needs another weight, too", "algorithm.constants": "belong to an objective",
+    "algorithm.reference": "has one value",
     "data.heldout_path": "stands below", "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
 }
 """Settings without a row of their own, and why."""

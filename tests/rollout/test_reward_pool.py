@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.data.reward import FailedReward
+from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
 from offbeat.rollout.reward_pool import RewardPool, secret_variables
@@ -41,6 +41,16 @@ def test_groups_are_scored_by_all_workers() -> None:
         assert await pool.check(ROW) == 1.0
 
     check("equal", body, num_workers=2)
+
+
+def test_rewards_by_name_come_as_their_sum_which_knows_them() -> None:
+    async def body(pool: RewardPool) -> None:
+        good, bad, failed = await pool.score(["y", "nn", ""], ROW)
+        assert (good, bad) == (1.5, 0.25)
+        assert isinstance(good, NamedReward) and good.parts == {"right": 1.0, "short": 0.5}
+        assert isinstance(failed, FailedReward)
+
+    check("by_name", body)
 
 
 def test_a_completion_on_which_the_reward_raises_fails_alone_and_keeps_its_process() -> None:

@@ -29,6 +29,11 @@ def test_a_completion_is_scored() -> None:
     assert score(loaded("equal"), "n") == Scored(0.0)
 
 
+def test_rewards_by_name_come_with_their_names() -> None:
+    assert score(loaded("by_name"), "y") == Scored(1.5, parts={"right": 1.0, "short": 0.5})
+    assert "the reward 'short': nan is not a number" in score(loaded("by_name"), "").failure
+
+
 def test_a_reward_that_raises_is_shown_with_the_completion() -> None:
     scored = score(loaded("raises_on_x"), "x")
     assert re.search(r"rewards.py:raises_on_x raised ValueError: x is no number \(completion 'x'\)", scored.failure)

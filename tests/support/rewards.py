@@ -21,6 +21,10 @@ def equal(completion, row):
     return float(completion == row.answer)
 
 
+def by_name(completion, row):
+    return {"right": completion == row.answer, "short": 0.5 / len(completion) if completion else math.nan}
+
+
 def raises_on_x(completion, row):
     if completion == "x":
         raise ValueError("x is no number")

@@ -140,7 +140,7 @@ def _one_sequence_at_a_time(folder, batches, config):
                     float(batch.columns[name][m]) for name in ("rollout_logprobs", "advantages", "loss_weights"))
                 current = logprobs[batch.positions[m] - low, batch.targets[m]]
                 weight = math.exp(current.item() - rollout)
-                weight = weight if weight <= config.behave_cap else 0.0
+                weight = weight if weight <= config.weight_high else 0.0
                 # With one update per batch the ratio to the proximal policy is 1 and never clipped.
                 ratio = torch.exp(current - current.detach())
                 total = total - ratio * advantage * weight * loss_weight
@@ -155,7 +155,7 @@ def _one_sequence_at_a_time(folder, batches, config):
 
 
 def test_steps_equal_an_independent_computation(alone, tmp_path):
-    config = AlgorithmConfig(behave_cap=1.3)
+    config = AlgorithmConfig(weight_high=1.3)
     folder = build_model(tmp_path / "model")
     batches = batches_of("many")
     capped = [replace(batch, losses=(policy_loss(config),)) for batch in batches]

@@ -45,7 +45,7 @@ def test_sequences_that_score_nothing_make_no_row():
 
 @pytest.mark.parametrize("imitates", [False, True])
 def test_losses_are_those_of_the_batch_at_the_given_temperature(model, imitates):
-    batch = make_batch(2, 2, loss=policy_loss(AlgorithmConfig(behave_weight="none")))
+    batch = make_batch(2, 2, loss=policy_loss(AlgorithmConfig(weight="none")))
     batch = imitated(batch) if imitates else batch
     row = row_of(batch, np.arange(4), share_prefix=True)
     scored = score_row(model, batch, row, temperature=0.7)

@@ -6,24 +6,38 @@ ranks and micro-batches, or on rows that are dropped.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
-from offbeat.algorithms.advantages import group_advantages
+from offbeat.algorithms.credit import outcome_advantages, rewards_to_go, whitened_sequences, whitened_tokens
 from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
+from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.batch import Batch
+from offbeat.data.batch import Batch, bounds, gather_ranges
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import DataError
 from offbeat.telemetry.tracker import StatsPart, StatsTracker, combine
 from offbeat.types import PROMPT_VERSION, Version
 
+_MAX_LOG_RATIO = 20.0
+
+
+class Scores(Protocol):
+    """What the score step found under the reference policy."""
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[M] float32, log-probabilities of the batch's targets."""
+        ...
+
 
 def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> Batch:
-    """Flatten groups into a batch; each generated token has the advantage of its trajectory.
+    """Flatten groups into a batch with the advantages and loss weights that `config` asks for.
 
     An unusable trajectory (see `Trajectory.unusable`) counts neither in its group's baseline nor in a denominator. Sequences without loss
-    tokens, and with `config.drop_zero_advantage` those of advantage 0, are left out but count in the denominators.
+    tokens, among them truncated ones with `config.mask_truncated`, and with `config.drop_zero_advantage` those of advantage 0, are left out
+    but count as sequences, in their group's baseline and in the denominators.
 
     Args:
         groups: rejected groups are empty and contribute nothing.
@@ -31,11 +45,12 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
 
     Returns:
         A batch whose `group_ids` are positions in `groups`. If all prompts of a group are equal, `prefix_lens` is their length. With N
-        usable trajectories of n_i generated tokens, a token of trajectory i weighs 1 / sum(n) (token_mean), 1 / (N n_i) (sequence_mean) or
-        1 / (N max_new_tokens) (fixed_length).
+        usable trajectories of n_i loss tokens, in P prompts of n_g, a token of trajectory i weighs 1 / sum(n) (token_mean), 1 / (N n_i)
+        (sequence_mean), 1 / N (sequence_sum), 1 / (N max_new_tokens) (fixed_length) or 1 / (P n_g) (prompt_mean). With
+        `config.reward_kl`, the advantages are those before it, and `with_scores` completes them.
 
     Raises:
-        DataError: a trajectory begins with a generated token, so that nothing predicts it.
+        DataError: a trajectory begins with a generated token, so that nothing predicts it; or a reward is negative where none may be.
     """
     members = [group.usable for group in groups]
     for group, usable in zip(groups, members, strict=True):
@@ -44,21 +59,50 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     trajectories, sizes = [t for usable in members for t in usable], [len(usable) for usable in members]
     group_ids = np.repeat(np.arange(len(groups)), sizes)
     num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.int64)
-    rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
-    advantages = group_advantages(rewards, group_ids=group_ids, scale_by_std=config.scale_by_std)
-    weights, denominator = _token_weights(num_generated, config.loss_aggregation, max_new_tokens)
-    prefix_lens = np.repeat([_shared_prompt_len(usable) for usable in members], sizes)
-    keep = num_generated > 0
-    if config.drop_zero_advantage:
-        keep &= advantages != 0
+    truncated = np.array([t.reason == "length" for t in trajectories], dtype=np.bool_)
+    num_trained = np.where(truncated, 0, num_generated) if config.mask_truncated else num_generated
+    rewards_KN = shaped_rewards(
+        _rewards(trajectories), group_ids=group_ids, num_generated=num_generated, config=config, max_new_tokens=max_new_tokens)
+    offsets = bounds(num_trained)
+    advantages = _token_advantages(_outcomes(rewards_KN, group_ids, num_trained, config), offsets, config).astype(np.float32)
+    keep = num_trained > 0
+    if config.drop_zero_advantage or config.objective == "cross_entropy":  # which imitates whatever it is given
+        keep &= np.bincount(np.repeat(np.arange(len(trajectories)), num_trained), advantages != 0, minlength=len(trajectories)) > 0
     kept = np.flatnonzero(keep)
     lengths = [len(trajectories[i]) for i in kept]
+    trained = _concatenate([trajectories[i].loss_mask for i in kept], np.bool_)
+    advantage_column = np.zeros(len(trained), np.float32)
+    advantage_column[trained] = advantages[gather_ranges(offsets, kept)]
+    weights, denominator = _token_weights(num_trained, group_ids, config.loss_aggregation, max_new_tokens)
+    prefix_lens = np.repeat([_shared_prompt_len(usable) for usable in members], sizes)
     return Batch.of_next_tokens(
-        _concatenate([trajectories[i].tokens for i in kept], np.int32), _concatenate([trajectories[i].loss_mask for i in kept], np.bool_),
-        lengths=lengths, columns={
+        _concatenate([trajectories[i].tokens for i in kept], np.int32), trained, lengths=lengths, columns={
             "rollout_logprobs": _concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32),
-            "advantages": np.repeat(advantages[kept], lengths), "loss_weights": np.repeat(weights[kept], lengths)},
+            "advantages": advantage_column, "loss_weights": np.repeat(weights[kept], lengths)},
         losses=(policy_loss(config),), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator)
+
+
+def with_scores(batch: Batch, scores: Scores, config: AlgorithmConfig) -> Batch:
+    """Return a batch of `make_batch` with what follows from the reference's log-probabilities of its targets.
+
+    With `config.kl_loss` that is the column `ref_logprobs`. With `config.reward_kl` = beta, the reward of a target is
+    -beta * (rollout_logprobs - scores.logprobs), and at the last one of a sequence also the sequence's advantage; a target's advantage is
+    the discounted sum of the rewards from there on, whitened if `config` says so.
+
+    Args:
+        scores: their `logprobs` are [M] float32. Differences from `rollout_logprobs` are limited to 20.
+    """
+    ref_logprobs = np.asarray(scores.logprobs, np.float32)
+    if config.kl_loss != "none":
+        batch = batch.with_columns(ref_logprobs=ref_logprobs)
+    if not config.reward_kl:
+        return batch
+    log_ratios = np.clip(batch.columns["rollout_logprobs"].astype(np.float64) - ref_logprobs, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    offsets = batch.target_offsets
+    outcomes = np.zeros(len(batch))
+    ends = offsets[1:][np.diff(offsets) > 0] - 1
+    outcomes[np.diff(offsets) > 0] = batch.columns["advantages"][ends]
+    return batch.with_columns(advantages=_spread(outcomes, offsets, config, extra=-config.reward_kl * log_ratios).astype(np.float32))
 
 
 def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
@@ -133,16 +177,63 @@ def _is_flat(group: Group) -> bool:
     return len({t.reward for t in group.usable}) <= 1
 
 
-def _token_weights(num_generated: np.ndarray, aggregation: str, max_new_tokens: int) -> tuple[np.ndarray, float]:
-    """Return [N] float64, the weight of one generated token of each trajectory, and the denominator that the weights contain."""
-    num_sequences = len(num_generated)
+def _rewards(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """Return [K, N] float64, K named rewards of each trajectory; a reward without a name has a row of its own. NaN where there is none."""
+    named = [t.named_rewards or {"": t.reward} for t in trajectories]
+    names = list(dict.fromkeys(name for rewards in named for name in rewards)) or [""]
+    return np.array([[rewards.get(name, np.nan) for rewards in named] for name in names], dtype=np.float64)
+
+
+def _outcomes(rewards_KN: np.ndarray, group_ids: np.ndarray, num_trained: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+    """Return [N] float64, the advantage of each trajectory as a whole; 1 or 0 if it is to be imitated or not."""
+    if config.objective == "cross_entropy":
+        return (np.nansum(rewards_KN, axis=0) > config.imitate_above).astype(np.float64)
+    outcomes = np.zeros(len(group_ids))
+    for rewards in rewards_KN:
+        outcomes += outcome_advantages(rewards, group_ids=group_ids, num_tokens=num_trained, centre=config.centre, scale=config.scale)
+    if config.whiten == "sequences":
+        outcomes = whitened_sequences(outcomes, counted=np.any(np.isfinite(rewards_KN), axis=0))
+    return outcomes
+
+
+def _token_advantages(outcomes: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+    """Return [M] float64, the advantages of all trained tokens, without what needs scores."""
+    if config.reward_kl or (config.gamma == 1.0 and config.whiten != "tokens"):
+        return np.repeat(outcomes, np.diff(offsets))
+    return _spread(outcomes, offsets, config)
+
+
+def _spread(outcomes: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig, extra: np.ndarray | float = 0.0) -> np.ndarray:
+    """Return [M] float64, the outcomes and rewards of single tokens as advantages of the tokens before them, whitened if configured.
+
+    Args:
+        outcomes: [N] float64, each falls on the last trained token of its trajectory.
+        offsets: [N + 1] int64, bounds of the trajectories' trained tokens.
+        extra: [M] float64, rewards of single tokens.
+    """
+    rewards = np.zeros(offsets[-1]) + extra
+    some = np.diff(offsets) > 0
+    rewards[offsets[1:][some] - 1] += outcomes[some]
+    returns = rewards_to_go(rewards, offsets=offsets, gamma=config.gamma)
+    return whitened_tokens(returns) if config.whiten == "tokens" else returns
+
+
+def _token_weights(num_trained: np.ndarray, group_ids: np.ndarray, aggregation: str, max_new_tokens: int) -> tuple[np.ndarray, float]:
+    """Return [N] float64, the weight of one trained token of each trajectory, and the denominator that the weights contain."""
+    num_sequences = len(num_trained)
     match aggregation:
         case "token_mean":
-            denominator, per_unit = float(num_generated.sum()), np.ones(num_sequences)
+            denominator, per_unit = float(num_trained.sum()), np.ones(num_sequences)
         case "sequence_mean":
-            denominator, per_unit = float(num_sequences), num_generated
+            denominator, per_unit = float(num_sequences), num_trained
+        case "sequence_sum":
+            denominator, per_unit = float(num_sequences), np.ones(num_sequences)
         case "fixed_length":
             denominator, per_unit = float(num_sequences * max_new_tokens), np.ones(num_sequences)
+        case "prompt_mean":
+            _, group = np.unique(group_ids, return_inverse=True)
+            per_group = np.bincount(group, num_trained)
+            denominator, per_unit = float(len(per_group)), per_group[group]
         case _:
             raise AssertionError(f"unknown loss aggregation {aggregation!r}")
     return 1.0 / np.maximum(denominator * per_unit, 1), denominator

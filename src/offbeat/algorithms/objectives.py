@@ -112,44 +112,29 @@ def policy_loss(config: AlgorithmConfig) -> LossSpec:
     Raises:
         ConfigError: the objective has no such constant, or a value is out of bounds.
     """
-    fields = _fields(config)
-    name = fields["objective"]
+    name = config.objective
     objective, values = OBJECTIVES[name], {}
     if objective.bounds == "ratio":
-        values = {"clip_low": 1.0 - fields["clip_low"], "clip_high": 1.0 + fields["clip_high"]}
+        values = {"clip_low": 1.0 - config.clip_low, "clip_high": 1.0 + config.clip_high}
     elif objective.bounds == "distance":
-        values = {"clip_low": fields["clip_low"], "clip_high": fields["clip_high"]}
+        values = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     if "dual_clip" in objective.constants:
-        values["dual_clip"] = fields["dual_clip"]
+        values["dual_clip"] = config.dual_clip
     further = [key for key in objective.constants if key not in values]
-    if unknown := fields["constants"].keys() - set(further):
+    if unknown := config.constants.keys() - set(further):
         raise ConfigError(f"algorithm.constants of {name} has no {min(unknown)[:80]!r}; it has {', '.join(further) or 'none'}")
-    values = {**{key: constant.default for key, constant in objective.constants.items()}, **values, **fields["constants"]}
+    values = {**{key: constant.default for key, constant in objective.constants.items()}, **values, **config.constants}
     for key, constant in objective.constants.items():
         constant.check(f"{key} of the objective {name}", values[key])
     terms = {
-        fields["kl_loss"]: fields["kl_coefficient"], "entropy": fields["entropy_coefficient"], "drift": fields["drift_coefficient"]}
+        config.kl_loss: config.kl_coefficient, "entropy": config.entropy_coefficient, "drift": config.drift_coefficient}
     return LossSpec(
-        name, values, anchor=fields["anchor"],
-        weight=None if fields["weight"] == "none" else WeightSpec(
-            fields["weight"], fields["weight_level"], fields["weight_low"], fields["weight_high"]),
-        filters=tuple(FilterSpec(rule.metric, rule.level, rule.aggregate, rule.low, rule.high) for rule in fields["filters"]),
+        name, values, anchor=config.anchor,
+        weight=None if config.weight == "none" else WeightSpec(
+            config.weight, config.weight_level, config.weight_low, config.weight_high),
+        filters=tuple(FilterSpec(rule.metric, rule.level, rule.aggregate, rule.low, rule.high) for rule in config.filters),
         regularisers=tuple(RegulariserSpec(kind, factor) for kind, factor in terms.items() if kind != "none" and factor),
         own_samples=True)
-
-
-_FIELDS = {
-    "objective": "ppo", "constants": {}, "anchor": "prox", "weight_level": "token", "weight_low": 0.0, "filters": (), "kl_loss": "none",
-    "kl_coefficient": 0.0, "entropy_coefficient": 0.0, "drift_coefficient": 0.0}
-
-
-def _fields(config: AlgorithmConfig) -> Mapping[str, Any]:
-    # To be removed when AlgorithmConfig has these fields; `policy_loss` then reads them from it.
-    old = {"weight": getattr(config, "behave_weight", "mask"), "weight_high": getattr(config, "behave_cap", 5.0)}
-    names = ("clip_low", "clip_high", "dual_clip")
-    return {
-        **{name: getattr(config, name, default) for name, default in {**_FIELDS, **old}.items()},
-        **{name: getattr(config, name) for name in names}}
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:

@@ -1,16 +1,18 @@
 """`offbeat config show | check | docs`: shows what a configuration resolves to, whether it is valid, and what every setting means."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.docs import render_docs
 from offbeat.config.load import dump_toml, load_config
+from offbeat.config.presets import PRESETS
 
 _DESCRIPTION = """\
 Show, check or explain configurations.
 
   show   print every setting that a run would have, defaults included, as TOML
-  check  say whether a file and its overrides are valid; exit 2 if not
+  check  say whether a file and its overrides are valid, and what a step of its algorithm computes; exit 2 if it is not
   docs   print the reference of all settings as Markdown
 """
 
@@ -52,4 +54,22 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     else:
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
+        print("\n".join(_about(config.algorithm)))
     return 0
+
+
+def _about(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield lines on the chosen algorithm: what each of its steps computes, and which of its settings cannot act."""
+    source = PRESETS[algorithm.preset].source
+    name = f"{algorithm.preset} ({'arXiv:' if source[0].isdigit() else ''}{source})"
+    computed = [what for what, needed in (
+        ("log-probabilities before the first update", algorithm.needs_prox_pass),
+        ("log-probabilities under the reference policy", algorithm.needs_reference),
+        ("the entropy of each token", algorithm.needs_entropy)) if needed]
+    yield f"algorithm {name}: besides the update's own forward pass, a step computes {' and '.join(computed) or 'nothing'}"
+    if algorithm.ratio_is_one:
+        limits = {"algorithm.weight": algorithm.weight != "none", "algorithm.filters": bool(algorithm.filters)}
+        acting = [name for name, acts in limits.items() if acts]
+        who = {0: "nothing limits", 1: f"{''.join(acting)} alone limits"}.get(len(acting), f"{' and '.join(acting)} limit")
+        yield (f"note: with algorithm.num_minibatches = 1, the ratio to the proximal policy is 1 and no clip acts; {who} what stale samples"
+               " do")

@@ -1,43 +1,174 @@
-"""[algorithm]: the objective. A preset fills in the fields that are not given."""
+"""[algorithm]: how rewards become advantages, and advantages a loss. A preset of `config.presets` fills in what is not given."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from offbeat.config.base import Section, field
+from offbeat.config.presets import PRESETS
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {"scale_by_std": True, "loss_aggregation": "token_mean"},
-    "dr_grpo": {"scale_by_std": False, "loss_aggregation": "fixed_length"},
-}
+BATCH_STATISTICS = ("batch_std", "tokens", "sequences")
+"""Values of `scale` and `whiten` that need the rewards of the whole batch."""
+
+_WITHOUT_RATIO = ("reinforce", "cross_entropy")
+_OLD_NAMES = ("scale_by_std", "behave_weight", "behave_cap")
+
+
+class FilterConfig(Section):
+    """A rule that takes tokens or sequences out of the loss; no denominator changes. Bounds belong to what is kept."""
+
+    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "opsm", "m2"] = field(
+        ..., "What is measured between proximal and behaviour policy: the ratio, an estimate of KL, the larger of two Bernoulli KLs; or the"
+        " rule of OPSM or of M2PO.")
+    level: Literal["token", "sequence"] = field("token", "Whether single tokens or whole sequences are dropped.")
+    aggregate: Literal["mean", "sum", "max"] = field("mean", "How tokens become one number for a sequence; ratios do as logarithms.")
+    low: float = field(-1e9, "Smallest value that is kept; the default keeps all, since log-ratios are limited to 20.")
+    high: float = field(1e9, "Largest value that is kept; the default keeps all.")
 
 
 class AlgorithmConfig(Section):
-    """Decoupled PPO-clip with group-relative advantages."""
+    """Credit, trust region, loss and regularisers. docs/algorithms.md has the formulas, and when to use which preset."""
 
-    preset: Literal["grpo", "dr_grpo"] = field(
-        "grpo", "Named set of defaults for this section: GRPO (arXiv:2402.03300) or Dr. GRPO (arXiv:2503.20783).")
-    scale_by_std: bool = field(True, "Divide group-centred rewards by the group's standard deviation.")
-    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = field(
-        "token_mean", "How token losses become one number: mean over all tokens; mean over sequences of their "
-        "token means; or sum over max_new_tokens per sequence.")
-    clip_low: float = field(0.2, "Lower clip of the ratio to the proximal policy: 1 - clip_low.", ge=0, lt=1)
-    clip_high: float = field(0.2, "Upper clip of the ratio to the proximal policy: 1 + clip_high.", ge=0)
+    preset: Literal[tuple(PRESETS)] = field(  # pyright: ignore[reportInvalidTypeForm]
+        "grpo", "Named set of defaults for this section; docs/algorithms.md says when to use which.")
+
+    centre: Literal["group", "leave_one_out", "length_weighted", "none"] = field(
+        "group", "Baseline of a reward: the mean of the prompt's group; of its other members; the mean weighted by answers' lengths; 0.")
+    scale: Literal["none", "group_std", "batch_std", "group_mean"] = field(
+        "group_std", "What centred rewards are divided by: nothing; the standard deviation of the group, or of the batch, each plus 1e-6;"
+        " the group's mean, for rewards of at least 0.")
+    whiten: Literal["none", "tokens", "sequences"] = field(
+        "none", "Bring advantages to mean 0 and deviation 1 over all trained tokens, or all sequences, of the batch.")
+    separate_rewards: bool = field(
+        False, "Centre and scale each of a sample's named rewards by itself, and add up the results; false adds up the rewards first.")
+    gamma: float = field(
+        1.0, "Discount per generated token of what comes later; 1 gives all tokens of an answer the same credit.", gt=0, le=1)
+    imitate_above: float = field(
+        0.0, "With objective = \"cross_entropy\": imitate samples of a larger reward; the default takes every reward above 0 for success.")
+
+    reward_bias: float = field(0.0, "Added to each reward first.")
+    reward_scale: float = field(1.0, "Multiplies rewards after the bias.", gt=0)
+    reward_clip: float = field(0.0, "Largest absolute value of a reward after bias and scale; 0 is no limit.", ge=0)
+    overlong_buffer_share: float = field(
+        0.0, "Share of max_new_tokens, at its end, over which overlong_penalty grows from 0 to its full size (DAPO: 4096 of 20480 tokens);"
+        " 0 is off.", ge=0, le=1)
+    overlong_penalty: float = field(1.0, "Taken from the reward of an answer as long as max_new_tokens, in units of the reward.", ge=0)
+    length_penalty: float = field(
+        0.0, "Share of the group's mean reward that its longest answer loses; shorter ones lose less, in proportion to length; 0 is off.",
+        ge=0, le=1)
+    mask_truncated: bool = field(
+        False, "Do not train on samples that were cut off at max_new_tokens; they still count in their group's baseline.")
+
+    anchor: Literal["prox", "rollout"] = field(
+        "prox", "Policy in the denominator of the ratio: the trainer's at the start of the step, or the one that sampled.")
+    weight: Literal["none", "ratio", "clamp", "mask"] = field(
+        "mask", "Use of the ratio of proximal to behaviour policy as a constant weight: ignored; as it is; brought into the range from"
+        " weight_low to weight_high; 0 outside of it.")
+    weight_level: Literal["token", "sequence", "geometric"] = field(
+        "token", "Whether that ratio is a token's own, the product over its sequence, which underflows on long answers, or the geometric"
+        " mean over it.")
+    weight_low: float = field(0.0, "Smallest ratio of proximal to behaviour policy that is trusted.", ge=0)
+    weight_high: float = field(5.0, "Largest ratio of proximal to behaviour policy that is trusted.", gt=0)
+    filters: tuple[FilterConfig, ...] = field(
+        (), "Tables {metric, level, aggregate, low, high}, each a rule that takes tokens or sequences out of the loss.")
+
+    objective: Literal[
+        "ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "importance_sampling", "reinforce", "cross_entropy"] = field(
+        "ppo", "Formula of a token's loss, in docs/algorithms.md.")
+    clip_low: float = field(0.2, "Lower bound of the ratio to the anchor: 1 - clip_low; 1 is none.", ge=0, le=1)
+    clip_high: float = field(0.2, "Upper bound of the ratio to the anchor: 1 + clip_high.", ge=0)
     dual_clip: float = field(
         0.0,
         "Bound on the loss of tokens with negative advantage, as a multiple of |advantage| (arXiv:1912.09729); 0 is "
         "off, else > 1.", ge=0)
-    behave_weight: Literal["none", "mask", "clamp"] = field(
-        "mask", "Use of the ratio of proximal to behaviour policy: ignore it, drop tokens above behave_cap, or clamp it to behave_cap.")
-    behave_cap: float = field(5.0, "Largest ratio of proximal to behaviour policy that is trusted.", gt=0)
+    constants: dict[str, float | str] = field({}, "Further constants of the objective, by name; those left out have its defaults.")
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length", "prompt_mean"] = field(
+        "token_mean", "How token losses become one number: mean over all tokens; mean over sequences of their "
+        "token means, or of their sums; sum over max_new_tokens per sequence; mean over prompts of the means of their tokens.")
+
+    kl_loss: Literal["none", "k2", "k3", "ratio_k3"] = field(
+        "none", "Estimate of the divergence from the reference policy that is added to the loss; ratio_k3 alone has the right gradient"
+        " off-policy.")
+    kl_coefficient: float = field(1e-3, "Factor of kl_loss.", gt=0)
+    reward_kl: float = field(
+        0.0, "Factor of log(policy / reference), which is taken from the reward at each generated token; 0 is off.", ge=0)
+    entropy_coefficient: float = field(
+        0.0, "Factor of the entropy, which is taken from the loss so that answers stay varied; 0 is off.", ge=0)
+    drift_coefficient: float = field(
+        0.0, "Factor of the squared change of log-probabilities since sampling, which is added to the loss; 0 is off.", ge=0)
+    reference: Literal["initial"] = field("initial", "Policy that kl_loss and reward_kl compare with: the model that the run began with.")
+    reference_refresh_steps: int = field(0, "Steps after which the reference becomes the current policy; 0 is never.", ge=0)
+
     drop_zero_advantage: bool = field(
-        True, "Leave out sequences whose advantage is exactly 0; they have no gradient but keep their share of the denominators.")
+        True, "Leave out sequences whose advantage is exactly 0; they have no gradient but keep their share of the denominators. Off by"
+        " default where kl_loss, reward_kl, entropy or drift act on all tokens.")
     num_minibatches: int = field(1, "Optimizer steps per batch; more than one recomputes proximal log-probabilities first.", ge=1)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a step needs log-probabilities under the reference policy."""
+        return self.kl_loss != "none" or self.reward_kl > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss needs the entropy of each token's distribution."""
+        return self.entropy_coefficient > 0
+
+    @property
+    def needs_prox_pass(self) -> bool:
+        """Whether log-probabilities before the first update need a forward pass of their own; else they come with the update's own."""
+        ratio = self.objective not in _WITHOUT_RATIO and self.anchor == "prox"
+        whole_batch = any(rule.metric == "m2" for rule in self.filters)
+        return whole_batch or (self.num_minibatches > 1 and (ratio or self.weight != "none" or bool(self.filters)))
+
+    @property
+    def ratio_is_one(self) -> bool:
+        """Whether no clip can act, because each step has one update, whose ratio to the policy at the start of the step is 1."""
+        return self.anchor == "prox" and self.num_minibatches == 1 and self.objective not in _WITHOUT_RATIO
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the length of an answer lowers its reward."""
+        return self.length_penalty > 0 or (self.overlong_buffer_share > 0 and self.overlong_penalty > 0)
+
+    @property
+    def terms_on_all_tokens(self) -> tuple[str, ...]:
+        """Settings of terms that have a gradient where the advantage is 0, as far as they are on."""
+        return _terms_on_all_tokens(self.model_dump())
+
+    @property
+    def batch_statistics(self) -> tuple[str, ...]:
+        """Settings that compute statistics over the rewards of the whole batch, as far as they are on."""
+        return tuple(name for name in ("scale", "whiten") if getattr(self, name) in BATCH_STATISTICS)
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        preset = values.get("preset", "grpo") if isinstance(values, dict) else None
-        if isinstance(preset, str):
-            return PRESETS.get(preset, {}) | values
-        return values
+        if not isinstance(values, dict):
+            return values
+        given = _renamed(values)
+        name = given.get("preset", "grpo")
+        preset = PRESETS[name].settings if isinstance(name, str) and name in PRESETS else {}
+        filled = {**preset, **given}
+        if isinstance(constants := given.get("constants"), dict):
+            filled["constants"] = preset.get("constants", {}) | constants  # a dumped configuration without constants has no such table
+        if _terms_on_all_tokens(filled):
+            filled.setdefault("drop_zero_advantage", False)
+        return filled
+
+
+def _terms_on_all_tokens(values: Mapping[str, Any]) -> tuple[str, ...]:
+    off = {"kl_loss": "none", "reward_kl": 0, "entropy_coefficient": 0, "drift_coefficient": 0}
+    return tuple(name for name, nothing in off.items() if values.get(name, nothing) != nothing)
+
+
+def _renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings by today's names; the files of earlier runs have `scale_by_std`, `behave_weight` and `behave_cap`."""
+    new = {name: value for name, value in values.items() if name not in _OLD_NAMES}
+    if (by_std := values.get("scale_by_std")) is not None:
+        new.setdefault("scale", ("group_std" if by_std else "none") if isinstance(by_std, bool) else by_std)
+    for old, name in (("behave_weight", "weight"), ("behave_cap", "weight_high")):
+        if old in values:
+            new.setdefault(name, values[old])
+    return new

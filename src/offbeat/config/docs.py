@@ -48,6 +48,8 @@ def _allowed(info: FieldInfo) -> str:
     annotation: Any = info.annotation
     if get_origin(annotation) is tuple:
         return f"list of {_kind(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return "table"
     bounds = [f"{sign} {getattr(rule, name)}" for rule in info.metadata for name, sign in _SIGNS.items() if hasattr(rule, name)]
     return " ".join([_kind(annotation), ", ".join(bounds)]).strip()
 
@@ -55,7 +57,7 @@ def _allowed(info: FieldInfo) -> str:
 def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(_code(toml_value(choice)) for choice in get_args(annotation))
-    return _TYPES[annotation]
+    return "tables" if issubclass(annotation, Section) else _TYPES[annotation]
 
 
 def _code(text: str) -> str:

@@ -29,7 +29,6 @@ HINTS = {
     "run.total_steps": "use 1 for a single step",
     "data.task": "use sort_digits, addition, countdown or reasoning_gym:NAME, or leave it out and give data.path",
     "rollout.max_head_offpolicyness": "use 0 for synchronous training",
-    "rollout.group_size": "the mean of a group is its baseline, so one sample alone learns nothing",
     "rollout.temperature": "greedy samples of a prompt are all equal, so nothing is learnt; evaluate.temperature may be 0",
     "rollout.top_k": "use 0 to sample from all tokens",
     "rollout.top_p": "use 1 to sample from all tokens",
@@ -197,6 +196,8 @@ def _explain(error: Any) -> str:
     if kind == "value_error":
         text = str(error["ctx"]["error"])
         return f"{key}: {text}" if key else text
+    if kind == "missing":
+        return f"{key} is missing; give it"
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
         return _not_a_table(key, got)
     hint = f"; {HINTS[key]}" if key in HINTS else ""
@@ -234,13 +235,23 @@ def _not_a_table(key: str, got: Any) -> str:
 
 
 def _not_a_choice(key: str, got: Any) -> str:
-    annotation = dict(settings())[key].annotation
+    annotation = _annotation(key)
     if get_origin(annotation) is tuple:
         key, annotation = f"each of {key}", get_args(annotation)[0]
     allowed = [str(choice) for choice in get_args(annotation)]
     listed = " or ".join(repr(choice) for choice in allowed) if len(allowed) < 3 else "one of " + ", ".join(map(repr, allowed))
     near = get_close_matches(str(got), [choice for choice in allowed if choice], n=1)
     return f"{key} must be {listed}, got {got!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _annotation(key: str) -> Any:
+    """Return the type of a setting, or of a key in the tables that a setting lists (algorithm.filters.metric)."""
+    section, annotation = Config, None
+    for name in key.split("."):
+        annotation = section.model_fields[name].annotation
+        below = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
+        section = below if isinstance(below, type) and issubclass(below, Section) else section
+    return annotation
 
 
 def _toml_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
@@ -253,8 +264,8 @@ def _toml_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[s
             yield from _toml_tables(value, (*path, name))
 
 
-def toml_value(value: bool | int | float | str | Sequence[Any]) -> str:
-    """Format one value as TOML."""
+def toml_value(value: bool | int | float | str | Mapping[str, Any] | Sequence[Any]) -> str:
+    """Format one value as TOML, on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -262,4 +273,6 @@ def toml_value(value: bool | int | float | str | Sequence[Any]) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {toml_value(item)}" for name, item in value.items()) + "}"
     return f"[{', '.join(toml_value(item) for item in value)}]"

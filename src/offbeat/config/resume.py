@@ -56,8 +56,7 @@ _TABLE: dict[Change, list[str]] = {
         "run.total_steps",
         *_of("model", "dtype lora.dropout"),
         *_of("data", "chat_template system_prompt max_prompt_tokens"),
-        *_of("algorithm", "preset scale_by_std loss_aggregation clip_low clip_high dual_clip behave_weight behave_cap drop_zero_advantage"
-             " num_minibatches"),
+        *(key for key, _ in settings() if key.startswith("algorithm.")),
         "train.autocast", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
         *_of("rollout", "group_size consumer_batch_size max_head_offpolicyness on_stale max_new_tokens temperature top_p top_k stop"

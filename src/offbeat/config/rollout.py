@@ -8,7 +8,8 @@ from offbeat.config.base import Section, field
 class RolloutConfig(Section):
     """Asynchronous rollouts. Counts are of groups (prompts) unless they say samples."""
 
-    group_size: int = field(8, "Samples per prompt, G; their mean is the baseline, so one alone would learn nothing.", ge=2)
+    group_size: int = field(
+        8, "Samples per prompt, G; their mean is the baseline, so one alone learns nothing unless algorithm.centre = \"none\".", ge=1)
     consumer_batch_size: int = field(64, "Groups per training step, B.", ge=1)
     max_concurrent_rollouts: int = field(128, "Groups in flight at once, M.", ge=1)
     max_head_offpolicyness: int = field(1, "Versions that a trained token may be behind the trainer, eta; 0 is synchronous.", ge=0)

@@ -74,8 +74,6 @@ class Config(Section):
         if self.model.tiny.num_heads % self.model.tiny.num_kv_heads:
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
-        if 0 < self.algorithm.dual_clip <= 1:
-            raise ValueError(f"algorithm.dual_clip must be 0 (off) or > 1, got {self.algorithm.dual_clip:g}")
         if self.model.lora.rank and self.train.strategy == "fsdp":
             raise ValueError(
                 "train.strategy must be 'ddp' with model.lora.rank > 0, got 'fsdp'; a frozen model is whole on every rank, and an adapter"
@@ -97,9 +95,58 @@ class Config(Section):
                 f"model.lora.rank must be <= inference.max_adapter_rank = {self.inference.max_adapter_rank}, got {self.model.lora.rank}")
         self._check_who_loads()
         self._check_rollouts()
+        self._check_credit()
+        self._check_loss()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         return self
+
+    def _check_credit(self) -> None:
+        algorithm, rollout = self.algorithm, self.rollout
+        if rollout.group_size == 1 and algorithm.centre != "none":
+            raise ValueError(
+                f"rollout.group_size must be at least 2 with algorithm.centre = '{algorithm.centre}', got 1; the mean of a group is its"
+                " baseline, so one sample alone learns nothing")
+        if algorithm.centre == "none" and algorithm.scale != "none":
+            raise ValueError(
+                f"algorithm.scale must be 'none' with algorithm.centre = 'none', got '{algorithm.scale}'; equal rewards have no deviation"
+                " to divide by")
+        if algorithm.scale == "group_mean" and algorithm.has_penalties:
+            raise ValueError(
+                "algorithm.length_penalty and algorithm.overlong_buffer_share must be 0 with algorithm.scale = 'group_mean', which needs"
+                " rewards of at least 0")
+        if algorithm.batch_statistics and not rollout.single_rank_load:
+            name = algorithm.batch_statistics[0]
+            raise ValueError(
+                f"rollout.single_rank_load must be true with algorithm.{name} = '{getattr(algorithm, name)}', got false; no rank has the"
+                " whole batch to compute it over")
+        if algorithm.objective == "cross_entropy" and algorithm.reward_kl:
+            raise ValueError(
+                f"algorithm.reward_kl must be 0 with algorithm.objective = 'cross_entropy', which reads no advantages, got"
+                f" {algorithm.reward_kl:g}; use algorithm.kl_loss")
+
+    def _check_loss(self) -> None:
+        algorithm = self.algorithm
+        if 0 < algorithm.dual_clip <= 1:
+            raise ValueError(f"algorithm.dual_clip must be 0 (off) or > 1, got {algorithm.dual_clip:g}")
+        if algorithm.dual_clip and algorithm.objective != "ppo":
+            raise ValueError(
+                f"algorithm.dual_clip must be 0 with algorithm.objective = '{algorithm.objective}', got {algorithm.dual_clip:g}; only ppo"
+                " has that bound")
+        if algorithm.anchor == "rollout" and algorithm.weight != "none":
+            raise ValueError(
+                f"algorithm.weight must be 'none' with algorithm.anchor = 'rollout', got '{algorithm.weight}'; the ratio to the policy that"
+                " sampled already corrects for it, and would count twice")
+        if algorithm.weight_low > algorithm.weight_high:
+            raise ValueError(
+                f"algorithm.weight_low must be at most weight_high = {algorithm.weight_high:g}, got {algorithm.weight_low:g}")
+        for rule in algorithm.filters:
+            if rule.low > rule.high:
+                raise ValueError(f"algorithm.filters: low of {rule.metric} must be at most high = {rule.high:g}, got {rule.low:g}")
+        if algorithm.drop_zero_advantage and (terms := algorithm.terms_on_all_tokens):
+            raise ValueError(
+                f"algorithm.drop_zero_advantage must be false with algorithm.{terms[0]}, which acts on sequences of advantage 0, too; leave"
+                " it out")
 
     def _check_rollouts(self) -> None:
         rollout = self.rollout

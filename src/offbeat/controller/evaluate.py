@@ -76,8 +76,9 @@ class Evaluator:
     async def _play(self) -> Evaluation:
         async with deadline("evaluation", self._config.timeout_s):
             groups = await self._rollouts.rollout_batch(self._rows, group_size=1, sampling=self._sampling)
-        failed = [group.rejected for group in groups if group.rejected is not None]
-        if len(failed) == len(groups):
-            raise RolloutError(f"none of {len(groups)} held-out prompts could be evaluated; the first because of {failed[0]}")
-        rewards = np.array([group.usable[0].reward if group.rejected is None else 0.0 for group in groups])
-        return Evaluation(float(np.mean(rewards >= 1)), float(rewards.mean()), len(groups), len(failed))
+        num_failed = sum(not group.usable for group in groups)
+        if num_failed == len(groups):
+            why = groups[0].rejected or groups[0].trajectories[0].reason
+            raise RolloutError(f"none of {len(groups)} held-out prompts could be evaluated; the first because of {why}")
+        rewards = np.array([group.usable[0].reward if group.usable else 0.0 for group in groups])
+        return Evaluation(float(np.mean(rewards >= 1)), float(rewards.mean()), len(groups), num_failed)

@@ -1,10 +1,12 @@
 """What counts as a reward, and what replaces one that could not be computed.
 
 Reward workers pass what user code returned to `check_reward`, and `Trajectory` what a workflow made of it. A failed reward is a NaN that
-carries its reason, so that a workflow may compute with it as with any number: a NaN that comes of it is not trained on either.
+carries its reason, so that a workflow may compute with it as with any number: a NaN that comes of it is not trained on either. Several
+rewards by name are one number, too, their sum, which carries them.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from offbeat.errors import shorten
@@ -26,14 +28,27 @@ class FailedReward(float):
         return self
 
 
+class NamedReward(float):
+    """The sum of several rewards, with their values by name."""
+
+    parts: dict[str, float]
+
+    def __new__(cls, parts: Mapping[str, float]) -> "NamedReward":
+        self = super().__new__(cls, math.fsum(parts.values()))
+        self.parts = dict(parts)
+        return self
+
+
 def check_reward(value: Any) -> float:
-    """Convert `value` to a number, or to a `FailedReward` that says why it cannot be trained on.
+    """Convert `value` to a number, to a `NamedReward` if it is a mapping, or to a `FailedReward` that says why it cannot be trained on.
 
     Numbers of any type are accepted, including those of numpy and torch without dimensions; text is not, and neither are arrays, even of
-    one element.
+    one element. A mapping holds one or more such numbers by name.
     """
-    if isinstance(value, FailedReward):
+    if isinstance(value, FailedReward | NamedReward):
         return value
+    if isinstance(value, Mapping):
+        return _check_parts(value)
     try:
         number = _number(value)
     except Exception:  # a value from user code may raise anything when it is inspected
@@ -50,3 +65,17 @@ def _number(value: Any) -> float | None:
     if isinstance(value, _TEXT) or getattr(value, "ndim", 0) or kind in _NO_NUMBER_KINDS:
         return None
     return float(value)
+
+
+def _check_parts(value: Mapping[Any, Any]) -> float:
+    try:
+        parts = {name: check_reward(part) for name, part in value.items()}
+    except Exception:  # a mapping of user code may raise anything
+        parts = {}
+    if not parts or not all(isinstance(name, str) for name in parts):
+        return FailedReward(f"{shorten(value)} is not a mapping of names to numbers")
+    for name, part in parts.items():
+        if isinstance(part, FailedReward | NamedReward):
+            why = part.reason if isinstance(part, FailedReward) else "a mapping is not a number"
+            return FailedReward(f"the reward {name[:60]!r}: {why}")
+    return NamedReward(parts)

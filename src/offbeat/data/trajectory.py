@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from offbeat.data.reward import FailedReward, check_reward
+from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.errors import describe, printable, shorten
 from offbeat.types import PROMPT_VERSION, Version
 
@@ -40,6 +40,7 @@ class Trajectory:
         reward: outcome reward of the whole episode; NaN where there is none that can be trained on.
         reason: why the episode ended, "stop" or "length"; or why it is not trained on, as one of `Unusable` and ": ...".
         num_retries: number of engine failures before its requests were finished.
+        named_rewards: the rewards by name that add up to `reward`, if it was given as a mapping or by a reward function that returns one.
 
     The arrays are read-only copies. Workflows create trajectories; one whose fields do not fit together costs only its sample, not its
     group: it has no tokens, and its reason is "malformed: ...".
@@ -52,6 +53,7 @@ class Trajectory:
     reward: float
     reason: str = "stop"
     num_retries: int = 0
+    named_rewards: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if fault := self._take_arrays() or self._fault_of_fields():
@@ -60,7 +62,10 @@ class Trajectory:
             object.__setattr__(self, "num_retries", 0)
             object.__setattr__(self, "reason", f"malformed: {fault}")
         reward = check_reward(self.reward)
-        object.__setattr__(self, "reward", math.nan if isinstance(reward, FailedReward) else reward)
+        named = reward if isinstance(reward, NamedReward) else check_reward(self.named_rewards)
+        # A workflow that replaces the reward by another number has no names for it.
+        object.__setattr__(self, "named_rewards", named.parts if isinstance(named, NamedReward) and named == reward else {})
+        object.__setattr__(self, "reward", math.nan if isinstance(reward, FailedReward) else float(reward))
         if isinstance(reward, FailedReward) and self.unusable is None:
             object.__setattr__(self, "reason", f"reward failed: {reward.reason}")
         object.__setattr__(self, "reason", printable(self.reason, most=_LONGEST_REASON))

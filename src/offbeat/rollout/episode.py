@@ -33,8 +33,9 @@ class Episode:
         group_size: number of samples wanted, G.
         sampling: the configured sampling parameters.
         generate: calls the engines.
-        score: returns one reward per completion, from the reward processes; where scoring failed, a NaN that carries the reason
-            (`FailedReward`), which makes a trajectory that is not trained on.
+        score: returns one reward per completion, from the reward processes; the sum of several rewards that have names carries them
+            (`NamedReward`); where scoring failed, a NaN that carries the reason (`FailedReward`), which makes a trajectory that is not
+            trained on.
         tokenizer: encodes further turns.
         context: largest number of tokens of a prompt and its `max_new_tokens` together; `generate` refuses more.
     """

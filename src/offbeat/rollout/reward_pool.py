@@ -14,7 +14,7 @@ from typing import Self
 
 from offbeat.aio import gather_all
 from offbeat.data import wire
-from offbeat.data.reward import FailedReward
+from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError, WorkerError, shorten
 from offbeat.process import Child, ChildSpec
@@ -103,7 +103,8 @@ class RewardPool:
             try:
                 async for answer in child.call_each("score", rest, timeout_s=self._timeout_s):
                     scored = wire.decode(Scored, answer)
-                    rewards.append(FailedReward(scored.failure) if scored.failure else scored.reward)
+                    rewards.append(
+                        FailedReward(scored.failure) if scored.failure else NamedReward(scored.parts) if scored.parts else scored.reward)
             except BaseException as exc:  # late, dead, or cancelled during a call: this process cannot be used again
                 del self._children[index]
                 await child.kill()

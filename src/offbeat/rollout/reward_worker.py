@@ -6,11 +6,11 @@ It sets its own memory limit before any user code runs. A call that exceeds the 
 import math
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.data import wire
-from offbeat.data.reward import FailedReward, check_reward
+from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import WorkerError, describe, printable
 from offbeat.rollout.functions import resolve
@@ -34,10 +34,11 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class Scored:
-    """Reward of a completion, or the reason why there is none."""
+    """Reward of a completion, with its parts by name if it has any; or the reason why there is none."""
 
     reward: float
     failure: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 class RewardWorker:
@@ -78,7 +79,7 @@ class RewardWorker:
             raise WorkerError(f"it took more memory than rollout.reward_memory_bytes = {self._memory_bytes}")
         if isinstance(reward, FailedReward):
             return self._failed(f"returned what cannot be trained on: {reward.reason}", completion)
-        return Scored(reward)
+        return Scored(float(reward), parts=reward.parts if isinstance(reward, NamedReward) else {})
 
     def _failed(self, how: str, completion: str) -> Scored:
         return Scored(math.nan, printable(f"the reward {self._name} {how} (completion {completion[:60]!r})", most=1000))

@@ -1,0 +1,136 @@
+"""Credit: how much better a trajectory, or a token of it, was than could be expected. Numpy in float64; computed in the controller.
+
+A centre (the baseline) and a scale turn rewards into one number per trajectory (`outcome_advantages`); `rewards_to_go` spreads it, and
+rewards of single tokens, over the tokens before; `whitened_tokens` and `whitened_sequences` bring the result to mean 0 and deviation 1 over
+a whole batch. Statistics are over trajectories with a finite reward. Called by `experience`; a preset is a choice of these.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from offbeat.errors import DataError
+
+Centre = Literal["group", "leave_one_out", "length_weighted", "none"]
+Scale = Literal["none", "group_std", "batch_std", "group_mean"]
+
+_EPS = 1e-6
+_VARIANCE_EPS = 1e-8
+
+
+def outcome_advantages(
+    rewards: np.ndarray, *, group_ids: np.ndarray, num_tokens: np.ndarray, centre: Centre, scale: Scale,
+) -> np.ndarray:
+    """Return [N] float64, the advantage of each trajectory.
+
+    With a centre, a group of one or of equal rewards is exactly 0. So is a trajectory whose reward is not finite, which counts in no
+    statistic.
+
+    Args:
+        rewards: [N] float64, one per trajectory.
+        group_ids: [N] integers; trajectories with equal ids form a group. Groups may differ in size.
+        num_tokens: [N], number of trained tokens, the weights of `centre = "length_weighted"`.
+        centre: "group" subtracts the group's mean; "leave_one_out" the mean of the other members; "length_weighted" the mean over tokens.
+        scale: "group_std" divides by the sample standard deviation (over n - 1) + 1e-6 of the group; "batch_std" by that of all rewards;
+            "group_mean" by the group's mean, and gives 0 where that is 0.
+
+    Raises:
+        DataError: a reward is negative with `scale = "group_mean"`.
+
+    Source: GRPO, arXiv:2402.03300 section 4.1.2 ("group", "group_std"); Dr. GRPO, arXiv:2503.20783 ("group", "none"); RLOO,
+    arXiv:2402.14740 ("leave_one_out", "none"); OPO, arXiv:2505.23585 ("length_weighted", "none"); LitePPO, arXiv:2508.08221 ("group",
+    "batch_std"); MaxRL, arXiv:2602.02710 ("group", "group_mean").
+    """
+    found = np.zeros(len(rewards))
+    finite = np.isfinite(rewards)
+    found[finite] = _advantages_of(
+        np.asarray(rewards, np.float64)[finite], np.asarray(group_ids)[finite], np.asarray(num_tokens)[finite], centre, scale)
+    return found
+
+
+def _advantages_of(rewards: np.ndarray, group_ids: np.ndarray, num_tokens: np.ndarray, centre: Centre, scale: Scale) -> np.ndarray:
+    _, group, counts = np.unique(group_ids, return_inverse=True, return_counts=True)
+    num_groups = len(counts)
+    means = np.bincount(group, rewards, minlength=num_groups) / counts
+    from_mean = rewards - means[group]
+    # The mean of equal numbers may be rounded to another number; their advantages must be exactly 0 to be dropped.
+    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(lowest, group, rewards)
+    np.maximum.at(highest, group, rewards)
+    flat = (lowest == highest)[group]
+    from_mean[flat] = 0.0
+    match centre:
+        case "group":
+            centred = from_mean
+        case "leave_one_out":
+            centred = from_mean * (counts / np.maximum(counts - 1, 1))[group]
+        case "length_weighted":
+            tokens = np.bincount(group, num_tokens, minlength=num_groups)
+            centred = rewards - (np.bincount(group, num_tokens * rewards, minlength=num_groups) / np.maximum(tokens, 1))[group]
+            centred[flat | (tokens == 0)[group]] = 0.0
+        case "none":
+            centred = rewards
+    match scale:
+        case "none":
+            return centred
+        case "group_std":
+            std = np.sqrt(np.bincount(group, from_mean**2, minlength=num_groups) / np.maximum(counts - 1, 1))
+            return centred / (std + _EPS)[group]
+        case "batch_std":
+            return centred / (_sample_std(rewards) + _EPS)
+        case "group_mean":
+            if (rewards < 0).any():
+                raise DataError(
+                    f"rewards must be at least 0 with algorithm.scale = 'group_mean' (the preset max_rl), got {rewards.min():g}; raise"
+                    " algorithm.reward_bias, or choose another scale")
+            return np.divide(centred, means[group], out=np.zeros_like(centred), where=means[group] > 0)
+
+
+def rewards_to_go(rewards: np.ndarray, *, offsets: np.ndarray, gamma: float) -> np.ndarray:
+    """Return [M] float64, the discounted sum of the rewards of each token and of those after it in its trajectory.
+
+    Args:
+        rewards: [M] float64, one per trained token.
+        offsets: [N + 1] int64; trajectory i has the tokens from offsets[i] up to offsets[i + 1]. Only these are steps that discount.
+    """
+    returns, running = np.empty(len(rewards)), np.zeros(len(offsets) - 1)
+    lengths = np.diff(offsets)
+    for back in range(1, int(lengths.max(initial=0)) + 1):  # the last tokens of all trajectories, then those before
+        live = np.flatnonzero(lengths >= back)
+        tokens = offsets[1:][live] - back
+        running[live] = rewards[tokens] + gamma * running[live]
+        returns[tokens] = running[live]
+    return returns
+
+
+def whitened_tokens(values: np.ndarray) -> np.ndarray:
+    """Return [M] float64, (values - mean) / sqrt(variance + 1e-8) over all trained tokens of a batch; 0 if all are equal.
+
+    The variance is over M, as in OpenRLHF. Source: REINFORCE++, arXiv:2501.03262.
+    """
+    if not len(values) or values.min() == values.max():
+        return np.zeros(len(values))
+    centred = values - values.mean()
+    return centred / np.sqrt(np.mean(centred**2) + _VARIANCE_EPS)
+
+
+def whitened_sequences(values: np.ndarray, *, counted: np.ndarray) -> np.ndarray:
+    """Return [N] float64, (values - mean) / (std + 1e-6) over the counted trajectories of a batch; 0 for others, and if all are equal.
+
+    Args:
+        values: [N] float64, one per trajectory.
+        counted: [N] bool, those that have a reward.
+
+    Source: GDPO, arXiv:2601.05242.
+    """
+    own = values[counted]
+    if not len(own) or own.min() == own.max():
+        return np.zeros(len(values))
+    return np.where(counted, (values - own.mean()) / (_sample_std(own) + _EPS), 0.0)
+
+
+def _sample_std(values: np.ndarray) -> float:
+    """Return the standard deviation over n - 1; 0 of fewer than two values, and of equal ones."""
+    if len(values) < 2 or values.min() == values.max():
+        return 0.0
+    return float(values.std(ddof=1))

@@ -1,0 +1,113 @@
+"""The table of algorithms: each preset is a row of settings of [algorithm], with its source and when to use it. Data only.
+
+A row holds what differs from the defaults of `config.algorithms.AlgorithmConfig`, which are those of `grpo`. Adding a preset touches this
+table alone; docs/algorithms.md explains the formulas, and a test compares its list with this one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One named algorithm.
+
+    Attributes:
+        source: arXiv number of the paper that defines it, or the project whose form it is.
+        use: one sentence that says when to choose it.
+        settings: settings of [algorithm] that differ from the defaults.
+    """
+
+    source: str
+    use: str
+    settings: Mapping[str, Any]
+
+
+_UNSCALED = {"scale": "none"}
+_FREE = {"weight": "none"}  # the ratio of proximal to behaviour policy is ignored
+_BEHAVIOUR = {"anchor": "rollout", "weight": "none"}  # one ratio, current to behaviour policy
+
+PRESETS: Mapping[str, Preset] = MappingProxyType({
+    "grpo": Preset(
+        "2402.03300", "The default, robust with any rewards: GRPO's advantages in the token-mean form without a KL term that the field now"
+        " means by the name; the paper's own is loss_aggregation = \"sequence_mean\" with kl_loss = \"k3\".", {}),
+    "dr_grpo": Preset(
+        "2503.20783", "When answers must not grow or shrink because of how the loss is normalised: no division by the deviation or by an"
+        " answer's length.", {**_UNSCALED, "loss_aggregation": "fixed_length"}),
+    "rloo": Preset(
+        "2402.14740", "When an unbiased baseline matters more than a scale that is equal for all prompts, as with few samples per prompt.",
+        {**_UNSCALED, "centre": "leave_one_out"}),
+    "reinforce_pp": Preset(
+        "2501.03262", "When each prompt has few samples or one: the whole batch is the baseline, and the reference policy holds the"
+        " policy back through the reward.", {**_FREE, **_UNSCALED, "centre": "none", "whiten": "tokens", "reward_kl": 0.01}),
+    "reinforce_pp_baseline": Preset(
+        "2501.03262", "When prompts differ in difficulty but a group's deviation is too noisy a scale: centred by group, scaled by batch.",
+        {**_FREE, **_UNSCALED, "whiten": "tokens", "kl_loss": "k2", "kl_coefficient": 0.01}),
+    "dapo": Preset(
+        "2503.14476", "For long reasoning from verifiable rewards: clips less upwards, so that entropy lasts, and is gentle on answers that"
+        " are cut off; add a rollout.should_accept that rejects groups of equal rewards, which is its dynamic sampling.",
+        {**_FREE, "clip_high": 0.28, "overlong_buffer_share": 0.2, "mask_truncated": True}),
+    "lite_ppo": Preset(
+        "2508.08221", "When many groups have nearly equal rewards, whose own deviation would blow up small differences.",
+        {**_FREE, "scale": "batch_std"}),
+    "max_rl": Preset(
+        "2602.02710", "When hard prompts should count most: rewards of at least 0, a prompt weighs about 1 / its pass rate.",
+        {**_FREE, "scale": "group_mean"}),
+    "opo": Preset(
+        "2505.23585", "For exactly on-policy runs (rollout.max_head_offpolicyness = 0): the baseline of least variance if a gradient grows"
+        " with its answer's length.", {**_UNSCALED, "centre": "length_weighted"}),
+    "gdpo": Preset(
+        "2601.05242", "With several rewards by name (such as correct and format), none of which is to drown the others.",
+        {"separate_rewards": True, "whiten": "sequences"}),
+    "gspo": Preset(
+        "2507.18071", "For mixtures of experts and long answers, where ratios of single tokens are noise: one ratio for a sequence.",
+        {**_FREE, "objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence_mean"}),
+    "luspo": Preset(
+        "2602.05261", "As gspo, where its answers become shorter than they should: long answers weigh by their length.",
+        {**_FREE, "objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence_sum"}),
+    "cispo": Preset(
+        "2506.13585", "When rare but decisive tokens are clipped away by PPO: the weight is clipped, and every token keeps its gradient.",
+        {**_FREE, "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
+    "scale_rl": Preset(
+        "2510.13786", "For long, large and asynchronous runs: CISPO against the policy that sampled, and each prompt counts alike.",
+        {**_BEHAVIOUR, "scale": "batch_std", "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0, "loss_aggregation": "prompt_mean"}),
+    "sapo": Preset(
+        "2511.20347", "When PPO's clip switches tokens off too abruptly: a smooth gate, tighter for negative advantages.",
+        {**_FREE, "objective": "sapo", "loss_aggregation": "sequence_mean"}),
+    "gmpo": Preset(
+        "2507.20673", "When a few extreme ratios make the loss jump: the geometric mean over an answer is robust to them.",
+        {**_FREE, "objective": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "loss_aggregation": "sequence_mean"}),
+    "tis": Preset(
+        "slime", "When engine and trainer differ slightly, as with quantised engines: truncated importance weights keep all tokens.",
+        {"weight": "clamp", "weight_high": 2.0}),
+    "icepop": Preset(
+        "2510.18855", "When engine and trainer differ much on some tokens, as with mixtures of experts: those tokens are dropped.",
+        {"weight_low": 0.5}),
+    "mis": Preset(
+        "TRL", "When answers are short and a mismatch anywhere in one spoils all of it: whole answers are dropped.",
+        {"weight_level": "sequence", "weight_low": 0.5, "weight_high": 2.0}),
+    "kpop": Preset(
+        "2606.15079", "As icepop, where likely and unlikely tokens should be judged by how much they change the distribution.",
+        {**_FREE, "filters": ({"metric": "binary_kl", "high": 2.0},)}),
+    "dppo": Preset(
+        "2602.04879", "When ratios of rare tokens trip the clip although probabilities hardly move: the trust region is on probabilities.",
+        {**_BEHAVIOUR, **_UNSCALED, "objective": "dppo"}),
+    "prime_rl": Preset(
+        "prime-rl", "For asynchronous runs as in prime-rl: dppo with a small pull back to the policy that sampled.",
+        {**_BEHAVIOUR, **_UNSCALED, "objective": "dppo", "drift_coefficient": 1e-3}),
+    "aipo": Preset(
+        "2505.24034", "For strongly asynchronous runs: truncated importance weights to the policy that sampled.",
+        {**_BEHAVIOUR, **_UNSCALED, "objective": "cispo", "clip_low": 1.0, "clip_high": 3.0}),
+    "m2po": Preset(
+        "2510.01161", "For samples that are many versions old: only as many harmful tokens are dropped as bring the second moment down.",
+        {**_BEHAVIOUR, "objective": "importance_sampling", "filters": ({"metric": "m2", "high": 0.04},)}),
+    "deepseek_v32": Preset(
+        "2512.02556", "When the policy must stay near the reference: an unbiased KL term, and stale answers that failed are dropped.",
+        {**_FREE, **_UNSCALED, "filters": ({"metric": "opsm", "level": "sequence", "high": 0.5},), "kl_loss": "ratio_k3"}),
+    "raft": Preset(
+        "2304.06767", "As a simple and stable baseline: imitate the answers whose reward is above `imitate_above`, ignore the others.",
+        {**_FREE, **_UNSCALED, "centre": "none", "objective": "cross_entropy"}),
+})
+"""All presets by name."""

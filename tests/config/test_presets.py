@@ -1,0 +1,40 @@
+"""The table of presets: every row is a whole configuration that is valid, and is explained."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.load import dump_toml, load_config
+from offbeat.config.presets import PRESETS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_alone_is_a_valid_configuration_that_survives_its_file(preset, tmp_path):
+    config = load_config(None, [("algorithm.preset", preset)])
+    (tmp_path / "run.toml").write_text(dump_toml(config))
+    assert load_config(str(tmp_path / "run.toml")) == config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_differs_from_the_default_in_every_setting_that_it_names(preset):
+    default = AlgorithmConfig().model_dump()
+    assert all(default[name] != value for name, value in PRESETS[preset].settings.items())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_a_source_and_a_sentence_that_says_when_to_use_it(preset):
+    row = PRESETS[preset]
+    assert re.fullmatch(r"\d{4}\.\d{5}|[A-Za-z-]+", row.source) and row.use.endswith(".")
+
+
+def test_the_page_explains_every_preset_once_with_its_source_and_settings():
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(PRESETS)
+    for name, _, settings, source, use in rows:
+        row = PRESETS[name]
+        assert row.source in source and use == row.use
+        assert re.findall(r"`(\w+) = ", settings) == list(row.settings)
