@@ -111,7 +111,7 @@ class SingleProcess:
 
 
 @dataclass(frozen=True)
-class Session:
+class RunParts:
     """One process's part of a run.
 
     Attributes:

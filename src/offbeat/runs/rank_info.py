@@ -15,7 +15,7 @@ _COMMAND = "torchrun --nproc-per-node 2 -m offbeat train CONFIG --run.mode spmd"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """The place of one process that runs the loop.
 
     Attributes:
@@ -41,7 +41,7 @@ class Place:
         return self.rank == 0
 
 
-def read_place(config: Config, environ: Mapping[str, str] = os.environ) -> Place:
+def read_rank_info(config: Config, environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Determine this process's place for the run's mode.
 
     Raises:
@@ -54,17 +54,17 @@ def read_place(config: Config, environ: Mapping[str, str] = os.environ) -> Place
         raise ConfigError(
             f"torchrun started {environ['WORLD_SIZE']} processes, but run.mode = 'controller' wants one, which starts its ranks itself;"
             " add --run.mode spmd, or start it as offbeat train CONFIG --train.num_ranks N")
-    return Place()
+    return RankInfo()
 
 
-def resolve_ranks(config: Config, place: Place) -> Config:
+def resolve_ranks(config: Config, rank_info: RankInfo) -> Config:
     """Return the configuration with as many train ranks as torchrun has started; a controller's configuration is unchanged."""
     if config.run.mode == "controller":
         return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"num_ranks": place.world})})
+    return config.model_copy(update={"train": config.train.model_copy(update={"num_ranks": rank_info.world})})
 
 
-def _read_torchrun(config: Config, environ: Mapping[str, str]) -> Place:
+def _read_torchrun(config: Config, environ: Mapping[str, str]) -> RankInfo:
     if missing := [name for name in _VARIABLES if not environ.get(name)]:
         raise ConfigError(
             f"run.mode = 'spmd' needs the variables that torchrun sets, and {', '.join(missing)} are missing; start it as {_COMMAND}")
@@ -76,7 +76,7 @@ def _read_torchrun(config: Config, environ: Mapping[str, str]) -> Place:
         raise ConfigError(
             f"train.num_ranks = {config.train.num_ranks} and torchrun's WORLD_SIZE = {world} differ; leave train.num_ranks out, or start"
             f" as many with --nproc-per-node")
-    return Place(
+    return RankInfo(
         rank, world, local_rank, local_world, environ["MASTER_ADDR"], port,
         store_is_served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
