@@ -82,6 +82,7 @@ check: $(STAMP)  ## lint, types, layers, and the table of models in docs/models.
 bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON line per figure
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/score.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/sync.py
 	$(BIN)/python benchmarks/balance_step.py

@@ -17,7 +17,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.packing import plan_microbatches
 from offbeat.model.tiny import build_tiny
 from offbeat.trainer.bank_trainer import BankTrainer
-from offbeat.trainer.messages import TrainStep
+from offbeat.trainer.messages import ScoreShare, TrainStep
 from offbeat.trainer.model_trainer import ModelTrainer
 
 TINY = TinyConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, max_positions=64)
@@ -64,14 +64,17 @@ def share(batch, *, rank, world, max_tokens=64, share_prefix=True):
     return batch.select(order), [np.arange(low, high) for low, high in pairwise(bounds)]
 
 
-def configure(folder="", *, lora=None, temperature=1.0, **train):
+def configure(folder="", *, lora=None, temperature=1.0, algorithm=None, **train):
     """The configuration of a run; further keywords are settings of [train]."""
     return Config.model_validate({
-        "model": {"path": str(folder), "lora": lora or {}}, "rollout": {"temperature": temperature}, "train": train})
+        "model": {"path": str(folder), "lora": lora or {}}, "rollout": {"temperature": temperature}, "train": train,
+        "algorithm": algorithm or {}})
 
 
-def build_trainer(groups, folder, *, lora=None, temperature=1.0, **train):
-    config = configure(folder, lora=lora, temperature=temperature, **train)
+def build_trainer(groups, folder, *, lora=None, temperature=1.0, refresh_steps=None, **train):
+    """A trainer; with a reference that is refreshed after so many steps, if a number is given."""
+    algorithm = None if refresh_steps is None else {"kl_loss": "k3", "reference_refresh_steps": refresh_steps}
+    config = configure(folder, lora=lora, temperature=temperature, algorithm=algorithm, **train)
     return (BankTrainer if lora else ModelTrainer).build(str(folder), config=config, groups=groups)
 
 
@@ -79,6 +82,13 @@ def take_step(trainer, batch, minibatches, *, optimizer=OPTIMIZER, total_steps=1
     """Metrics of one training step on this rank's share."""
     params = adam_params(trainer.step, config=optimizer, total_steps=total_steps)
     return trainer.train_step(TrainStep(batch, tuple(map(tuple, minibatches)), params)).metrics
+
+
+def score(trainer, batch, of="policy", *, with_entropy=False, max_tokens=64):
+    """The scores of the batch; those of other ranks are 0."""
+    plan = plan_microbatches(batch, num_ranks=trainer.groups.world, max_tokens=max_tokens, share_prefix=True)
+    micros = tuple(plan.microbatches[trainer.groups.rank])
+    return trainer.score(ScoreShare(batch, np.arange(len(batch)), micros, of, with_entropy)).scores
 
 
 def train(trainer, batches, *, max_tokens=64, share_prefix=True, optimizer=OPTIMIZER):

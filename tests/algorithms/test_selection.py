@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from offbeat.algorithms.objectives import policy_loss
-from offbeat.algorithms.selection import choose_tokens, chooses_tokens
+from offbeat.algorithms.selection import choose_tokens
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.batch import FilterSpec, LossSpec
+from offbeat.data.batch import Batch, FilterSpec, LossSpec
 
 ROLLOUT = np.zeros(6)
 PROX = np.array([0.1, 0.3, -0.5, 0.9, -0.2, 0.7])
@@ -19,10 +19,19 @@ def m2(*limits):
     return LossSpec("importance_sampling", filters=tuple(FilterSpec("m2", high=limit) for limit in limits), own_samples=True)
 
 
+def of_targets(rollout, advantages, weights):
+    """A batch of one sequence of these targets."""
+    num = len(rollout)
+    return Batch.of_next_tokens(
+        np.zeros(num + 1), np.arange(num + 1) > 0, lengths=[num + 1], losses=(), columns={
+            name: np.concatenate([[0.0], values])
+            for name, values in (("rollout_logprobs", rollout), ("advantages", advantages), ("loss_weights", weights))})
+
+
 def choose(limit, *, prox=PROX, rollout=ROLLOUT, advantages=ADVANTAGES, loss_weights=None):
     loss = m2(limit) if isinstance(limit, float) else m2(*limit)
     weights = np.ones(len(prox)) if loss_weights is None else loss_weights
-    return choose_tokens(loss, prox_logprobs=prox, rollout_logprobs=rollout, advantages=advantages, loss_weights=weights).tolist()
+    return choose_tokens(loss, of_targets(rollout, advantages, weights), prox_logprobs=prox).tolist()
 
 
 @pytest.mark.parametrize(("limit", "kept"), [
@@ -74,6 +83,5 @@ def test_a_rollout_logprob_that_is_not_finite_counts_as_a_huge_move_up(value) ->
 def test_no_tokens_and_losses_without_such_a_filter_keep_everything() -> None:
     assert choose(0.04, prox=np.zeros(0), rollout=np.zeros(0), advantages=np.zeros(0)) == []
     loss = policy_loss(AlgorithmConfig())
-    assert chooses_tokens(m2(0.04)) and not chooses_tokens(loss)
-    kept = choose_tokens(loss, prox_logprobs=PROX, rollout_logprobs=ROLLOUT, advantages=ADVANTAGES, loss_weights=ADVANTAGES)
+    kept = choose_tokens(loss, of_targets(ROLLOUT, ADVANTAGES, ADVANTAGES), prox_logprobs=PROX)
     assert kept.dtype == np.float32 and kept.all()

@@ -38,6 +38,8 @@ def test_folders_follow_from_names():
          "rollout.single_rank_load must be true with algorithm.scale = 'batch_std', got false"),
         ({"algorithm": {"preset": "gdpo"}, "run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}},
          "rollout.single_rank_load must be true with algorithm.whiten = 'sequences', got false"),
+        ({"algorithm": {"preset": "m2po"}, "run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}},
+         "rollout.single_rank_load must be true with a filter m2, got false"),
         ({"algorithm": {"preset": "raft", "reward_kl": 0.1}}, "algorithm.reward_kl must be 0 with algorithm.objective = 'cross_entropy'"),
         ({"algorithm": {"preset": "cispo", "dual_clip": 3}}, "algorithm.dual_clip must be 0 with algorithm.objective = 'cispo', got 3"),
         ({"algorithm": {"anchor": "rollout"}}, "algorithm.weight must be 'none' with algorithm.anchor = 'rollout', got 'mask'"),

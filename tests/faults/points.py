@@ -13,6 +13,7 @@ KINDS = ("exception", "slow", "stop", "kill", "mismatch")
 INSIDE_KINDS = ("stop", "hang")
 SYNC_TIMEOUT_S, ANSWER_TIMEOUT_S, JOIN_TIMEOUT_S, WRITE_TIMEOUT_S = 2.0, 1.0, 5.0, 3.0
 HEADS = {"rollout.single_rank_load": "false", "rollout.balance_batch": "false"}
+REFERRING = {"algorithm.kl_loss": "k3", "algorithm.kl_coefficient": "1e-3"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ POINTS = (
     Point("publish", 3, everywhere=True),
     Point("published", 3, timeout_s=WRITE_TIMEOUT_S),
     Point("stop", 3),
+    Point("score_batch", settings=REFERRING),
+    Point("score_rows", heads=True, settings=REFERRING),
+    Point("score", everywhere=True, settings=REFERRING),
+    Point("scores", settings=REFERRING),
     Point("distributed_batch", rank_0=True),
     Point("train_batch", heads=True),
     Point("train_step", everywhere=True, rank_0=True),

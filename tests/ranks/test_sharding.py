@@ -110,6 +110,22 @@ def test_unbalanced_shares_are_reported_as_they_are() -> None:
 
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("num_groups", [7, 1, 0])
+def test_a_batch_is_scored_in_the_micro_batches_in_which_it_is_trained_on(num_groups: int, balance: bool) -> None:
+    batch = make_batch(num_groups, 3) if num_groups else empty()
+    sharder = Sharder(config_of(balance=balance), num_ranks=2, prior=PRIOR)
+    shards = sharder.shards(batch, PARAMS, num_minibatches=1, seed=0)
+    shares = sharder.score_shares(batch, of="reference", with_entropy=True)
+    assert sorted(np.concatenate([share.sequences for share in shares]).tolist()) == list(range(len(batch)))
+    for share, shard in zip(shares, shards, strict=True):
+        assert (share.of, share.with_entropy) == ("reference", True)
+        assert [micro.tolist() for micro in share.microbatches] == [micro.tolist() for micro in shard.minibatches[0]]
+        assert np.array_equal(share.batch.tokens, shard.batch.tokens)
+        assert np.array_equal(share.batch.targets, batch.select(share.sequences).targets)
+    assert np.isfinite(list(sharder.observe([0.1, 0.2]).values())).all(), "scoring is no step"
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("num_groups", [7, 1, 0])
 def test_any_number_of_groups_goes_over_four_ranks(num_groups: int, balance: bool) -> None:
     batch = make_batch(num_groups, 3) if num_groups else empty()
     sharder = Sharder(config_of(balance=balance), num_ranks=4, prior=PRIOR)

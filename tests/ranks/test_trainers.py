@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from offbeat.model.peft_io import read_adapter
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import OnSpan, Trainers
 from offbeat.sync.faults import VARIABLE
-from offbeat.trainer.messages import NewAdapter, Scores
+from offbeat.trainer.messages import NewAdapter, Scores, TargetScores
 from offbeat.workers.local import LocalLauncher
 from small_run import small_config
 from train_samples import imitated, make_batch
@@ -33,13 +34,28 @@ async def start(
     return Trainers(ranks, config, on_span=on_span)
 
 
-async def two_steps(config: Config, folder: Path, model: str) -> tuple[list[dict[str, float]], dict[str, np.ndarray], list[tuple]]:
+@dataclass(frozen=True)
+class Outcome:
+    """What two steps came to, and what was seen of them."""
+
+    stats: list[dict[str, float]]
+    scores: TargetScores
+    weights: dict[str, np.ndarray]
+    spans: list[tuple]
+
+
+async def two_steps(config: Config, folder: Path, model: str) -> Outcome:
     spans: list[tuple] = []
     async with LocalLauncher(stop_timeout_s=5) as launcher:
         group = await start(launcher, config, folder, model, on_span=lambda *span: spans.append(span))
         await group.restart_optimizer(config.train.optimizer, total_steps=10)
         stats = [await group.train_step(make_batch(5, 3, seed=step)) for step in range(2)]
         stats.append(await group.train_step(make_batch(1, 1).select([])))
+        batch = make_batch(5, 3, seed=8)
+        scores = await group.score(batch, with_entropy=True)
+        np.testing.assert_allclose(scores.logprobs, (await group.forward(batch)).logprobs, atol=1e-5)
+        with pytest.raises(ConfigError, match="there is no reference policy here"):
+            await group.score(batch, of="reference")
         manifest = await group.write_weights(7, folder / "v7", canary=(3, 4, 5))
         assert (manifest.version, manifest.folder, manifest.canary) == (7, str(folder / "v7"), (3, 4, 5))
         assert len(manifest.fingerprint) == 32 and max(manifest.canary_logprobs) < 0
@@ -51,7 +67,7 @@ async def two_steps(config: Config, folder: Path, model: str) -> tuple[list[dict
         with pytest.raises(StorageError, match="find no checkpoint"):
             await group.load(folder / "nothing")
         stats.append(await group.train_step(make_batch(5, 3, seed=6)))  # a failed load leaves all ranks in step
-    return stats, {name: tensor.numpy() for name, tensor in read_safetensors(folder / "v7")}, spans
+    return Outcome(stats, scores, {name: tensor.numpy() for name, tensor in read_safetensors(folder / "v7")}, spans)
 
 
 def test_two_ranks_train_as_one_does(tmp_path: Path, model_dir: str) -> None:
@@ -65,17 +81,20 @@ def test_two_ranks_train_as_one_does(tmp_path: Path, model_dir: str) -> None:
             for n, balance in (("1", "true"), ("2", "true"), ("2", "false"))]
         return await asyncio.gather(*(two_steps(c, f, model_dir) for c, f in zip(configs, folders, strict=True)))
 
-    (one, weights_one, _), (two, weights_two, spans), (dealt, _, _) = asyncio.run(main())
+    one, two, dealt = asyncio.run(main())
     for name in ("train/loss", "train/grad_norm", "train/tokens"):
         for other in (two, dealt):
-            assert [s[name] for s in other] == pytest.approx([s[name] for s in one], abs=1e-5)
-    assert all(s["balance/predicted_gain"] > 0.999 and s["balance/lost_s"] >= 0.0 for s in two)
-    assert all(s["balance/predicted_gain"] == pytest.approx(1.0) for s in dealt)
-    assert one[0]["train/grad_norm"] > 0 and one[2]["train/tokens"] == 0
-    for name, weight in weights_one.items():
-        np.testing.assert_allclose(weights_two[name], weight, atol=1e-5)
-    assert {track for _, track, _, _ in spans} == {"rank 0", "rank 1"}
-    assert all(what == "train_step" and start <= end for what, _, start, end in spans)
+            assert [s[name] for s in other.stats] == pytest.approx([s[name] for s in one.stats], abs=1e-5)
+    assert all(s["balance/predicted_gain"] > 0.999 and s["balance/lost_s"] >= 0.0 for s in two.stats)
+    assert all(s["balance/predicted_gain"] == pytest.approx(1.0) for s in dealt.stats)
+    assert one.stats[0]["train/grad_norm"] > 0 and one.stats[2]["train/tokens"] == 0
+    for other in (two, dealt):
+        np.testing.assert_allclose(other.scores.logprobs, one.scores.logprobs, atol=1e-4)
+        np.testing.assert_allclose(other.scores.entropy, one.scores.entropy, atol=1e-4)
+    for name, weight in one.weights.items():
+        np.testing.assert_allclose(two.weights[name], weight, atol=1e-5)
+    assert {track for _, track, _, _ in two.spans} == {"rank 0", "rank 1"}
+    assert all(what in ("train_step", "score") and start <= end for what, _, start, end in two.spans)
 
 
 @pytest.mark.parametrize("point", ["join", "save_recover"])

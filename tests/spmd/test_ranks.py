@@ -78,6 +78,37 @@ def on_a_rank(groups, argument):
     return [figures(asyncio.run(steps(kind))) for kind in (OneRankLoads, HeadsLoad)]
 
 
+def scored_on_a_rank(groups, argument):
+    """For each way of loading, what this rank gets for what it has drawn, by sequence: of the policy after a step, and of its reference."""
+    config, num_groups = settings(argument)
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_loss": "k3"})})
+
+    async def scores(kind: type) -> list[dict[str, list[float]]]:
+        one_loads = kind is OneRankLoads
+        sharder = Sharder.of(config, model=config.model.path, num_ranks=groups.world if one_loads else 1)
+        thread = SideThread("rank")
+        trainers = Trainers(OwnRank(build_trainer(config.model.path, config, groups), kind(groups.sync, sharder), thread), config)
+        drawn = groups_of(num_groups, seed=0)
+        batch = batch_of((drawn if groups.rank == 0 else []) if one_loads else drawn[groups.rank :: groups.world], config)
+        await trainers.train_step(batch)
+        seen = []
+        for of, with_entropy in (("policy", True), ("reference", False)):
+            found = await trainers.score(batch, of=of, with_entropy=with_entropy)
+            assert found.logprobs.shape == (batch.num_targets,) and len(found.entropy) == batch.num_targets * with_entropy
+            seen += [by_sequence(batch, values) for values in (found.logprobs, found.entropy) if len(values)]
+        await trainers.score(batch_of([], config))  # nothing to score is nothing wrong
+        thread.close()
+        return seen
+
+    return [asyncio.run(scores(kind)) for kind in (OneRankLoads, HeadsLoad)]
+
+
+def by_sequence(batch: Batch, values: np.ndarray) -> dict[str, list[float]]:
+    return {
+        str(batch.tokens[low:high].tolist()): values[batch.target_sequences == i].tolist()
+        for i, (low, high) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True))}
+
+
 async def with_workers(config: Config, num_groups: int, folder: Path) -> list[list[float]]:
     async with make_launcher(config) as launcher:
         group = Trainers(await WorkerRanks.start(launcher, config, model=config.model.path, build=None, log_dir=folder), config)
@@ -103,6 +134,21 @@ def test_every_mode_gives_the_same_loss_and_gradient(
         changes = CHANGES | {"algorithm__loss_aggregation": aggregation, "train__num_ranks": str(world), "cluster__launcher": launcher}
         config = small_config(tmp_path, model_dir, **changes)
         np.testing.assert_allclose(asyncio.run(with_workers(config, num_groups, tmp_path)), alone, atol=1e-5)
+
+
+def test_every_way_of_loading_gives_each_rank_the_scores_of_what_it_has_drawn(tmp_path: Path, model_dir: str) -> None:
+    argument = {"folder": str(tmp_path), "model": model_dir, "num_groups": 5, "aggregation": "token_mean"}
+    alone, alone_again = run_alone(scored_on_a_rank, argument=argument)
+    assert len(alone) == 3 and alone[0] != alone[2], "the policy has left its reference"
+    pairs = run_ranks(scored_on_a_rank, world=2, argument=argument)
+    for i, expected in enumerate(alone):
+        (one, nothing), (first, second) = ([rank[kind][i : i + 1] for rank in pairs] for kind in (0, 1))
+        assert nothing == [], "a rank that draws nothing has nothing to know"
+        assert set(first[0]) | set(second[0]) == set(expected) and not set(first[0]) & set(second[0])
+        for found in (*one, first[0] | second[0], alone_again[i]):
+            assert found.keys() == expected.keys()
+            for sequence, values in expected.items():
+                np.testing.assert_allclose(found[sequence], values, atol=1e-4)  # the step before was equal to rounding
 
 
 def test_ranks_with_fewer_microbatches_get_empty_ones() -> None:

@@ -23,9 +23,12 @@ from offbeat.trainer.messages import (
     Names,
     NewAdapter,
     OptimStep,
+    Scored,
     Scores,
+    ScoreShare,
     Stepped,
     StoreAddress,
+    TargetScores,
     Trained,
     TrainStep,
     WriteRequest,
@@ -60,11 +63,17 @@ def test_arrays_come_back() -> None:
     assert [[m.tolist() for m in minibatch] for minibatch in back.minibatches] == [[[0, 2], [1, 3]], [[]]]
     scores = wire.decode(Scores, wire.encode(Scores(np.array([-1.5, -2.0], np.float32), np.zeros(0, np.float32))))
     assert scores.logprobs.tolist() == [-1.5, -2.0] and scores.losses.shape == (0,)
+    share = wire.decode(ScoreShare, wire.encode(ScoreShare(step.batch, np.array([3, 1]), step.minibatches[0], "reference", True)))
+    assert (share.sequences.tolist(), [micro.tolist() for micro in share.microbatches]) == ([3, 1], [[0, 2], [1, 3]])
+    assert (share.of, share.with_entropy, len(share.batch)) == ("reference", True, 4)
+    answer = wire.decode(Scored, wire.encode(Scored(
+        np.array([1]), TargetScores(np.array([-0.5], np.float32), np.zeros(0, np.float32)), 1.5, 2.5)))
+    assert (answer.sequences.tolist(), answer.scores.logprobs.tolist(), answer.scores.entropy.shape) == ([1], [-0.5], (0,))
 
 
 def test_every_message_is_tested_and_frozen() -> None:
     own = {cls for _, cls in inspect.getmembers(messages, dataclasses.is_dataclass) if cls.__module__ == messages.__name__}
-    assert own == {type(example) for example in EXAMPLES} | {TrainStep, Scores}
+    assert own == {type(example) for example in EXAMPLES} | {TrainStep, Scores, ScoreShare, Scored, TargetScores}
     assert all(cls.__dataclass_params__.frozen for cls in own)
 
 

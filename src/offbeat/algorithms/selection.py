@@ -6,19 +6,12 @@ targets are kept. Numpy only. All other filters are in `losses.weights`.
 
 import numpy as np
 
-from offbeat.data.batch import LossSpec
+from offbeat.data.batch import Batch, LossSpec
 
 _MAX_LOG_RATIO = 20.0  # as in `losses.ratios`
 
 
-def chooses_tokens(loss: LossSpec) -> bool:
-    """Whether a loss reads the column `m2_mask`, which `choose_tokens` computes."""
-    return any(rule.metric == "m2" for rule in loss.filters)
-
-
-def choose_tokens(
-    loss: LossSpec, *, prox_logprobs: np.ndarray, rollout_logprobs: np.ndarray, advantages: np.ndarray, loss_weights: np.ndarray,
-) -> np.ndarray:
+def choose_tokens(loss: LossSpec, batch: Batch, *, prox_logprobs: np.ndarray) -> np.ndarray:
     """Choose the targets that the M2PO filters of a loss keep, among all M targets of a batch.
 
     With x = prox_logprobs - rollout_logprobs, a target is harmful if an update would move it further from the policy that sampled:
@@ -26,19 +19,20 @@ def choose_tokens(
     ones that remain is at most `high`. A rollout log-probability that is not finite counts as a ratio of exp(20).
 
     Args:
+        batch: the whole batch, whose targets of weight 0 are not counted.
         prox_logprobs: [M], under the weights before the first update.
-        rollout_logprobs, advantages, loss_weights: [M], columns of the batch; a target of weight 0 is not counted.
 
     Returns:
         [M] float32, the column `m2_mask`: 1 to keep, 0 to drop.
 
     Source: M2PO, arXiv:2510.01161.
     """
-    prox, rollout, advantages = (np.asarray(values, np.float64) for values in (prox_logprobs, rollout_logprobs, advantages))
+    prox, rollout, advantages = (
+        np.asarray(values, np.float64) for values in (prox_logprobs, batch.columns["rollout_logprobs"], batch.columns["advantages"]))
     with np.errstate(invalid="ignore"):
         gaps = np.where(np.isfinite(rollout), np.nan_to_num(prox - rollout, nan=0.0), _MAX_LOG_RATIO)
     gaps = np.clip(gaps, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    harmful = (np.sign(gaps) == np.sign(advantages)) & (gaps != 0) & (np.asarray(loss_weights) != 0)
+    harmful = (np.sign(gaps) == np.sign(advantages)) & (gaps != 0) & (batch.columns["loss_weights"] != 0)
     squares = gaps**2
     keep = np.ones(len(gaps), np.bool_)
     for rule in loss.filters:

@@ -119,13 +119,17 @@ class AlgorithmConfig(Section):
     def needs_prox_pass(self) -> bool:
         """Whether log-probabilities before the first update need a forward pass of their own; else they come with the update's own."""
         ratio = self.objective not in _WITHOUT_RATIO and self.anchor == "prox"
-        whole_batch = any(rule.metric == "m2" for rule in self.filters)
-        return whole_batch or (self.num_minibatches > 1 and (ratio or self.weight != "none" or bool(self.filters)))
+        return self.compares_targets or (self.num_minibatches > 1 and (ratio or self.weight != "none" or bool(self.filters)))
 
     @property
     def ratio_is_one(self) -> bool:
         """Whether no clip can act, because each step has one update, whose ratio to the policy at the start of the step is 1."""
         return self.anchor == "prox" and self.num_minibatches == 1 and self.objective not in _WITHOUT_RATIO
+
+    @property
+    def compares_targets(self) -> bool:
+        """Whether a filter compares all targets of a batch with each other, before its first update."""
+        return any(rule.metric == "m2" for rule in self.filters)
 
     @property
     def has_penalties(self) -> bool:

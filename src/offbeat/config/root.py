@@ -120,6 +120,9 @@ class Config(Section):
             raise ValueError(
                 f"rollout.single_rank_load must be true with algorithm.{name} = '{getattr(algorithm, name)}', got false; no rank has the"
                 " whole batch to compute it over")
+        if algorithm.compares_targets and not rollout.single_rank_load:
+            raise ValueError(
+                "rollout.single_rank_load must be true with a filter m2, got false; no rank has the whole batch to choose tokens from")
         if algorithm.objective == "cross_entropy" and algorithm.reward_kl:
             raise ValueError(
                 f"algorithm.reward_kl must be 0 with algorithm.objective = 'cross_entropy', which reads no advantages, got"

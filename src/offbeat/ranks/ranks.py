@@ -16,7 +16,7 @@ from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.errors import DeadlineError, RunError, WorkerError
 from offbeat.ranks.sharding import Sharder
-from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress, TrainStep
+from offbeat.trainer.messages import BuildRequest, JoinRequest, Policy, Scored, StoreAddress, TrainStep
 from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
 
 T = TypeVar("T")
@@ -53,6 +53,14 @@ class Ranks(Protocol):
 
     async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
         """Return the shares of a training step for the ranks that this process calls, from what it has drawn; see `Sharder.shards`."""
+        ...
+
+    async def score(self, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
+        """Score what this process has drawn, spread as a training step is; see `Sharder.score_shares`.
+
+        Returns:
+            Scored shares that make up `batch`; ranks of SPMD mode that draw nothing get none.
+        """
         ...
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
@@ -136,6 +144,10 @@ class WorkerRanks:
     async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
         """See `Ranks.spread`."""
         return self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)
+
+    async def score(self, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
+        """See `Ranks.score`."""
+        return await self.call("score", self._sharder.score_shares(batch, of=of, with_entropy=with_entropy), Scored, timeout_s=timeout_s)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Ranks.observe`."""

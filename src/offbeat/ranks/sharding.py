@@ -17,7 +17,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.cost import CostFit, CostModel, prior
 from offbeat.data.model_folder import read_model_config
 from offbeat.data.packing import Plan, plan_microbatches
-from offbeat.trainer.messages import TrainStep
+from offbeat.trainer.messages import Policy, ScoreShare, TrainStep
 
 
 class Sharder:
@@ -58,14 +58,28 @@ class Sharder:
             DataError: a single sequence exceeds the budget.
         """
         minibatches = split_minibatches(batch, num_minibatches, seed=seed)
-        self._plans = [
-            plan_microbatches(
-                minibatch, num_ranks=self._num_ranks, max_tokens=self._train.max_tokens_per_microbatch,
-                share_prefix=self._train.share_prefix, cost=self.cost, balance=self._balance)
-            for minibatch in minibatches]
+        self._plans = [self._plan(minibatch) for minibatch in minibatches]
+        planned = list(zip(minibatches, self._plans, strict=True))
         return [
-            _shard([(minibatch, plan.microbatches[rank]) for minibatch, plan in zip(minibatches, self._plans, strict=True)], params)
+            TrainStep(*_cut([(minibatch, plan.microbatches[rank]) for minibatch, plan in planned]), params)
             for rank in range(self._num_ranks)]
+
+    def score_shares(self, batch: Batch, *, of: Policy, with_entropy: bool) -> list[ScoreShare]:
+        """Return every rank's share of a batch that is scored, in the micro-batches that a training step of one minibatch has.
+
+        Args:
+            batch: may be empty.
+            of: the policy that scores.
+            with_entropy: whether entropies are wanted, too.
+
+        Raises:
+            DataError: a single sequence exceeds the budget.
+        """
+        shares = []
+        for microbatches in self._plan(batch).microbatches:
+            part, (own,) = _cut([(batch, microbatches)])
+            shares.append(ScoreShare(part, np.concatenate(microbatches), own, of, with_entropy))
+        return shares
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """Learn from the step that `shards` spread last, and return metrics of it.
@@ -98,16 +112,21 @@ class Sharder:
             "balance/lost_s": max(busy_s) - sum(busy_s) / len(busy_s),
         }
 
+    def _plan(self, batch: Batch) -> Plan:
+        return plan_microbatches(
+            batch, num_ranks=self._num_ranks, max_tokens=self._train.max_tokens_per_microbatch, share_prefix=self._train.share_prefix,
+            cost=self.cost, balance=self._balance)
 
-def _shard(minibatches: Sequence[tuple[Batch, list[np.ndarray]]], params: AdamParams) -> TrainStep:
-    """Return one rank's share: micro-batches of each minibatch, as indices into its sequences, in order of use."""
+
+def _cut(minibatches: Sequence[tuple[Batch, list[np.ndarray]]]) -> tuple[Batch, tuple[tuple[np.ndarray, ...], ...]]:
+    """Return one rank's share of each minibatch, with the micro-batches as indices into its sequences, in order of use."""
     parts, steps, start = [], [], 0
     for minibatch, microbatches in minibatches:
         parts.append(minibatch.select(np.concatenate(microbatches)))
         ends = start + np.cumsum([len(micro) for micro in microbatches])
         steps.append(tuple(np.arange(end - len(micro), end) for micro, end in zip(microbatches, ends, strict=True)))
         start += len(parts[-1])
-    return TrainStep(Batch.concatenate(parts), tuple(steps), params)
+    return Batch.concatenate(parts), tuple(steps)
 
 
 def _variation(loads_KR: np.ndarray) -> float:

@@ -26,8 +26,10 @@ from offbeat.trainer.messages import (
     Names,
     NewAdapter,
     OptimStep,
+    Policy,
     Scores,
     Stepped,
+    TargetScores,
     Trained,
     WriteRequest,
     Written,
@@ -80,6 +82,31 @@ class Trainers:
         for rank, answer in enumerate(answers):
             self._on_span("train_step", f"rank {rank}", answer.start_s, answer.end_s)
         return answers[0].metrics | self._ranks.observe([answer.busy_s for answer in answers])
+
+    async def score(self, batch: Batch, *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
+        """Score the targets of what this process has drawn under the policy or its reference, without gradients.
+
+        Args:
+            batch: as for `train_step`, which sees the same log-probabilities of the policy if it makes one update.
+            with_entropy: whether to give entropies, too.
+
+        Returns:
+            Scores of the M targets, in the order of the batch; see `TargetScores`.
+
+        Raises:
+            ConfigError: the reference is to score, and the configuration has no use for one.
+            DataError: a sequence exceeds the token budget.
+        """
+        answers = await self._ranks.score(batch, of=of, with_entropy=with_entropy, timeout_s=self._config.train.step_timeout_s)
+        logprobs = np.zeros(batch.num_targets, np.float32)
+        entropy = np.zeros(batch.num_targets if with_entropy else 0, np.float32)
+        for rank, answer in enumerate(answers):
+            targets = gather_ranges(batch.target_offsets, answer.sequences)
+            logprobs[targets] = answer.scores.logprobs
+            if with_entropy:
+                entropy[targets] = answer.scores.entropy
+            self._on_span("score", f"rank {rank}", answer.start_s, answer.end_s)
+        return TargetScores(logprobs, entropy)
 
     async def write_weights(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
         """Write or offer the weights; see `offbeat.weights.channels.WriteVersion`. In SPMD mode only rank 0 gives a fingerprint."""

@@ -4,7 +4,7 @@
 on what it drew itself. The loss is the same either way, because all denominators are global.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -17,10 +17,11 @@ from offbeat.data import wire
 from offbeat.data.batch import Batch
 from offbeat.ranks.sharding import Sharder
 from offbeat.sync.sync import Sync
-from offbeat.trainer.messages import TrainStep
+from offbeat.trainer.messages import Policy, Scored, ScoreShare, TrainStep
 from offbeat.trainer.trainer import Trainer
 
 T = TypeVar("T")
+Score = Callable[[ScoreShare], Scored]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class Loading(Protocol):
 
     def share(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> TrainStep:
         """Return this rank's share, given what it has drawn; collective."""
+        ...
+
+    def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[Scored]:
+        """Let every rank `score` a share of what has been drawn, and return the shares of what this rank has drawn; collective."""
         ...
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
@@ -56,6 +61,15 @@ class OneRankLoads:
         if self._sync.rank == 0:
             parts = [wire.encode(share) for share in self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)]
         return wire.decode(TrainStep, self._sync.scatter("distributed_batch", parts))
+
+    def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[Scored]:
+        """See `Loading.score`; the batches of other ranks are ignored."""
+        parts = None
+        if self._sync.rank == 0:
+            parts = [wire.encode(share) for share in self._sharder.score_shares(batch, of=of, with_entropy=with_entropy)]
+        scored = score(wire.decode(ScoreShare, self._sync.scatter("score_batch", parts)))
+        everyones = self._sync.gather("scores", scored)
+        return everyones if self._sync.rank == 0 else []
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Loading.observe`; empty except on rank 0."""
@@ -81,6 +95,13 @@ class HeadsLoad:
                   for i in range(max(len(one.num_microbatches) for one in everyones))]
         whole = replace(own.batch.with_columns(loss_weights=weights), denominator=total)
         return TrainStep(whole, _pad(own.minibatches, counts), params)
+
+    def score(self, batch: Batch, score: Score, *, of: Policy, with_entropy: bool) -> list[Scored]:
+        """See `Loading.score`; every rank scores what it has drawn itself."""
+        (own,) = self._sharder.score_shares(batch, of=of, with_entropy=with_entropy)
+        most = self._sync.max_scalars("score_rows", {"microbatches": len(own.microbatches)})["microbatches"]
+        (padded,) = _pad((own.microbatches,), [int(most)])
+        return [score(replace(own, microbatches=padded))]
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Loading.observe`."""
@@ -113,6 +134,11 @@ class OwnRank:
         """See `Ranks.spread`."""
         share = partial(self._loading.share, batch, params, num_minibatches=num_minibatches, seed=seed)
         return [await self._thread.run("train_step", share)]
+
+    async def score(self, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:  # noqa: ARG002
+        """See `Ranks.score`."""
+        score = partial(self._loading.score, batch, self._trainer.score, of=of, with_entropy=with_entropy)
+        return await self._thread.run("score", score)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Ranks.observe`."""

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
@@ -52,6 +52,7 @@ class BankTrainer(Trainer):
         self._adam = RowAdam(self._bank.weights.detach())
         self._base = base
         self._slots: dict[str, int] = {}
+        self._frozen: int | None = None  # slot of the reference's adapter; without one the reference is the base model
         self._norms: dict[str, float] = {}
 
     @classmethod
@@ -149,16 +150,10 @@ class BankTrainer(Trainer):
         """See `Trainer.snapshot`; complete on every rank, as an adapter is small."""
         return AdapterSnapshot(self._bank.adapter(self._slot(name)), self._model, self._base, self._run.model.lora.dropout, dtype)
 
-    def restart_optimizer(self, request: None = None) -> None:  # noqa: ARG002
-        """See `Trainer.restart_optimizer`; applies to all adapters."""
-        self.step = 0
-        for slot in self._slots.values():
-            self._adam.clear(slot)
-
     def save(self, request: Folder) -> None:
         """See `Trainer.save`; all ranks write a run's state together, rank 0 alone writes a named adapter."""
         if request.name == WHOLE:
-            shards.save(request.folder, self._run_state(), groups=self.groups)
+            shards.save(request.folder, self._run_state(with_reference=self._frozen is not None), groups=self.groups)
             return
         slot = self._slot(request.name)
         if self.groups.rank == 0:
@@ -186,24 +181,59 @@ class BankTrainer(Trainer):
             self._adam.set(self._slots[request.name], exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=state.step)
         return Loaded(self._steps(request.name))
 
-    def _run_state(self) -> dict[str, Any]:
-        """Return copies of the state, under the names that a module and its optimizer have in a checkpoint."""
-        moments = {"step": self._adam.steps[0], "exp_avg": self._adam.exp_avg, "exp_avg_sq": self._adam.exp_avg_sq}
-        return {
-            "model": {"weights": self._bank.weights.detach().clone(), "num_passes": self._bank.num_passes.clone()},
+    def _run_state(self, *, with_reference: bool) -> dict[str, Any]:
+        """Return copies of the state of the run's adapter, under the names that a module and its optimizer have in a checkpoint.
+
+        Tensors of the adapter are [1, P]; the reference's is [P], zeros until one is loaded.
+        """
+        own, weights = slice(self._slot(WHOLE), self._slot(WHOLE) + 1), self._bank.weights.detach()
+        moments = {"step": self._adam.steps[own][0], "exp_avg": self._adam.exp_avg[own], "exp_avg_sq": self._adam.exp_avg_sq[own]}
+        state = {
+            "model": {"weights": weights[own].clone(), "num_passes": self._bank.num_passes.clone()},
             "optimizer": {"state": {"weights": {name: tensor.clone() for name, tensor in moments.items()}}}, "step": self.step}
+        if with_reference:
+            frozen = torch.zeros_like(weights[0]) if self._frozen is None else weights[self._frozen].clone()
+            state["reference"] = {"weights": frozen}
+        return state
 
     def _load_run(self, request: Folder) -> Loaded:
-        state = shards.load(request.folder, self._run_state(), groups=self.groups)
-        model, moments = state["model"], state["optimizer"]["state"]["weights"]
+        kept = self._keeps_reference and shards.holds(request.folder, "reference")
+        state = shards.load(request.folder, self._run_state(with_reference=kept), groups=self.groups)
+        model, moments, slot = state["model"], state["optimizer"]["state"]["weights"], self._slot(WHOLE)
         with torch.no_grad():
-            self._bank.weights.copy_(model["weights"])
+            self._bank.weights[slot] = model["weights"][0]
             self._bank.num_passes.copy_(model["num_passes"])
-        self._adam.set(0, exp_avg=moments["exp_avg"][0], exp_avg_sq=moments["exp_avg_sq"][0], step=moments["step"])
+        self._adam.set(slot, exp_avg=moments["exp_avg"][0], exp_avg_sq=moments["exp_avg_sq"][0], step=moments["step"])
+        if kept:
+            self._freeze(state["reference"]["weights"])
+        elif self._frozen is not None:
+            self._bank.remove(self._frozen)
+            self._frozen = None
         self.step = state["step"]
         return Loaded(self.step)
 
+    def _freeze(self, row: Tensor) -> None:
+        """Let the reference have the run's adapter with these weights, [P] float32."""
+        if self._frozen is None:
+            self._frozen = self._bank.put(self._bank.adapter(self._slot(WHOLE)))
+            self._adam.follow(self._bank.weights.detach())
+        with torch.no_grad():
+            self._bank.weights[self._frozen] = row
+
     # -- see `Trainer` -----------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _referring(self) -> Iterator[nn.Module]:
+        adapted = nullcontext() if self._frozen is None else self._bank.using(self._bank.route_all(self._frozen))
+        with adapted, torch.no_grad():
+            yield self._module
+
+    def _refresh_reference(self) -> None:
+        self._freeze(self._bank.weights.detach()[self._slot(WHOLE)].clone())
+
+    def _renew_optimizer(self) -> None:
+        for slot in self._slots.values():
+            self._adam.clear(slot)
 
     def _check(self, names: Collection[str]) -> None:
         for name in names:

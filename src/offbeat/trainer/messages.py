@@ -13,6 +13,9 @@ from offbeat.sync.peers import Card
 Dtype = Literal["float32", "bfloat16"]
 """Number format in which weights are published or exported."""
 
+Policy = Literal["policy", "reference"]
+"""Weights under which a batch is scored: those in training, or those of the policy near which they are held."""
+
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
@@ -44,6 +47,52 @@ class Trained:
     start_s: float
     end_s: float
     busy_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreShare:
+    """One rank's share of a batch that is scored without gradients.
+
+    Attributes:
+        batch: the rank's sequences.
+        sequences: [n] int64, their indices in the whole batch.
+        microbatches: arrays [n] int64 of indices into `batch`, equally many on all ranks; each target is in one of them.
+        of: the policy that scores.
+        with_entropy: whether entropies are wanted, too.
+    """
+
+    batch: Batch
+    sequences: np.ndarray
+    microbatches: tuple[np.ndarray, ...]
+    of: Policy
+    with_entropy: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TargetScores:
+    """What a policy gives for the M targets of a batch, at the temperature that the batch's losses need.
+
+    Attributes:
+        logprobs: [M] float32, log-probabilities of the targets.
+        entropy: [M] float32, nats, of the whole distributions; empty if it was not asked for.
+    """
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A scored share: the `sequences` of the request, and the scores of their targets.
+
+    Attributes:
+        start_s, end_s: time of its start and end on this rank, in seconds since the epoch.
+    """
+
+    sequences: np.ndarray
+    scores: TargetScores
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
@@ -31,7 +31,7 @@ from offbeat.trainer.trainer import WHOLE, Trainer
 
 
 class ModelTrainer(Trainer):
-    """A model and its optimizer; the only name is ""."""
+    """A model, its optimizer, and if the configuration needs it a reference: a frozen copy of the initial weights; the only name is ""."""
 
     def __init__(self, model: PreTrainedModel, strategy: Strategy, *, folder: str, config: Config, groups: ProcessGroups) -> None:
         """`strategy` distributes `model`, which was loaded from the folder or hub id `folder`, over the ranks."""
@@ -40,6 +40,8 @@ class ModelTrainer(Trainer):
         self._model_folder = check_model_folder(folder)
         self._strategy = strategy
         self._optimizer = build_optimizer(strategy.model)
+        self._reference = self._load_reference() if self._keeps_reference else None
+        self._refreshed = False
         self._updates = 0
         self._norm: Tensor = torch.zeros(())
 
@@ -60,26 +62,51 @@ class ModelTrainer(Trainer):
         self._check([name])
         return ModelSnapshot(self._model, self._model_folder, full_state(self._model, dtype=dtype, keep=self.groups.rank == 0), dtype)
 
-    def restart_optimizer(self, request: None = None) -> None:  # noqa: ARG002
-        """See `Trainer.restart_optimizer`."""
-        self._optimizer = build_optimizer(self._strategy.model)
-        self.step = self._updates = 0
-
     def save(self, request: Folder) -> None:
         """See `Trainer.save`."""
-        shards.save(request.folder, self._state(), groups=self.groups)
+        shards.save(request.folder, self._state(with_reference=self._refreshed), groups=self.groups)
 
     def load(self, request: Folder) -> Loaded:
         """See `Trainer.load`."""
-        state = shards.load(request.folder, self._state(), groups=self.groups)
+        kept = self._reference is not None and shards.holds(request.folder, "reference")
+        state = shards.load(request.folder, self._state(with_reference=kept), groups=self.groups)
         set_state_dict(
             self._strategy.model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if self._reference is not None and kept:
+            self._reference.model.load_state_dict(state["reference"])
+        elif self._refreshed:
+            self._reference = self._load_reference()
+        self._refreshed = kept
         self.step = state["step"]
         return Loaded(self.step)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, *, with_reference: bool) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._strategy.model, self._optimizer)
-        return {"model": model, "optimizer": optimizer, "step": self.step}
+        state = {"model": model, "optimizer": optimizer, "step": self.step}
+        if with_reference and self._reference is not None:
+            state["reference"] = self._reference.model.state_dict()
+        return state
+
+    def _load_reference(self) -> Strategy:
+        """Load the initial weights once more, in shards if the policy is; no gradient ever reaches them."""
+        unchecked = self._config.model_copy(update={"gradient_checkpointing": False})
+        model = load_policy(str(self._model_folder), config=unchecked).requires_grad_(False)
+        return choose(self._config.strategy, model, groups=self.groups, trained=False)
+
+    @contextmanager
+    def _referring(self) -> Iterator[nn.Module]:
+        assert self._reference is not None, "scores only where it is kept"
+        with self._reference.scoring():
+            yield self._reference.forward
+
+    def _refresh_reference(self) -> None:
+        assert self._reference is not None, "refreshed only where it is kept"
+        self._reference.model.load_state_dict(self._strategy.model.state_dict())
+        self._refreshed = True
+
+    def _renew_optimizer(self) -> None:
+        self._optimizer = build_optimizer(self._strategy.model)
+        self._updates = 0
 
     def _check(self, names: Collection[str]) -> None:
         if others := set(names) - {WHOLE}:

@@ -22,7 +22,7 @@ def save(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> None:
     """Write weights, optimizer state and the step to `folder`, replacing what is there; a collective call.
 
     Args:
-        state: values under "model", "optimizer" and "step"; tensors may be in shards.
+        state: values under "model", "optimizer" and "step", and what else is to be read again; tensors may be in shards.
 
     Raises:
         StorageError: on every rank, when some rank could not write; `folder` is unchanged.
@@ -68,6 +68,15 @@ def load(folder: Path, state: dict[str, Any], *, groups: ProcessGroups) -> dict[
     if failure:
         raise _describe(failure, folder, "read") from failure
     return state
+
+
+def holds(folder: Path, key: str) -> bool:
+    """Tell whether the checkpoint has values under a key. Not collective; one that cannot be read has none, and `load` says why."""
+    try:
+        names = SafeReader(folder).read_metadata().state_dict_metadata
+    except (OSError, StorageError):
+        return False
+    return any(name.startswith(f"{key}.") for name in names)
 
 
 def _replace(part: Path, folder: Path) -> OSError | None:

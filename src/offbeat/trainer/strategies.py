@@ -99,8 +99,8 @@ class Sharded:
         self._root.reshard()
 
 
-def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: ProcessGroups) -> Strategy:
-    """Distribute `model` over the ranks; collective. "ddp" on a single rank is the bare model.
+def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: ProcessGroups, trained: bool = True) -> Strategy:
+    """Distribute `model` over the ranks; collective. "ddp" is the bare model on a single rank, and where it is not `trained`.
 
     Raises:
         ModelError: its sequences run one by one, so ranks need different numbers of forward passes, but with FSDP each is a collective.
@@ -109,7 +109,7 @@ def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: Proc
         raise ModelError(f'{type(model).__name__} cannot pack its rows, which train.strategy = "fsdp" needs; use "ddp"')
     if name == "fsdp":
         return Sharded(model, groups)
-    return Alone(model) if groups.world == 1 else Replicated(model, groups)
+    return Replicated(model, groups) if trained and groups.world > 1 else Alone(model)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ gradient that is not finite is seen by all ranks, which all skip the update and 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from offbeat.algorithms.objectives import reads_of
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, find_prompts
+from offbeat.errors import ConfigError
 from offbeat.model.logprobs import token_logprobs
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
@@ -35,8 +36,12 @@ from offbeat.trainer.messages import (
     Folder,
     Loaded,
     OptimStep,
+    Policy,
+    Scored,
     Scores,
+    ScoreShare,
     Stepped,
+    TargetScores,
     Trained,
     TrainStep,
     WriteRequest,
@@ -65,6 +70,8 @@ class Trainer(ABC):
         self._module = module
         self._run = config
         self._config = config.train
+        self._keeps_reference = config.algorithm.needs_reference
+        self._refresh_steps = config.algorithm.reference_refresh_steps if self._keeps_reference else 0
         self._heap = Heap()
         self._offer: WeightBroadcast | None = None
 
@@ -74,18 +81,37 @@ class Trainer(ABC):
         """Update everything that a run trains, once per minibatch; collective.
 
         With one minibatch the proximal policy is the current one and costs nothing; with several, its log-probabilities are computed first.
-        Each of K minibatches holds about 1/K of the loss weights, so its loss is scaled by K.
+        Each of K minibatches holds about 1/K of the loss weights, so its loss is scaled by K. Every `algorithm.reference_refresh_steps` the
+        policy becomes the reference.
         """
         start_s, busy_before_s = time.time(), current_platform.busy_clock()
         batch = request.batch
         plan = [self._rows(batch, microbatches) for microbatches in request.minibatches]
         with self.groups.sync.region("train_step"):
             if len(plan) > 1 and any("prox_logprobs" in reads_of(loss) for loss in batch.losses):
-                batch = batch.with_columns(prox_logprobs=self._logprobs(batch, [row for rows in plan for row in rows]))
+                batch = batch.with_columns(prox_logprobs=self._score(batch, [row for rows in plan for row in rows]).logprobs)
             updates = [self._update(batch, rows, request.params, scale=len(plan)) for rows in plan]
         self.step += 1
+        if self._refresh_steps and self.step % self._refresh_steps == 0:
+            self._refresh_reference()
         metrics = merge(updates, lr=request.params.lr)
         return Trained(metrics, start_s, time.time(), current_platform.busy_clock() - busy_before_s)
+
+    def score(self, request: ScoreShare) -> Scored:
+        """Score a batch's targets under the policy or under its reference, without gradients; collective.
+
+        The same micro-batches give the very log-probabilities that the forward passes of a training step do.
+
+        Raises:
+            ConfigError: the reference is to score, and the algorithm has no use for one; on all ranks alike, before any waits.
+        """
+        if request.of == "reference" and not self._keeps_reference:
+            raise ConfigError("there is no reference policy here: only algorithm.kl_loss and algorithm.reward_kl compare with one")
+        start_s, batch = time.time(), request.batch
+        rows = self._rows(batch, request.microbatches)
+        with self.groups.sync.region("score"):
+            scores = self._score(batch, rows, of=request.of, with_entropy=request.with_entropy)
+        return Scored(request.sequences, scores, start_s, time.time())
 
     def forward(self, batch: Batch) -> Scores:
         """Score a batch without gradients. Raises as `forward_backward`."""
@@ -174,9 +200,12 @@ class Trainer(ABC):
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> Snapshot:
         """Return a snapshot of what is trained; only rank 0's is complete. Collective."""
 
-    @abstractmethod
-    def restart_optimizer(self, request: None) -> None:
-        """Start over with a fresh optimizer, at training step 0; the weights stay."""
+    def restart_optimizer(self, request: None = None) -> None:  # noqa: ARG002
+        """Start over with a fresh optimizer, at training step 0; the weights stay, and are the reference if they have been trained."""
+        if self._keeps_reference and self.step:
+            self._refresh_reference()
+        self.step = 0
+        self._renew_optimizer()
 
     @abstractmethod
     def save(self, request: Folder) -> None:
@@ -198,6 +227,10 @@ class Trainer(ABC):
     # -- what the two kinds do differently ---------------------------------------------------------------------------------------------
 
     @abstractmethod
+    def _renew_optimizer(self) -> None:
+        """Replace the optimizer by a fresh one."""
+
+    @abstractmethod
     def _check(self, names: Collection[str]) -> None:
         """Raise ConfigError for an unknown name, on all ranks alike and before any of them waits for another."""
 
@@ -212,6 +245,14 @@ class Trainer(ABC):
     @abstractmethod
     def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> AbstractContextManager:
         """Return the context of a row's forward pass, and of its backward pass to `learn`; in the `last` one ranks may reduce gradients."""
+
+    @abstractmethod
+    def _referring(self) -> AbstractContextManager[nn.Module]:
+        """Return the context of a forward pass without gradient under the reference policy, which gives the module to call."""
+
+    @abstractmethod
+    def _refresh_reference(self) -> None:
+        """Make the present policy the reference, which checkpoints hold from then on; every rank copies its own part."""
 
     @abstractmethod
     def _published(self, name: str, dtype: Dtype) -> AbstractContextManager:
@@ -258,14 +299,31 @@ class Trainer(ABC):
             self._heap.settle()
         return Scores(logprobs, losses.astype(np.float32))
 
-    def _logprobs(self, batch: Batch, rows: Sequence[PackedRow]) -> np.ndarray:
-        """Return [M] float32 log-probabilities of the targets in these rows, 0 for others."""
-        result = np.zeros(batch.num_targets, np.float32)
+    def _score(self, batch: Batch, rows: Sequence[PackedRow], *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
+        """Return the scores of the targets in these rows, 0 for others."""
+        logprobs = np.zeros(batch.num_targets, np.float32)
+        entropy = np.zeros(batch.num_targets if with_entropy else 0, np.float32)
+        temperature = self._temperature(batch)
         for row in rows:
             progress("forward")
-            with self._using(batch, row, learn=False), autocast(self._config):
-                result[row.batch_index] = token_logprobs(self._module, row, temperature=self._temperature(batch)).cpu().numpy()
-        return result
+            with self._scoring(batch, row, of) as module, autocast(self._config):
+                if with_entropy:
+                    found, entropies = token_logprobs(module, row, temperature=temperature, with_entropy=True)
+                    entropy[row.batch_index] = entropies.cpu().numpy()
+                else:
+                    found = token_logprobs(module, row, temperature=temperature)
+            logprobs[row.batch_index] = found.cpu().numpy()
+        return TargetScores(logprobs, entropy)
+
+    @contextmanager
+    def _scoring(self, batch: Batch, row: PackedRow, of: Policy) -> Iterator[nn.Module]:
+        """Surround a row's forward pass without gradient; gives the module to call."""
+        if of == "reference":
+            with self._referring() as module:
+                yield module
+        else:
+            with self._using(batch, row, learn=False):
+                yield self._module
 
     def _update(self, batch: Batch, rows: Sequence[PackedRow], params: AdamParams, *, scale: int) -> Update:
         tracker = StatsTracker()

@@ -1,0 +1,91 @@
+"""What a reference policy costs: a training step after a pass under the reference, against the same step without one.
+
+Both sides are `ModelTrainer`s that take whole steps of the policy's loss (forward, backward, clipping, AdamW) on the same groups of 8
+answers to one prompt, both of skewed lengths, packed into the same micro-batches. One of them first scores the batch under a frozen copy of
+the initial weights, as the loop does between batch and step, and its loss holds the policy near them. The tiny model computes in float32,
+the 27M model in bfloat16 autocast. Figures are seconds per step, alternating, on one process with --threads threads; the aim is at most
+1.35 times the seconds.
+
+    python benchmarks/score.py [--quick] [--repeats 5] [--threads 1]
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from measure import emit, take_turns
+from packing import GROUP_SIZE, OPTIMIZER, VOCAB_SIZE, Step, grouped_batch, groups_of_one, timed
+
+from engine import build
+from offbeat.algorithms.adam import adam_params
+from offbeat.algorithms.objectives import policy_loss
+from offbeat.config.root import Config
+from offbeat.data.batch import Batch
+from offbeat.data.packing import plan_microbatches
+from offbeat.sync.mesh import ProcessGroups
+from offbeat.trainer.messages import ScoreShare, TrainStep
+from offbeat.trainer.model_trainer import ModelTrainer
+
+AIM = 1 / 1.35
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: the tiny model, fewer sequences, two rounds")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds; the median counts (default: 5)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    sizes = {"tiny": 32} if args.quick else {"tiny": 128, "27M": 32}
+    with groups_of_one() as groups:
+        for model, count in sizes.items():
+            compare(model, build(model), rollouts(count // GROUP_SIZE), groups=groups, repeats=2 if args.quick else args.repeats)
+
+
+def compare(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, repeats: int) -> None:
+    """Both sides on one model."""
+    steps = {name: make_step(model, folder, batch, groups=groups, refers=name == "reference") for name in ("plain", "reference")}
+    losses = {name: step() for name, step in steps.items()}  # also the warm-up; the policy is its own reference yet
+    assert abs(losses["plain"] - losses["reference"]) < 1e-4, f"the two steps compute different losses: {losses}"
+    sides = {name: timed(step) for name, step in steps.items()}
+    seconds = take_turns(sides, repeats=repeats, what=f"{model}, {batch.num_tokens} tokens,")
+    emit("score", f"{model} step with a reference vs without", ours=seconds["reference"]["s"], peer=seconds["plain"]["s"], unit="s/step",
+         aim=AIM, less_is_better=True)
+
+
+def make_step(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, refers: bool) -> Step:
+    """A training step, planning and scoring included; returns the loss."""
+    config = Config.model_validate({"train": {"autocast": model == "27M"}})
+    if refers:  # JOIN: settings of model_validate once [algorithm] has them
+        held = config.algorithm.model_copy(update={"kl_loss": "k3", "kl_coefficient": 1e-3})
+        config = config.model_copy(update={"algorithm": held})
+    trainer = ModelTrainer.build(str(folder), config=config, groups=groups)
+    batch = replace(batch, losses=(policy_loss(config.algorithm),))
+    max_tokens = config.train.max_tokens_per_microbatch
+
+    def plan() -> tuple[np.ndarray, ...]:
+        return tuple(plan_microbatches(batch, num_ranks=1, max_tokens=max_tokens, share_prefix=True).microbatches[0])
+
+    def step() -> float:
+        own = batch
+        if refers:
+            share = ScoreShare(batch, np.arange(len(batch)), plan(), "reference", with_entropy=False)
+            own = batch.with_columns(ref_logprobs=trainer.score(share).scores.logprobs)
+        params = adam_params(trainer.step, config=OPTIMIZER, total_steps=1000)
+        return trainer.train_step(TrainStep(own, (plan(),), params)).metrics["train/loss"]
+
+    return step
+
+
+def rollouts(num_groups: int) -> Batch:
+    """Groups of answers with random advantages, as if a policy had drawn each token with the same probability."""
+    batch = grouped_batch(num_groups)
+    advantages = np.random.default_rng(3).standard_normal(len(batch))[batch.target_sequences]
+    return batch.with_columns(
+        advantages=advantages.astype(np.float32), rollout_logprobs=np.full(batch.num_targets, -np.log(VOCAB_SIZE), np.float32))
+
+
+if __name__ == "__main__":
+    main()
