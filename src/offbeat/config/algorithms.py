@@ -118,9 +118,9 @@ class AlgorithmConfig(Section):
     @property
     def needs_prox_pass(self) -> bool:
         """Whether log-probabilities before the first update need a forward pass of their own; else they come with the update's own."""
-        ratio = self.objective not in _WITHOUT_RATIO and self.anchor == "prox"
-        whole_batch = any(rule.metric == "m2" for rule in self.filters)
-        return whole_batch or (self.num_minibatches > 1 and (ratio or self.weight != "none" or bool(self.filters)))
+        ratio = self.anchor == "prox" and (self.objective not in _WITHOUT_RATIO or self.kl_loss == "ratio_k3")
+        metrics = {rule.metric for rule in self.filters} - {"opsm"}  # which compares the current policy with the one that sampled
+        return "m2" in metrics or (self.num_minibatches > 1 and (ratio or self.weight != "none" or bool(metrics)))
 
     @property
     def ratio_is_one(self) -> bool:
