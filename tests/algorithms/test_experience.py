@@ -277,6 +277,8 @@ def test_metrics_by_hand():
     assert batch_metrics([batch_stats(groups, version=5)]) == pytest.approx({
         "rollout/generated_tokens": 10,
         "rollout/response_mean_tokens": 2,
+        "rollout/right_response_mean_tokens": 4 / 3,
+        "rollout/wrong_response_mean_tokens": 4,
         "rollout/truncated_share": 0.2,
         "rollout/too_long_share": 0,
         "rollout/staleness_mean_versions": 3 / 4,

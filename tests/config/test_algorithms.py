@@ -59,6 +59,9 @@ def test_sequences_of_advantage_0_stay_where_a_term_acts_on_them(term):
 @pytest.mark.parametrize(("values", "needs"), [
     ({}, ""), ({"num_minibatches": 2}, "prox"), ({"num_minibatches": 2, "anchor": "rollout", "weight": "none"}, ""),
     ({"num_minibatches": 2, "objective": "reinforce"}, "prox"), ({"num_minibatches": 2, "objective": "reinforce", "weight": "none"}, ""),
+    ({"num_minibatches": 2, "objective": "reinforce", "weight": "none", "kl_loss": "ratio_k3"}, "prox reference"),
+    ({"num_minibatches": 2, "objective": "reinforce", "weight": "none", "filters": [{"metric": "opsm"}]}, ""),
+    ({"num_minibatches": 2, "objective": "reinforce", "weight": "none", "filters": [{"metric": "k3"}]}, "prox"),
     ({"preset": "m2po"}, "prox"), ({"preset": "reinforce_pp"}, "reference"), ({"preset": "deepseek_v32"}, "reference"),
     ({"entropy_coefficient": 0.1}, "entropy"),
 ])

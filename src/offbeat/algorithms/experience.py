@@ -144,13 +144,15 @@ def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories if t.unusable is None], dtype=np.float64)
     num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.float64)
+    lengths = np.array([t.loss_mask.sum() for t in trajectories if t.unusable is None], dtype=np.float64)
     heads = [t.head_version for t in trajectories if t.unusable is None]
     staleness = np.array([version - head for head in heads if head != PROMPT_VERSION], dtype=np.float64)
     tracker = StatsTracker()
     with tracker.scope("rollout"):
         tracker.stat(reduce="sum", generated_tokens=num_generated)
         tracker.stat(
-            response_mean_tokens=num_generated, truncated_share=np.array([t.reason == "length" for t in trajectories]),
+            response_mean_tokens=num_generated, right_response_mean_tokens=lengths[rewards >= 1],
+            wrong_response_mean_tokens=lengths[rewards < 1], truncated_share=np.array([t.reason == "length" for t in trajectories]),
             too_long_share=np.array([t.unusable == "too long" for t in trajectories]), staleness_mean_versions=staleness)
         tracker.stat(reduce="max", staleness_max_versions=staleness)
     with tracker.scope("reward"):

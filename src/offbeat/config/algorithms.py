@@ -118,8 +118,9 @@ class AlgorithmConfig(Section):
     @property
     def needs_prox_pass(self) -> bool:
         """Whether log-probabilities before the first update need a forward pass of their own; else they come with the update's own."""
-        ratio = self.objective not in _WITHOUT_RATIO and self.anchor == "prox"
-        return self.compares_targets or (self.num_minibatches > 1 and (ratio or self.weight != "none" or bool(self.filters)))
+        ratio = self.anchor == "prox" and (self.objective not in _WITHOUT_RATIO or self.kl_loss == "ratio_k3")
+        metrics = {rule.metric for rule in self.filters} - {"opsm"}  # which compares the current policy with the one that sampled
+        return self.compares_targets or (self.num_minibatches > 1 and (ratio or self.weight != "none" or bool(metrics)))
 
     @property
     def ratio_is_one(self) -> bool:
