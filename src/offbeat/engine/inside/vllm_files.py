@@ -48,7 +48,7 @@ def receive(address: str) -> MemoryFile | None:
     Raises:
         RefusedError: Offbeat's own file is not where it should be.
     """
-    tensors = _offbeat_module("dist", "broadcast").receive(address, device=torch.device("cpu"))
+    tensors = _offbeat_module("sync", "broadcast").receive(address, device=torch.device("cpu"))
     return None if tensors is None else MemoryFile(tensors)
 
 
