@@ -126,14 +126,15 @@ def policy_loss(config: AlgorithmConfig) -> LossSpec:
     values = {**{key: constant.default for key, constant in objective.constants.items()}, **values, **config.constants}
     for key, constant in objective.constants.items():
         constant.check(f"{key} of the objective {name}", values[key])
-    terms = {
-        config.kl_loss: config.kl_coefficient, "entropy": config.entropy_coefficient, "drift": config.drift_coefficient}
+    terms = [
+        *([RegulariserSpec(config.kl_loss, config.kl_coefficient)] if config.kl_loss != "none" else []),
+        RegulariserSpec("entropy", config.entropy_coefficient), RegulariserSpec("drift", config.drift_coefficient)]
     return LossSpec(
         name, values, anchor=config.anchor,
         weight=None if config.weight == "none" else WeightSpec(
             config.weight, config.weight_level, config.weight_low, config.weight_high),
         filters=tuple(FilterSpec(rule.metric, rule.level, rule.aggregate, rule.low, rule.high) for rule in config.filters),
-        regularisers=tuple(RegulariserSpec(kind, factor) for kind, factor in terms.items() if kind != "none" and factor),
+        regularisers=tuple(term for term in terms if term.coefficient),
         own_samples=True)
 
 
