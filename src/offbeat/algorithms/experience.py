@@ -194,7 +194,7 @@ def _outcomes(rewards_KN: np.ndarray, group_ids: np.ndarray, num_trained: np.nda
     for rewards in rewards_KN:
         outcomes += outcome_advantages(rewards, group_ids=group_ids, num_tokens=num_trained, centre=config.centre, scale=config.scale)
     if config.whiten == "sequences":
-        outcomes = whitened_sequences(outcomes, counted=np.any(np.isfinite(rewards_KN), axis=0))
+        outcomes = whitened_sequences(outcomes, counted=np.asarray(np.isfinite(rewards_KN).any(axis=0)))
     return outcomes
 
 
