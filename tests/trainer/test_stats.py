@@ -32,6 +32,18 @@ def test_what_must_not_update_the_weights_is_counted(bad):
     assert merge([update(), update(**bad)], lr=0.01)["train/skipped_steps"] == 1.0
 
 
+def test_the_effective_sample_size_is_that_of_all_minibatches_together():
+    def weighing(*weights):
+        sums = {"policy/weight_mean": sum(weights), "policy/weight_square_mean": sum(weight**2 for weight in weights)}
+        part = StatsPart({"train/loss": 0.0, "train/tokens": float(len(weights))}, {name: (x, len(weights)) for name, x in sums.items()})
+        return Update(part, 1.0)
+
+    metrics = merge([weighing(1.0, 0.0), weighing(2.0)], lr=0.01)
+    assert metrics["policy/weight_ess"] == pytest.approx((1 + 0 + 2) ** 2 / (3 * (1 + 0 + 4)))
+    assert metrics["policy/weight_mean"] == 1.0 and "policy/weight_square_mean" not in metrics
+    assert merge([weighing(0.0)], lr=0.01)["policy/weight_ess"] == merge([weighing()], lr=0.01)["policy/weight_ess"] == 0.0
+
+
 def test_no_tokens_give_means_and_maxima_of_zero():
     metrics = merge([update(tokens=0.0, entropy=0.0, gap=-math.inf)], lr=0.01)
     assert metrics["train/entropy"] == metrics["policy/logprob_gap_max"] == 0.0
