@@ -90,7 +90,7 @@ def scored_on_a_rank(groups, argument):
         trainers = Trainers(OwnRank(build_trainer(config.model.path, config, groups), kind(groups.sync, sharder), thread), config)
         drawn = groups_of(num_groups, seed=0)
         batch = batch_of((drawn if groups.rank == 0 else []) if one_loads else drawn[groups.rank :: groups.world], config)
-        await trainers.train_step(batch)
+        await trainers.train_step(batch.with_columns(ref_logprobs=batch.columns["rollout_logprobs"]))
         seen = []
         for of, with_entropy in (("policy", True), ("reference", False)):
             found = await trainers.score(batch, of=of, with_entropy=with_entropy)

@@ -139,8 +139,11 @@ def test_a_rank_that_stays_in_a_broken_collective_is_named():
 
 
 def test_an_error_of_the_blocks_own_is_not_taken_for_a_broken_collective():
+    inside = threading.Barrier(3)
+
     def step(sync):
         with sync.region("step", timeout_s=30):
+            inside.wait(timeout=SOON_S)
             if sync.rank == 1:
                 raise TimeoutError("the upload timed out: connection reset")
             time.sleep(0.3)
@@ -274,3 +277,19 @@ def test_ranks_that_wait_for_one_that_has_left_the_region_are_told_where():
         assert isinstance(errors[1], StuckError)
         assert str(errors[1]).startswith("rank 1 waits in a collective of region 'step' and has not got on for ")
         assert " s: rank 0 has left it\n  rank 1, innermost call last:\n" in str(errors[1])
+
+
+class Late:
+    """A collective that completes just as a short wait for it ends."""
+
+    def wait(self, timeout=None):
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return True
+
+
+def test_a_collective_that_completes_as_a_slice_of_the_wait_ends_has_succeeded():
+    with meeting(1) as (syncs, _):
+        syncs[0]._finish(Late())

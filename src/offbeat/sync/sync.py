@@ -299,7 +299,10 @@ class Sync:
                     work.wait(timedelta(seconds=_SLICE_S))
                     return
                 except RuntimeError:
-                    if work.is_completed() or self._board.failure or time.monotonic() > give_up_s:
+                    if work.is_completed():  # just after the slice ended, or because it broke
+                        work.wait()
+                        return
+                    if self._board.failure or time.monotonic() > give_up_s:
                         raise
 
     def beat(self) -> None:
