@@ -57,10 +57,8 @@ def compare(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, re
 
 def make_step(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, refers: bool) -> Step:
     """A training step, planning and scoring included; returns the loss."""
-    config = Config.model_validate({"train": {"autocast": model == "27M"}})
-    if refers:  # JOIN: settings of model_validate once [algorithm] has them
-        held = config.algorithm.model_copy(update={"kl_loss": "k3", "kl_coefficient": 1e-3})
-        config = config.model_copy(update={"algorithm": held})
+    algorithm = {"kl_loss": "k3", "kl_coefficient": 1e-3} if refers else {}
+    config = Config.model_validate({"train": {"autocast": model == "27M"}, "algorithm": algorithm})
     trainer = ModelTrainer.build(str(folder), config=config, groups=groups)
     batch = replace(batch, losses=(policy_loss(config.algorithm),))
     max_tokens = config.train.max_tokens_per_microbatch
