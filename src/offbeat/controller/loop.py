@@ -31,15 +31,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.aio import run_beside
-from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, with_scores
-from offbeat.algorithms.objectives import policy_loss
-from offbeat.algorithms.selection import choose_tokens
+from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.parts import Rollouts, RunParts
+from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data import wire
-from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publication import PublishReport
@@ -127,30 +125,22 @@ class _Training:
         waited_s = clock.lap()
         with span("advantage", "controller"):
             batch = make_batch(groups, config=config.algorithm, max_new_tokens=config.rollout.max_new_tokens)
-        batch, score_times = await self._score(batch, step)
+        made_s, scored_s = clock.lap(), 0.0
+        if config.algorithm.needs_scores:
+            with span("score", "controller", step=step.global_step):
+                batch = await score_batch(batch, self._parts.trainers, config.algorithm)
+            scored_s = clock.lap()
         with span("train", "controller", step=step.global_step):
             stats = await self._parts.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
-        trained_s = clock.lap() - sum(score_times.values())
+        trained_s = made_s + clock.lap()
         with span("publish", "controller", version=step.next_version):
             await self._publish(step.next_version, rollouts.advance)
-        times = {"step/rollout_wait_s": waited_s, **score_times, "step/train_s": trained_s, "step/publish_s": gate_s + clock.lap()}
+        times = {
+            "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
+            "step/publish_s": gate_s + clock.lap()}
         part = combine([batch_stats(groups, version=step.version), rollouts.take_stats()])
         parts = await self._parts.peers.gather("export_stats", part)
         return groups, stats | batch_metrics(parts) | times
-
-    async def _score(self, batch: Batch, step: Step) -> tuple[Batch, dict[str, float]]:
-        """Let the ranks score the batch, if the algorithm asks for that; returns the batch to train on, and the seconds taken."""
-        algorithm = self._config.algorithm
-        if not (algorithm.needs_reference or algorithm.compares_targets):
-            return batch, {}
-        clock = _Clock()
-        with self._record.tracer.span("score", "controller", step=step.global_step):
-            if algorithm.needs_reference:
-                batch = with_scores(batch, await self._parts.trainers.score(batch, of="reference"), algorithm)
-            if algorithm.compares_targets:
-                scores = await self._parts.trainers.score(batch, of="policy")
-                batch = batch.with_columns(m2_mask=choose_tokens(policy_loss(algorithm), batch, prox_logprobs=scores.logprobs))
-        return batch, {"step/score_s": clock.lap()}
 
     async def _publish(self, version: Version, on_serving: Callable[[Version], None] = lambda _version: None) -> None:
         """Publish. When engines serve the version, which may be later, record how it went and tell `on_serving`."""

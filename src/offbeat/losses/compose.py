@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat.algorithms.objectives import OBJECTIVES, reads_of
 from offbeat.data.batch import Batch, LossSpec
 from offbeat.losses import objectives
-from offbeat.losses.metrics import Report, policy_report
+from offbeat.losses.metrics import REPORTS, Report, policy_report
 from offbeat.losses.regularisers import regulariser
 from offbeat.losses.targets import Targets, only
 from offbeat.losses.weights import constant_weights
@@ -41,7 +41,8 @@ def target_losses(
         index: [m] int64, ascending, indices of these targets among the batch's M. Where a loss is by sequence, they are all targets of
             their sequences.
         entropy: [m] float32 of these targets, with gradient, if a loss has an entropy term.
-        report: whether metrics are computed, for a batch with a single loss over samples of a policy.
+        report: whether metrics are computed, for a batch with a single loss: one that reports metrics of its own, or over samples of a
+            policy.
 
     Returns:
         [m] losses, and metrics.
@@ -77,8 +78,11 @@ def _one_loss(
     for term in loss.regularisers:
         values = regulariser(term.kind, targets, is_loss, ref_logprobs=ref_logprobs, entropy=entropy)
         losses = losses + term.coefficient * values
-    with_report = report and "rollout_logprobs" in batch.columns and loss.own_samples
-    found = policy_report(targets, loss, weights, ref_logprobs=ref_logprobs) if with_report else Report()
+    found = Report()
+    if report and loss.name in REPORTS:
+        found = REPORTS[loss.name](targets)
+    elif report and loss.own_samples and "rollout_logprobs" in batch.columns:
+        found = policy_report(targets, loss, weights, ref_logprobs=ref_logprobs)
     return TargetLosses(losses * columns["loss_weights"], found)
 
 
@@ -92,7 +96,7 @@ def _targets(logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, 
     sequences = batch.target_sequences[index] if _needs_sequences(loss) else np.zeros(0, np.int64)
     return Targets(
         logprobs, prox, rollout, anchor, columns.get("advantages", torch.ones_like(current)), mask != 0,
-        torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(logprobs.device), loss.constants)
+        torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(logprobs.device), loss.constants, columns)
 
 
 def _needs_sequences(loss: LossSpec) -> bool:
