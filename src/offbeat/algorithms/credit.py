@@ -2,7 +2,8 @@
 
 A centre (the baseline) and a scale turn rewards into one number per trajectory (`outcome_advantages`); `rewards_to_go` spreads it, and
 rewards of single tokens, over the tokens before; `whitened_tokens` and `whitened_sequences` bring the result to mean 0 and deviation 1 over
-a whole batch. Statistics are over trajectories with a finite reward. Called by `experience`; a preset is a choice of these.
+a whole batch. With a critic, `gae` compares rewards with its values instead. Statistics are over trajectories with a finite reward. Called
+by `experience`; a preset is a choice of these.
 """
 
 from typing import Literal
@@ -11,7 +12,7 @@ import numpy as np
 
 from offbeat.errors import DataError
 
-Centre = Literal["group", "leave_one_out", "length_weighted", "none"]
+Centre = Literal["group", "leave_one_out", "length_weighted", "critic", "none"]
 Scale = Literal["none", "group_std", "batch_std", "group_mean"]
 
 _EPS = 1e-6
@@ -30,7 +31,8 @@ def outcome_advantages(
         rewards: [N] float64, one per trajectory.
         group_ids: [N] integers; trajectories with equal ids form a group. Groups may differ in size.
         num_tokens: [N], number of trained tokens, the weights of `centre = "length_weighted"`.
-        centre: "group" subtracts the group's mean; "leave_one_out" the mean of the other members; "length_weighted" the mean over tokens.
+        centre: "group" subtracts the group's mean; "leave_one_out" the mean of the other members; "length_weighted" the mean over tokens;
+            "critic" nothing, as a critic's values come later.
         scale: "group_std" divides by the sample standard deviation (over n - 1) + 1e-6 of the group; "batch_std" by that of all rewards;
             "group_mean" by the group's mean, and gives 0 where that is 0.
 
@@ -68,7 +70,7 @@ def _advantages_of(rewards: np.ndarray, group_ids: np.ndarray, num_tokens: np.nd
             tokens = np.bincount(group, num_tokens, minlength=num_groups)
             centred = rewards - (np.bincount(group, num_tokens * rewards, minlength=num_groups) / np.maximum(tokens, 1))[group]
             centred[flat | (tokens == 0)[group]] = 0.0
-        case "none":
+        case "critic" | "none":
             centred = rewards
     match scale:
         case "none":
@@ -93,14 +95,35 @@ def rewards_to_go(rewards: np.ndarray, *, offsets: np.ndarray, gamma: float) -> 
         rewards: [M] float64, one per trained token.
         offsets: [N + 1] int64; trajectory i has the tokens from offsets[i] up to offsets[i + 1]. Only these are steps that discount.
     """
-    returns, running = np.empty(len(rewards)), np.zeros(len(offsets) - 1)
-    lengths = np.diff(offsets)
-    for back in range(1, int(lengths.max(initial=0)) + 1):  # the last tokens of all trajectories, then those before
-        live = np.flatnonzero(lengths >= back)
-        tokens = offsets[1:][live] - back
-        running[live] = rewards[tokens] + gamma * running[live]
-        returns[tokens] = running[live]
-    return returns
+    return _discounted(rewards, offsets=offsets, factors=np.full(len(offsets) - 1, gamma))
+
+
+def gae(
+    rewards: np.ndarray, values: np.ndarray, *, offsets: np.ndarray, end_values: np.ndarray, gamma: float, lam: np.ndarray | float,
+) -> np.ndarray:
+    """Return [M] float64, generalised advantage estimates: the discounted sum of each step's surprise and of those after it.
+
+    The surprise of a step is its reward, plus gamma times the value of the next step, less its own value. Adding the values gives returns.
+
+    Args:
+        rewards, values: [M] float64, of each step; a value is what was expected before the step.
+        offsets: [N + 1] int64; trajectory i has the steps from offsets[i] up to offsets[i + 1]. What lies between two of them, such as an
+            observation, is no step.
+        end_values: [N] float64, what was expected after the last step of each trajectory: 0 where it had come to its end.
+        lam: one for all, or [N] float64.
+
+    Source: arXiv:1506.02438.
+    """
+    following, lengths = np.append(values[1:], 0.0), np.diff(offsets)
+    some = lengths > 0
+    following[offsets[1:][some] - 1] = end_values[some]
+    surprises = rewards + gamma * following - values
+    return _discounted(surprises, offsets=offsets, factors=np.broadcast_to(gamma * np.asarray(lam, np.float64), len(lengths)))
+
+
+def length_lambdas(num_tokens: np.ndarray, *, alpha: float) -> np.ndarray:
+    """Return [N] float64, max(0, 1 - 1 / (alpha n)) of trajectories with n trained tokens. Source: VAPO, arXiv:2504.05118."""
+    return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(num_tokens, 1)))
 
 
 def whitened_tokens(values: np.ndarray) -> np.ndarray:
@@ -127,6 +150,18 @@ def whitened_sequences(values: np.ndarray, *, counted: np.ndarray) -> np.ndarray
     if not len(own) or own.min() == own.max():
         return np.zeros(len(values))
     return np.where(counted, (values - own.mean()) / (_sample_std(own) + _EPS), 0.0)
+
+
+def _discounted(values: np.ndarray, *, offsets: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Return [M] float64: each value plus its trajectory's factor [N] times the result of the value after it."""
+    sums, running = np.empty(len(values)), np.zeros(len(offsets) - 1)
+    lengths = np.diff(offsets)
+    for back in range(1, int(lengths.max(initial=0)) + 1):  # the last steps of all trajectories, then those before
+        live = np.flatnonzero(lengths >= back)
+        steps = offsets[1:][live] - back
+        running[live] = values[steps] + factors[live] * running[live]
+        sums[steps] = running[live]
+    return sums
 
 
 def _sample_std(values: np.ndarray) -> float:

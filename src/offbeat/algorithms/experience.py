@@ -5,11 +5,13 @@ ranks and micro-batches, or on rows that are dropped.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from offbeat.algorithms.credit import outcome_advantages, rewards_to_go, whitened_sequences, whitened_tokens
+from offbeat.algorithms.critic import with_values
 from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
 from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.config.algorithms import AlgorithmConfig
@@ -37,7 +39,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
         A batch whose `group_ids` are positions in `groups`. If all prompts of a group are equal, `prefix_lens` is their length. With N
         usable trajectories of n_i loss tokens, in P prompts of n_g, a token of trajectory i weighs 1 / sum(n) (token_mean), 1 / (N n_i)
         (sequence_mean), 1 / N (sequence_sum), 1 / (N max_new_tokens) (fixed_length) or 1 / (P n_g) (prompt_mean). With
-        `config.reward_kl`, the advantages are those before it, and `with_scores` completes them.
+        `config.reward_kl`, the advantages are those before it, and with a critic they are the rewards; `with_scores` completes them.
 
     Raises:
         DataError: a trajectory begins with a generated token, so that nothing predicts it; or a reward is negative where none may be.
@@ -65,11 +67,17 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     advantage_column[trained] = advantages[gather_ranges(offsets, kept)]
     weights, denominator = _token_weights(num_trained, group_ids, config.loss_aggregation, max_new_tokens)
     prefix_lens = np.repeat([_shared_prompt_len(usable) for usable in members], sizes)
-    return Batch.of_next_tokens(
+    batch = Batch.of_next_tokens(
         _concatenate([trajectories[i].tokens for i in kept], np.int32), trained, lengths=lengths, columns={
             "rollout_logprobs": _concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32),
             "advantages": advantage_column, "loss_weights": np.repeat(weights[kept], lengths)},
         losses=(policy_loss(config),), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator)
+    if config.needs_critic:
+        batch = replace(batch, sequences=batch.sequences | {"truncated": truncated[kept].astype(np.int64)})
+    if config.imitation_coefficient:
+        right = np.nansum(rewards_KN, axis=0)[kept] > config.imitate_above
+        batch = batch.with_columns(imitate_mask=right[batch.target_sequences].astype(np.float32))
+    return batch
 
 
 def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: AlgorithmConfig) -> Batch:
@@ -79,23 +87,28 @@ def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: Algorith
     -beta * (rollout_logprobs - ref_logprobs), and at the last one of a sequence also the sequence's advantage; a target's advantage is
     the discounted sum of the rewards from there on, whitened if `config` says so.
 
+    With a critic, `critic.with_values` makes advantages of these rewards instead.
+
     Args:
-        scores: [M] float32 each, by name: `ref_logprobs`, under the reference policy, if `config.needs_reference`. Differences from
-            `rollout_logprobs` are limited to 20.
+        scores: by name, as far as `config` needs them: `ref_logprobs` [M] float32, under the reference policy, whose differences from
+            `rollout_logprobs` are limited to 20; `values` [M] float32, and `end_values` [N] float32, what the critic expects after the last
+            token of a sequence that was cut off, and 0 for others.
     """
-    if not config.needs_reference:
+    penalties = np.zeros(batch.num_targets)
+    if config.needs_reference:
+        ref_logprobs = scores["ref_logprobs"]
+        if config.kl_loss != "none":
+            batch = batch.with_columns(ref_logprobs=ref_logprobs)
+        log_ratios = np.clip(batch.columns["rollout_logprobs"].astype(np.float64) - ref_logprobs, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        penalties = -config.reward_kl * log_ratios
+    if not (config.reward_kl or config.needs_critic):
         return batch
-    ref_logprobs = scores["ref_logprobs"]
-    if config.kl_loss != "none":
-        batch = batch.with_columns(ref_logprobs=ref_logprobs)
-    if not config.reward_kl:
-        return batch
-    log_ratios = np.clip(batch.columns["rollout_logprobs"].astype(np.float64) - ref_logprobs, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     offsets = batch.target_offsets
-    outcomes = np.zeros(len(batch))
-    ends = offsets[1:][np.diff(offsets) > 0] - 1
-    outcomes[np.diff(offsets) > 0] = batch.columns["advantages"][ends]
-    return batch.with_columns(advantages=_spread(outcomes, offsets, config, extra=-config.reward_kl * log_ratios).astype(np.float32))
+    outcomes, some = np.zeros(len(batch)), np.diff(offsets) > 0
+    outcomes[some] = batch.columns["advantages"][offsets[1:][some] - 1]
+    if config.needs_critic:
+        return with_values(batch, outcomes, penalties, values=scores["values"], end_values=scores["end_values"], config=config)
+    return batch.with_columns(advantages=_spread(outcomes, offsets, config, extra=penalties).astype(np.float32))
 
 
 def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:

@@ -104,6 +104,7 @@ def reads_of(loss: LossSpec) -> tuple[str, ...]:
     reads += ["m2_mask"] if "m2" in metrics else []
     reads += ["ref_logprobs"] if kinds & {"k2", "k3", "ratio_k3"} else []
     reads += ["entropy"] if "entropy" in kinds else []
+    reads += ["imitate_mask"] if "imitation" in kinds else []
     return tuple(dict.fromkeys(reads))
 
 
@@ -129,7 +130,8 @@ def policy_loss(config: AlgorithmConfig) -> LossSpec:
         constant.check(f"{key} of the objective {name}", values[key])
     terms = [
         *([RegulariserSpec(config.kl_loss, config.kl_coefficient)] if config.kl_loss != "none" else []),
-        RegulariserSpec("entropy", config.entropy_coefficient), RegulariserSpec("drift", config.drift_coefficient)]
+        RegulariserSpec("entropy", config.entropy_coefficient), RegulariserSpec("drift", config.drift_coefficient),
+        RegulariserSpec("imitation", config.imitation_coefficient)]
     return LossSpec(
         name, values, anchor=config.anchor,
         weight=None if config.weight == "none" else WeightSpec(
@@ -137,6 +139,11 @@ def policy_loss(config: AlgorithmConfig) -> LossSpec:
         filters=tuple(FilterSpec(rule.metric, rule.level, rule.aggregate, rule.low, rule.high) for rule in config.filters),
         regularisers=tuple(term for term in terms if term.coefficient),
         own_samples=True)
+
+
+def value_loss(clip: float) -> LossSpec:
+    """Return the loss of a critic, whose values may move `clip` from where they were; 0 is no limit."""
+    return LossSpec("value", {"clip": clip})
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:

@@ -65,6 +65,7 @@ def _about(algorithm: AlgorithmConfig) -> Iterator[str]:
     computed = [what for what, needed in (
         ("log-probabilities before the first update", algorithm.needs_prox_pass),
         ("log-probabilities under the reference policy", algorithm.needs_reference),
+        ("values, before and in an update of the critic", algorithm.needs_critic),
         ("the entropy of each token", algorithm.needs_entropy)) if needed]
     yield f"algorithm {name}: besides the update's own forward pass, a step computes {' and '.join(computed) or 'nothing'}"
     if algorithm.ratio_is_one:

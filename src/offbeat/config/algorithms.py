@@ -33,8 +33,9 @@ class AlgorithmConfig(Section):
     preset: Literal[tuple(PRESETS)] = field(  # pyright: ignore[reportInvalidTypeForm]
         "grpo", "Named set of defaults for this section; docs/algorithms.md says when to use which.")
 
-    centre: Literal["group", "leave_one_out", "length_weighted", "none"] = field(
-        "group", "Baseline of a reward: the mean of the prompt's group; of its other members; the mean weighted by answers' lengths; 0.")
+    centre: Literal["group", "leave_one_out", "length_weighted", "critic", "none"] = field(
+        "group", "Baseline of a reward: the mean of the prompt's group; of its other members; the mean weighted by answers' lengths; the"
+        " values of a critic, which [critic] describes; 0.")
     scale: Literal["none", "group_std", "batch_std", "group_mean"] = field(
         "group_std", "What centred rewards are divided by: nothing; the standard deviation of the group, or of the batch, each plus 1e-6;"
         " the group's mean, for rewards of at least 0.")
@@ -44,8 +45,19 @@ class AlgorithmConfig(Section):
         False, "Centre and scale each of a sample's named rewards by itself, and add up the results; false adds up the rewards first.")
     gamma: float = field(
         1.0, "Discount per generated token of what comes later; 1 gives all tokens of an answer the same credit.", gt=0, le=1)
+    gae_lambda: float = field(
+        1.0, "With a critic: how far an advantage trusts what came rather than values (arXiv:1506.02438); 1 trusts the rewards alone.",
+        ge=0, le=1)
+    critic_lambda: float = field(
+        1.0, "With a critic: the same for the returns that it learns; with 1 they are what was really got, and owe nothing to its"
+        " mistakes.", ge=0, le=1)
+    gae_length_alpha: float = field(
+        0.0, "With a critic: let gae_lambda be 1 - 1 / (alpha n) for an answer of n tokens, at least 0 (VAPO: 0.05); 0 is off.", ge=0)
+    turn_level: bool = field(
+        False, "With a critic: take each turn, what was generated between two observations, as one step, whose tokens share an advantage.")
     imitate_above: float = field(
-        0.0, "With objective = \"cross_entropy\": imitate samples of a larger reward; the default takes every reward above 0 for success.")
+        0.0, "Imitate samples of a larger reward, with objective = \"cross_entropy\" or an imitation_coefficient; the default takes every"
+        " reward above 0 for success.")
 
     reward_bias: float = field(0.0, "Added to each reward first.")
     reward_scale: float = field(1.0, "Multiplies rewards after the bias.", gt=0)
@@ -97,12 +109,14 @@ class AlgorithmConfig(Section):
         0.0, "Factor of the entropy, which is taken from the loss so that answers stay varied; 0 is off.", ge=0)
     drift_coefficient: float = field(
         0.0, "Factor of the squared change of log-probabilities since sampling, which is added to the loss; 0 is off.", ge=0)
+    imitation_coefficient: float = field(
+        0.0, "Factor of the cross-entropy of answers above imitate_above, which is added to the loss (VAPO: 0.1); 0 is off.", ge=0)
     reference: Literal["initial"] = field("initial", "Policy that kl_loss and reward_kl compare with: the model that the run began with.")
     reference_refresh_steps: int = field(0, "Steps after which the reference becomes the current policy; 0 is never.", ge=0)
 
     drop_zero_advantage: bool = field(
         True, "Leave out sequences whose advantage is exactly 0; they have no gradient but keep their share of the denominators. Off by"
-        " default where kl_loss, reward_kl, entropy or drift act on all tokens.")
+        " default with a critic, and where kl_loss, reward_kl, entropy, drift or imitation act on all tokens.")
     num_minibatches: int = field(1, "Optimizer steps per batch; more than one recomputes proximal log-probabilities first.", ge=1)
 
     @property
@@ -111,9 +125,14 @@ class AlgorithmConfig(Section):
         return self.kl_loss != "none" or self.reward_kl > 0
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is trained beside the policy, whose values are the baseline."""
+        return self.centre == "critic"
+
+    @property
     def needs_scores(self) -> bool:
         """Whether a batch is scored by forward passes of their own before it is trained on."""
-        return self.needs_reference or self.compares_targets
+        return self.needs_reference or self.compares_targets or self.needs_critic
 
     @property
     def needs_entropy(self) -> bool:
@@ -163,13 +182,13 @@ class AlgorithmConfig(Section):
         filled = {**preset, **given}
         if isinstance(constants := given.get("constants"), dict):
             filled["constants"] = preset.get("constants", {}) | constants  # a dumped configuration without constants has no such table
-        if _terms_on_all_tokens(filled):
+        if _terms_on_all_tokens(filled) or filled.get("centre") == "critic":
             filled.setdefault("drop_zero_advantage", False)
         return filled
 
 
 def _terms_on_all_tokens(values: Mapping[str, Any]) -> tuple[str, ...]:
-    off = {"kl_loss": "none", "reward_kl": 0, "entropy_coefficient": 0, "drift_coefficient": 0}
+    off = {"kl_loss": "none", "reward_kl": 0, "entropy_coefficient": 0, "drift_coefficient": 0, "imitation_coefficient": 0}
     return tuple(name for name, nothing in off.items() if values.get(name, nothing) != nothing)
 
 

@@ -49,6 +49,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
         "2503.14476", "For long reasoning from verifiable rewards: clips less upwards, so that entropy lasts, and is gentle on answers that"
         " are cut off; add a rollout.should_accept that rejects groups of equal rewards, which is its dynamic sampling.",
         {**_FREE, "clip_high": 0.28, "overlong_buffer_share": 0.2, "mask_truncated": True}),
+    "ppo": Preset(
+        "1707.06347", "With one sample per prompt, long episodes or rewards that come on the way: a critic says of every token what it was"
+        " worth; costs a second model of the policy's size.", {**_UNSCALED, "centre": "critic"}),
+    "vapo": Preset(
+        "2504.05118", "As ppo, for long reasoning from verifiable rewards; set critic.warmup_steps, so that values mean something before"
+        " the policy follows them.",
+        {**_UNSCALED, "centre": "critic", "clip_high": 0.28, "gae_length_alpha": 0.05, "imitation_coefficient": 0.1}),
     "lite_ppo": Preset(
         "2508.08221", "When many groups have nearly equal rewards, whose own deviation would blow up small differences.",
         {**_FREE, "scale": "batch_std"}),

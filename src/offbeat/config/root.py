@@ -10,6 +10,7 @@ from offbeat.config.base import Section, field
 from offbeat.config.checkpoint import CheckpointConfig
 from offbeat.config.cluster import ClusterConfig
 from offbeat.config.controller import EvaluateConfig
+from offbeat.config.critic import CriticConfig
 from offbeat.config.data import DataConfig
 from offbeat.config.dist import DistConfig
 from offbeat.config.inference import InferenceConfig
@@ -29,6 +30,7 @@ class Config(Section):
     model: ModelConfig = field(ModelConfig(), "The model.")
     data: DataConfig = field(DataConfig(), "Prompts and answers.")
     algorithm: AlgorithmConfig = field(AlgorithmConfig(), "The objective.")
+    critic: CriticConfig = field(CriticConfig(), "The critic.")
     train: TrainConfig = field(TrainConfig(), "The ranks that learn.")
     sft: SftConfig = field(SftConfig(), "Supervised fine-tuning.")
     rollout: RolloutConfig = field(RolloutConfig(), "Rollouts.")
@@ -103,7 +105,7 @@ class Config(Section):
 
     def _check_credit(self) -> None:
         algorithm, rollout = self.algorithm, self.rollout
-        if rollout.group_size == 1 and algorithm.centre != "none":
+        if rollout.group_size == 1 and algorithm.centre not in ("none", "critic"):
             raise ValueError(
                 f"rollout.group_size must be at least 2 with algorithm.centre = '{algorithm.centre}', got 1; the mean of a group is its"
                 " baseline, so one sample alone learns nothing")
@@ -111,6 +113,8 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.scale must be 'none' with algorithm.centre = 'none', got '{algorithm.scale}'; equal rewards have no deviation"
                 " to divide by")
+        if algorithm.needs_critic:
+            self._check_critic()
         if algorithm.scale == "group_mean" and algorithm.has_penalties:
             raise ValueError(
                 "algorithm.length_penalty and algorithm.overlong_buffer_share must be 0 with algorithm.scale = 'group_mean', which needs"
@@ -127,6 +131,30 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.reward_kl must be 0 with algorithm.objective = 'cross_entropy', which reads no advantages, got"
                 f" {algorithm.reward_kl:g}; use algorithm.kl_loss")
+
+    def _check_critic(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.scale != "none":
+            raise ValueError(
+                f"algorithm.scale must be 'none' with algorithm.centre = 'critic', got '{algorithm.scale}'; algorithm.whiten = 'tokens' can"
+                " scale its advantages")
+        for name, why in (
+            ("separate_rewards", "a critic learns the sum of the rewards"), ("drop_zero_advantage", "the critic learns from all tokens"),
+        ):
+            if getattr(algorithm, name):
+                raise ValueError(f"algorithm.{name} must be false with algorithm.centre = 'critic', got true; {why}")
+        if algorithm.whiten == "sequences":
+            raise ValueError(
+                "algorithm.whiten must be 'none' or 'tokens' with algorithm.centre = 'critic', got 'sequences'; each token has an advantage"
+                " of its own")
+        if algorithm.objective == "cross_entropy":
+            raise ValueError(
+                "algorithm.objective must be one that reads advantages with algorithm.centre = 'critic', got 'cross_entropy'; use another"
+                " centre")
+        if self.critic.warmup_steps >= self.run.total_steps:
+            raise ValueError(
+                f"critic.warmup_steps must be below run.total_steps = {self.run.total_steps}, got {self.critic.warmup_steps}; the policy"
+                " would never be trained")
 
     def _check_loss(self) -> None:
         algorithm = self.algorithm

@@ -43,6 +43,7 @@ class Checkpoints:
         self._trainers = parts.trainers
         self._config = parts.config
         self._index = index_of(parts.config, kind)
+        self._critic = parts.critic if kind == TRAINING else None
 
     async def restore(self) -> SavedState | None:
         """Bring the train ranks to the newest checkpoint that is as it was written; None where there never was one.
@@ -60,7 +61,14 @@ class Checkpoints:
             raise ConfigError(
                 f"the checkpoint {found.folder} was written by {len(found.saved.heads)} processes that draw data, and now there are"
                 f" {self._parts.num_heads}; resume with the same rollout.single_rank_load and number of ranks, or change run.name")
-        step = await self._trainers.load(Path(found.folder) / "ranks")
+        folder = Path(found.folder)
+        step = await self._trainers.load(folder / "ranks")
+        if (critic := self._critic) is not None:
+            if (folder / "critic").exists():
+                step = await critic.load(folder / "critic")  # the policy has not been trained in the critic's warm-up
+            else:
+                self._parts.record.note("resuming", "the critic begins anew: the checkpoint has none")
+                step = found.saved.global_step
         if step != found.saved.global_step:  # only where an older version wrote it, without checksums
             raise StorageError(
                 f"the checkpoint {found.folder} is of step {found.saved.global_step}, but the files of its ranks are of step {step}; rename"
@@ -97,6 +105,8 @@ class Checkpoints:
                 index_of(self._config, WARM_UP).clear()  # nobody goes back to it
 
         await self._trainers.save(self._index.folder(global_step) / "ranks")
+        if self._critic is not None:
+            await self._critic.save(self._index.folder(global_step) / "critic")
         await self._parts.peers.lead("save_complete", complete, None)
 
     async def export(self) -> None:

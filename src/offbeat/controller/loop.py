@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.aio import run_beside
+from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator
@@ -38,6 +39,7 @@ from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data import wire
+from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publication import PublishReport
@@ -82,6 +84,8 @@ class _Training:
 
     async def run(self) -> TrainResult:
         parts, state, config = self._parts, self._state, self._config
+        if parts.critic is not None:
+            await parts.critic.restart_optimizer(config.critic.optimizer, total_steps=config.run.total_steps)
         await parts.trainers.restart_optimizer(config.train.optimizer, total_steps=config.run.total_steps)
         saved = await self._checkpoints.restore()
         if saved is not None:
@@ -93,7 +97,7 @@ class _Training:
         await parts.publisher.settle()  # rollouts begin with it
         rollouts = parts.source.rollouts(self._stream, version=state.version, last_version=state.last_version)
         evaluator = Evaluator(rollouts, parts.inputs.heldout, config.timed_evaluate, parts.peers)
-        self._record.console.start(f"{config.run.name} · GRPO", config.run.total_steps)
+        self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
         if saved is None and evaluator.due(0, last=True):
             before = await self._evaluate(evaluator, 0)
             self._record.stats.commit(0, 0, 0, {"eval/accuracy": before})
@@ -128,10 +132,10 @@ class _Training:
         made_s, scored_s = clock.lap(), 0.0
         if config.algorithm.needs_scores:
             with span("score", "controller", step=step.global_step):
-                batch = await score_batch(batch, self._parts.trainers, config.algorithm)
+                batch = await score_batch(batch, self._parts.trainers, config.algorithm, critic=self._parts.critic)
             scored_s = clock.lap()
         with span("train", "controller", step=step.global_step):
-            stats = await self._parts.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
+            stats = await self._train(batch, step)
         trained_s = made_s + clock.lap()
         with span("publish", "controller", version=step.next_version):
             await self._publish(step.next_version, rollouts.advance)
@@ -141,6 +145,18 @@ class _Training:
         part = combine([batch_stats(groups, version=step.version), rollouts.take_stats()])
         parts = await self._parts.peers.gather("export_stats", part)
         return groups, stats | batch_metrics(parts) | times
+
+    async def _train(self, batch: Batch, step: Step) -> dict[str, float]:
+        """Train the critic, if there is one, and after its warm-up the policy."""
+        config, critic, stats = self._config, self._parts.critic, {}
+        if critic is not None:
+            learnt = critic_batch(batch, value_clip=config.critic.value_clip)
+            found = await critic.train_step(learnt, num_minibatches=config.algorithm.num_minibatches)
+            stats = {name.replace("train/", "critic/"): value for name, value in found.items()}
+            if step.global_step <= config.critic.warmup_steps:
+                return {"train/tokens": stats.pop("critic/tokens"), **stats}
+            del stats["critic/tokens"]
+        return stats | await self._parts.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
 
     async def _publish(self, version: Version, on_serving: Callable[[Version], None] = lambda _version: None) -> None:
         """Publish. When engines serve the version, which may be later, record how it went and tell `on_serving`."""

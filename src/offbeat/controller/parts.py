@@ -119,6 +119,7 @@ class RunParts:
         watch: runs beside the loop until cancelled; raises when the run cannot go on, because of engines.
         num_heads: number of processes that draw data and roll out.
         head: index of the head whose data this process continues with; 0 if it draws none.
+        critic: the same ranks as trainers of the critic, if the algorithm has one.
     """
 
     config: Config
@@ -131,3 +132,4 @@ class RunParts:
     watch: Callable[[], Coroutine[Any, Any, None]]
     num_heads: int = 1
     head: int = 0
+    critic: Trainers | None = None

@@ -6,6 +6,7 @@ computed here, over the whole batch, so that neither ranks nor micro-batches nor
 
 import numpy as np
 
+from offbeat.algorithms.critic import with_end_targets
 from offbeat.algorithms.experience import with_scores
 from offbeat.algorithms.objectives import policy_loss
 from offbeat.algorithms.selection import choose_tokens
@@ -14,13 +15,24 @@ from offbeat.data.batch import Batch
 from offbeat.ranks.trainers import Trainers
 
 
-async def score_batch(batch: Batch, trainers: Trainers, config: AlgorithmConfig) -> Batch:
+async def score_batch(batch: Batch, trainers: Trainers, config: AlgorithmConfig, *, critic: Trainers | None = None) -> Batch:
     """Return a batch of `make_batch` with everything that its training step reads."""
     scores: dict[str, np.ndarray] = {}
     if config.needs_reference:
         scores["ref_logprobs"] = (await trainers.score(batch, of="reference")).columns["logprobs"]
+    if critic is not None:
+        scores |= await _values(batch, critic)
     batch = with_scores(batch, scores, config)
     if config.compares_targets:
         prox_logprobs = (await trainers.score(batch)).columns["logprobs"]
         batch = batch.with_columns(m2_mask=choose_tokens(policy_loss(config), batch, prox_logprobs=prox_logprobs))
     return batch
+
+
+async def _values(batch: Batch, critic: Trainers) -> dict[str, np.ndarray]:
+    """Return `values` [M] float32 before each target, and `end_values` [N] float32 after what was cut off."""
+    scored, added = with_end_targets(batch)
+    values = (await critic.score(scored)).columns["values"]
+    end_values = np.zeros(len(batch), np.float32)
+    end_values[scored.target_sequences[added]] = values[added]
+    return {"values": values[~added], "end_values": end_values}

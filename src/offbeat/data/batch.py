@@ -66,7 +66,7 @@ class FilterSpec:
 class RegulariserSpec:
     """A term that is added to the loss of every target, also of those whose weight is 0; see `losses.regularisers`."""
 
-    kind: Literal["k2", "k3", "ratio_k3", "entropy", "drift"]
+    kind: Literal["k2", "k3", "ratio_k3", "entropy", "drift", "imitation"]
     coefficient: float
 
 
@@ -106,9 +106,11 @@ class Batch:
         positions: [M] int64, ascending, indices into `tokens`: the token whose output predicts each target.
         targets: [M] int32, token ids.
         columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
-            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `ratio_mask` and `m2_mask` (1 or 0).
+            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `ratio_mask`, `m2_mask` and `imitate_mask` (1 or 0); for a critic
+            `values` (before its update) and `returns`.
         sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
-            `prefix_lens` tokens; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
+            `prefix_lens` tokens; for a critic `truncated` (1 or 0); `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if
+            there are several.
         losses: losses of the sequences.
         adapters: names of the adapters that the sequences train; empty if the trainer has only one thing to train.
         denominator: number of targets or sequences over which the loss weights average, to weigh batches that were drawn separately.

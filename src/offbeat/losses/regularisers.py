@@ -7,8 +7,10 @@ With lp the trained log-probability, d = lp - ref, r = exp(lp - anchor) and H th
     ratio_k3  r * k3              r with gradient: value and gradient are those of KL(current || reference), also off-policy
     entropy   -H                  so that a positive coefficient raises the entropy
     drift     (lp - rollout)^2
+    imitation -lp where `imitate_mask` is not 0
 
-Source: http://joschu.net/blog/kl-approx.html; k3 in the loss, arXiv:2402.03300; ratio_k3, arXiv:2512.02556.
+Source: http://joschu.net/blog/kl-approx.html; k3 in the loss, arXiv:2402.03300; ratio_k3, arXiv:2512.02556;
+imitation, arXiv:2504.05118.
 """
 
 import torch
@@ -35,6 +37,8 @@ def regulariser(kind: str, targets: Targets, is_loss: Tensor, *, ref_logprobs: T
         return -only(is_loss, entropy)
     if kind == "drift":
         return only(is_loss & torch.isfinite(targets.rollout), targets.logprobs - targets.rollout).square()
+    if kind == "imitation":
+        return -only(is_loss & (targets.columns["imitate_mask"] != 0), targets.logprobs)
     assert ref_logprobs is not None, f"the term {kind} needs the column ref_logprobs"
     known = is_loss & torch.isfinite(ref_logprobs)
     if kind == "k2":

@@ -17,10 +17,18 @@ _PROBE = 3.0
 
 
 class ValueHead(nn.Linear):
-    """A linear layer to one number, which computes in float32 under autocast, too. It begins with zeros, so that every value is 0."""
+    """A linear layer to one number, which computes in float32 under autocast, too. It begins with zeros, so that every value is 0.
+
+    Attributes:
+        mean, scale: [] float32, the units of what the layer gives: a value is `mean` plus `scale` times that.
+    """
 
     def __init__(self, hidden_size: int, *, bias: bool = True) -> None:
         super().__init__(hidden_size, 1, bias=bias)
+        self.mean: Tensor
+        self.scale: Tensor
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.zero_()
@@ -28,7 +36,16 @@ class ValueHead(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # the parameter name of nn.Linear
         """Map hidden states [..., H] to values [..., 1] float32."""
         with torch.autocast(input.device.type, enabled=False):
-            return linear(input.float(), self.weight, self.bias).clone()  # not a view, which FSDP2 warns about
+            return self.mean + self.scale * linear(input.float(), self.weight, self.bias)
+
+    @torch.no_grad()
+    def change_units(self, *, mean: float, scale: float) -> None:
+        """Set `mean` and `scale`, and change weight and bias so that no value changes."""
+        old_mean, old_scale = self.mean.item(), self.scale.item()
+        self.weight.mul_(old_scale / scale)
+        self.bias.mul_(old_scale / scale).add_((old_mean - mean) / scale)
+        self.mean.fill_(mean)
+        self.scale.fill_(scale)
 
 
 def give_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:

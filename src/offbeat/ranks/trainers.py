@@ -42,7 +42,7 @@ OnSpan = Callable[[str, str, float, float], None]
 
 
 class Trainers:
-    """R ranks that train one policy, or many adapters. In SPMD mode every rank calls the same methods.
+    """R ranks that train one model, or many adapters. In SPMD mode every rank calls the same methods.
 
     Attributes:
         steps: number of optimizer steps that each adapter has taken, by name; empty where one policy is trained.

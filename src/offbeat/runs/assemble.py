@@ -16,7 +16,7 @@ from offbeat.controller.parts import Publishing, RunParts, SingleProcess
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
 from offbeat.fleet.publishers import PolicyPublisher, Release, WeightsPublisher, release_nobody
-from offbeat.ranks.ranks import WorkerRanks
+from offbeat.ranks.ranks import Ranks, WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
 from offbeat.runs.rank_info import RankInfo
@@ -44,7 +44,14 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
         trainers = Trainers(ranks, config, on_span=record.on_span)
         policy = await open_policy(stack, fleet, inputs, config, write=trainers.write_weights, holds=trainers.holds)
         source = EngineRollouts(config, record, inputs, policy.generate, rewards)
-        yield RunParts(config, record, inputs, trainers, policy.publisher, source, SingleProcess(), policy.watch)
+        yield RunParts(
+            config, record, inputs, trainers, policy.publisher, source, SingleProcess(), policy.watch,
+            critic=make_critic(ranks, config, record))
+
+
+def make_critic(ranks: Ranks, config: Config, record: RunRecord) -> Trainers | None:
+    """Return the ranks as trainers of the critic, if the algorithm has one."""
+    return Trainers(ranks, config, part="critic", on_span=record.on_span) if config.algorithm.needs_critic else None
 
 
 @dataclass(frozen=True)

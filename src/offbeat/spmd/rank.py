@@ -28,7 +28,7 @@ from offbeat.pulse import work
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.reward_pool import RewardPool
-from offbeat.runs.assemble import open_policy
+from offbeat.runs.assemble import make_critic, open_policy
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, open_rewards
 from offbeat.spmd.peers import EngineNews, Followed, RankPeers, follow, make_release
@@ -99,9 +99,11 @@ async def _open(
     addresses = await peers.lead("engines", serve, EngineAddresses)
     sharder = Sharder.of(config, model=inputs.model, num_ranks=rank_info.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
-    trainers = Trainers(OwnRank(own_trainers, loading, thread, host=rank_info.store_host), config, on_span=record.on_span)
+    own_rank = OwnRank(own_trainers, loading, thread, host=rank_info.store_host)
+    trainers = Trainers(own_rank, config, on_span=record.on_span)
     num_heads, head = (1, 0) if one_loads else (rank_info.world, rank_info.rank)
-    parts = partial(RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head)
+    parts = partial(
+        RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head, critic=make_critic(own_rank, config, record))
     if rewards is None:
         return parts(follow(trainers, inputs, config, peers), NoRolloutSource(inputs), watch=_watch_nothing)
     if engines is None:

@@ -57,6 +57,11 @@ class ModelTrainer(Trainer):
         model = cls._load_model(folder, config)
         return cls(model, choose(config.train.strategy, model, groups=groups), folder=folder, config=config, groups=groups)
 
+    @property
+    def model(self) -> nn.Module:
+        """What is trained, as the strategy has distributed it."""
+        return self._strategy.model
+
     @classmethod
     def _load_model(cls, folder: str, config: Config) -> PreTrainedModel:
         return load_policy(folder, config=config.train)

@@ -19,6 +19,7 @@ from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.trainer import Trainer
+from offbeat.trainer.value_trainer import ValueTrainer
 from offbeat.workers.worker import Nothing, Service, answer
 
 _STORE_TIMEOUT_S = 60.0
@@ -35,14 +36,19 @@ def build_trainers(model: str, config: Config, groups: ProcessGroups, *, many: b
     """Load models, and build the trainers of a run by the part that they train, or that of `many` adapters; collective.
 
     Args:
-        model: folder or hub id of the policy, whose trainer is the part "".
+        model: folder or hub id of the policy, whose trainer is the part "". That of a critic is "critic".
     """
     if many:
-        policy = BankTrainer.build_empty(model, config=config, groups=groups)
+        trainers: dict[str, Trainer] = {"": BankTrainer.build_empty(model, config=config, groups=groups)}
     else:
         policy = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
+        trainers = {"": policy}
+        if config.algorithm.needs_critic:
+            trainers["critic"] = ValueTrainer.build_critic(
+                config.critic.path or model, config=config, groups=groups,
+                policy=policy if isinstance(policy, ModelTrainer) and not config.critic.path else None)
     gc.freeze()  # what libraries have loaded stays forever; each collection that walks it costs 0.1 s
-    return {"": policy}
+    return trainers
 
 
 def find_trainer(trainers: Mapping[str, Trainer], method: str) -> tuple[Trainer, str]:

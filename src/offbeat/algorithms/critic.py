@@ -1,0 +1,90 @@
+"""What a critic gives a batch, and what it learns from it. Numpy only; called by the controller around the score step.
+
+A value is what the critic expects of the rest of an episode before a token is generated: the output of the value model at the position that
+predicts the token. Only generated tokens are steps; what lies between them, such as a tool's output, is skipped.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from offbeat.algorithms.credit import gae, length_lambdas, whitened_tokens
+from offbeat.algorithms.objectives import value_loss
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.data.batch import Batch
+
+
+def with_end_targets(batch: Batch) -> tuple[Batch, np.ndarray]:
+    """Add a target after the last token of each sequence that was cut off, to score what is expected there.
+
+    Args:
+        batch: has the sequence column `truncated`.
+
+    Returns:
+        The batch, without columns but `loss_weights`, and [M'] bool, which of its targets were added.
+    """
+    cut_off = np.flatnonzero(batch.sequences["truncated"])
+    positions = np.concatenate([batch.positions, batch.offsets[cut_off + 1] - 1])
+    order = np.argsort(positions, kind="stable")
+    added = order >= batch.num_targets
+    targets = np.concatenate([batch.targets, np.zeros(len(cut_off), np.int32)])[order]
+    return replace(
+        batch, positions=positions[order], targets=targets, columns={"loss_weights": (~added).astype(np.float32)},
+        losses=(value_loss(0.0),)), added
+
+
+def with_values(
+    batch: Batch, outcomes: np.ndarray, penalties: np.ndarray, *, values: np.ndarray, end_values: np.ndarray, config: AlgorithmConfig,
+) -> Batch:
+    """Return the batch with advantages over the critic's values, and with the columns `values` and `returns` for `critic_batch`.
+
+    Advantages are generalised advantage estimates; returns are those of `critic_lambda` plus the values, before any whitening. With
+    `config.turn_level` a turn is one step: it has the outcome that falls into it and the value of its first token, and its tokens share its
+    advantage and its return. Penalties are then taken from the advantages of their own tokens alone, and are in no return.
+
+    Args:
+        outcomes: [N] float64, the reward of each sequence, which falls on its last generated token.
+        penalties: [M] float64, rewards of single tokens.
+        values: [M] float32, before each target.
+        end_values: [N] float32, after the last token of a sequence that was cut off, and 0 for others.
+    """
+    offsets = batch.target_offsets
+    rewards = np.zeros(batch.num_targets) if config.turn_level else penalties.astype(np.float64)
+    some = np.diff(offsets) > 0
+    rewards[offsets[1:][some] - 1] += outcomes[some]
+    starts = _turn_starts(batch) if config.turn_level else np.arange(batch.num_targets)
+    steps = np.searchsorted(starts, offsets)
+    num_tokens = np.diff(np.append(starts, batch.num_targets))
+    of_steps = values[starts].astype(np.float64)
+    rewards_of_steps = np.add.reduceat(rewards, starts) if len(starts) else rewards
+
+    def estimates(lam: np.ndarray | float) -> np.ndarray:
+        return gae(rewards_of_steps, of_steps, offsets=steps, end_values=end_values.astype(np.float64), gamma=config.gamma, lam=lam)
+
+    lam = length_lambdas(np.diff(steps), alpha=config.gae_length_alpha) if config.gae_length_alpha else config.gae_lambda
+    advantages = np.repeat(estimates(lam), num_tokens)
+    if config.turn_level:
+        advantages = advantages + penalties
+    if config.whiten == "tokens":
+        advantages = whitened_tokens(advantages)
+    returns = np.repeat(estimates(config.critic_lambda) + of_steps, num_tokens)
+    return batch.with_columns(advantages=advantages.astype(np.float32), values=values, returns=returns.astype(np.float32))
+
+
+def critic_batch(batch: Batch, *, value_clip: float) -> Batch:
+    """Return what a critic learns from the batch that `with_values` gives: the mean loss of its values over all targets.
+
+    Args:
+        value_clip: as in `config.critic`.
+    """
+    weights = np.full(batch.num_targets, 1 / max(batch.num_targets, 1), np.float32)
+    return replace(
+        batch, columns={"loss_weights": weights, "values": batch.columns["values"], "returns": batch.columns["returns"]},
+        losses=(value_loss(value_clip),), denominator=float(batch.num_targets))
+
+
+def _turn_starts(batch: Batch) -> np.ndarray:
+    """Return [K] int64, the first target of each turn: that of a sequence, or one that does not follow the target before it."""
+    begins = np.diff(batch.positions, prepend=-2) != 1
+    begins |= np.diff(batch.target_sequences, prepend=-1) != 0
+    return np.flatnonzero(begins)
