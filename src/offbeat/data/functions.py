@@ -1,4 +1,4 @@
-"""Loads functions named in the configuration: rewards, workflows and filters. Called once per process, when it starts.
+"""Loads functions named in the configuration: rewards, workflows, filters, and a user's own objective and credit.
 
 A name is `package.module:function`, or `path/to/file.py:function` for code that is not installed. Every error in a name is reported in one
 sentence, with the nearest name that exists.

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from offbeat.data.functions import resolve
 from offbeat.errors import CodeError
-from offbeat.rollout.functions import resolve
 from offbeat.rollout.rewards.exact_match import exact_match
 
 SOURCE = """
