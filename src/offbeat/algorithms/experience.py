@@ -10,8 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
+from offbeat.algorithms.coefficients import KL_METRIC
 from offbeat.algorithms.credit import outcome_advantages, rewards_to_go, whitened_sequences, whitened_tokens
 from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
+from offbeat.algorithms.own_credit import own_advantages, sample_groups
 from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.batch import Batch, bounds, gather_ranges
@@ -51,6 +53,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
 
     Raises:
         DataError: a trajectory begins with a generated token, so that nothing predicts it; or a reward is negative where none may be.
+        OwnCodeError: the function that `config.credit` names failed.
     """
     members = [group.usable for group in groups]
     for group, usable in zip(groups, members, strict=True):
@@ -61,10 +64,17 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.int64)
     truncated = np.array([t.reason == "length" for t in trajectories], dtype=np.bool_)
     num_trained = np.where(truncated, 0, num_generated) if config.mask_truncated else num_generated
+    names, given_KN = _rewards(trajectories)
     rewards_KN = shaped_rewards(
-        _rewards(trajectories), group_ids=group_ids, num_generated=num_generated, config=config, max_new_tokens=max_new_tokens)
+        given_KN, group_ids=group_ids, num_generated=num_generated, config=config, max_new_tokens=max_new_tokens)
     offsets = bounds(num_trained)
-    advantages = _token_advantages(_outcomes(rewards_KN, group_ids, num_trained, config), offsets, config).astype(np.float32)
+    if config.credit and trajectories:
+        samples = sample_groups(
+            trajectories, rewards_KN[0], named_rewards=dict(zip(names, given_KN, strict=True)), group_ids=group_ids, lengths=num_trained)
+        advantages = own_advantages(config.credit, samples, config.constants)
+    else:
+        advantages = _token_advantages(_outcomes(rewards_KN, group_ids, num_trained, config), offsets, config)
+    advantages = advantages.astype(np.float32)
     keep = num_trained > 0
     if config.drop_zero_advantage or config.objective == "cross_entropy":  # which imitates whatever it is given
         keep &= np.bincount(np.repeat(np.arange(len(trajectories)), num_trained), advantages != 0, minlength=len(trajectories)) > 0
@@ -85,7 +95,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
 def with_scores(batch: Batch, scores: Scores, config: AlgorithmConfig) -> Batch:
     """Return a batch of `make_batch` with what follows from the reference's log-probabilities of its targets.
 
-    With `config.kl_loss` that is the column `ref_logprobs`. With `config.reward_kl` = beta, the reward of a target is
+    Where the loss reads it, that is the column `ref_logprobs`. With `config.reward_kl` = beta, the reward of a target is
     -beta * (rollout_logprobs - scores.logprobs), and at the last one of a sequence also the sequence's advantage; a target's advantage is
     the discounted sum of the rewards from there on, whitened if `config` says so.
 
@@ -93,7 +103,7 @@ def with_scores(batch: Batch, scores: Scores, config: AlgorithmConfig) -> Batch:
         scores: their `logprobs` are [M] float32. Differences from `rollout_logprobs` are limited to 20.
     """
     ref_logprobs = np.asarray(scores.logprobs, np.float32)
-    if config.kl_loss != "none":
+    if config.loss_reads_reference:
         batch = batch.with_columns(ref_logprobs=ref_logprobs)
     if not config.reward_kl:
         return batch
@@ -103,6 +113,19 @@ def with_scores(batch: Batch, scores: Scores, config: AlgorithmConfig) -> Batch:
     ends = offsets[1:][np.diff(offsets) > 0] - 1
     outcomes[np.diff(offsets) > 0] = batch.columns["advantages"][ends]
     return batch.with_columns(advantages=_spread(outcomes, offsets, config, extra=-config.reward_kl * log_ratios).astype(np.float32))
+
+
+def reference_stats(batch: Batch, scores: Scores) -> StatsPart:
+    """Collect the divergence that `kl_target` steers by, which adds up over the processes that drew a part of the batch.
+
+    Args:
+        scores: their `logprobs` are [M] float32, under the reference. Differences from `rollout_logprobs` are limited to 20; targets of
+            which one is not finite are left out.
+    """
+    gaps = batch.columns["rollout_logprobs"].astype(np.float64) - scores.logprobs
+    tracker = StatsTracker()
+    tracker.stat({KL_METRIC: np.clip(gaps[np.isfinite(gaps)], -_MAX_LOG_RATIO, _MAX_LOG_RATIO)})
+    return tracker.take()
 
 
 def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
@@ -179,11 +202,14 @@ def _is_flat(group: Group) -> bool:
     return len({t.reward for t in group.usable}) <= 1
 
 
-def _rewards(trajectories: Sequence[Trajectory]) -> np.ndarray:
-    """Return [K, N] float64, K named rewards of each trajectory; a reward without a name has a row of its own. NaN where there is none."""
+def _rewards(trajectories: Sequence[Trajectory]) -> tuple[list[str], np.ndarray]:
+    """Return K names of rewards, and those rewards of each trajectory, [K, N] float64; NaN where there is none.
+
+    A reward without a name has a row of its own, whose name is "".
+    """
     named = [t.named_rewards or {"": t.reward} for t in trajectories]
     names = list(dict.fromkeys(name for rewards in named for name in rewards)) or [""]
-    return np.array([[rewards.get(name, np.nan) for rewards in named] for name in names], dtype=np.float64)
+    return names, np.array([[rewards.get(name, np.nan) for rewards in named] for name in names], dtype=np.float64)
 
 
 def _outcomes(rewards_KN: np.ndarray, group_ids: np.ndarray, num_trained: np.ndarray, config: AlgorithmConfig) -> np.ndarray:

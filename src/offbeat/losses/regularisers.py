@@ -7,8 +7,9 @@ With lp the trained log-probability, d = lp - ref, r = exp(lp - anchor) and H th
     ratio_k3  r * k3              r with gradient: value and gradient are those of KL(current || reference), also off-policy
     entropy   -H                  so that a positive coefficient raises the entropy
     drift     (lp - rollout)^2
+    kl_cov    |lp - prox|         of the targets that `algorithms.selection` has chosen from the whole batch, 0 of others
 
-Source: http://joschu.net/blog/kl-approx.html; k3 in the loss, arXiv:2402.03300; ratio_k3, arXiv:2512.02556.
+Source: http://joschu.net/blog/kl-approx.html; k3 in the loss, arXiv:2402.03300; ratio_k3, arXiv:2512.02556; KL-Cov, arXiv:2505.22617.
 """
 
 import torch
@@ -18,7 +19,9 @@ from offbeat.losses.ratios import current_log_ratio, k3_of
 from offbeat.losses.targets import Targets, only
 
 
-def regulariser(kind: str, targets: Targets, is_loss: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None) -> Tensor:
+def regulariser(
+    kind: str, targets: Targets, is_loss: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None, kl_cov_mask: Tensor | None = None,
+) -> Tensor:
     """Compute one term.
 
     Args:
@@ -26,6 +29,7 @@ def regulariser(kind: str, targets: Targets, is_loss: Tensor, *, ref_logprobs: T
             log-probability it needs and that is not finite.
         ref_logprobs: [M] float32, for kinds that compare with the reference policy.
         entropy: [M] float32 with gradient, for `entropy`.
+        kl_cov_mask: [M], the column that `algorithms.selection.choose_tokens` computes, for `kl_cov`.
 
     Returns:
         [M] float32 with gradient.
@@ -35,6 +39,9 @@ def regulariser(kind: str, targets: Targets, is_loss: Tensor, *, ref_logprobs: T
         return -only(is_loss, entropy)
     if kind == "drift":
         return only(is_loss & torch.isfinite(targets.rollout), targets.logprobs - targets.rollout).square()
+    if kind == "kl_cov":
+        assert kl_cov_mask is not None, "the term kl_cov needs the column kl_cov_mask, from choose_tokens over the whole batch"
+        return only(is_loss & (kl_cov_mask != 0) & torch.isfinite(targets.prox), targets.logprobs - targets.prox).abs()
     assert ref_logprobs is not None, f"the term {kind} needs the column ref_logprobs"
     known = is_loss & torch.isfinite(ref_logprobs)
     if kind == "k2":

@@ -3,7 +3,8 @@
 With x = prox - rollout, the log-ratio of the policy at the start of the step to the one that sampled; see `WeightSpec` and `FilterSpec` for
 the modes, levels and metrics. A filter changes no denominator, as those are in the batch's loss weights.
 
-Source: decoupled PPO, arXiv:2505.24298; binary KL, arXiv:2606.15079; OPSM, arXiv:2512.02556 eq. 9; M2PO, arXiv:2510.01161.
+Source: decoupled PPO, arXiv:2505.24298; binary KL, arXiv:2606.15079; OPSM, arXiv:2512.02556 eq. 9; M2PO, arXiv:2510.01161; Clip-Cov,
+arXiv:2505.22617.
 """
 
 from dataclasses import dataclass, field
@@ -29,14 +30,16 @@ class Weights:
     masked: dict[str, Tensor] = field(default_factory=dict)
 
 
-def constant_weights(targets: Targets, loss: LossSpec, *, m2_mask: Tensor | None = None) -> Weights:
+def constant_weights(
+    targets: Targets, loss: LossSpec, *, m2_mask: Tensor | None = None, detach_mask: Tensor | None = None,
+) -> Weights:
     """Compute the weights of a loss's targets.
 
     A run's own sample whose rollout log-probability is not finite is dropped where it cannot be weighed: as the anchor of the ratio, or in
     the mode "ratio"; otherwise it counts as a huge ratio.
 
     Args:
-        m2_mask: [M], the column that `algorithms.selection.choose_tokens` computes; needed by the filter m2.
+        m2_mask, detach_mask: [M], the columns that `algorithms.selection.choose_tokens` computes; needed by the filters m2 and clip_cov.
     """
     values, masked = None, {}
     if loss.weight is not None:
@@ -47,7 +50,7 @@ def constant_weights(targets: Targets, loss: LossSpec, *, m2_mask: Tensor | None
         values = torch.where(unknown, 0.0, torch.ones_like(targets.rollout) if values is None else values)
         masked["behave"] = masked["behave"] | unknown if "behave" in masked else unknown
     for rule in loss.filters:
-        dropped = _is_dropped(targets, rule, m2_mask)
+        dropped = _is_dropped(targets, rule, detach_mask if rule.metric == "clip_cov" else m2_mask)
         values = torch.where(dropped, 0.0, torch.ones_like(targets.rollout) if values is None else values)
         masked[rule.metric] = masked[rule.metric] | dropped if rule.metric in masked else dropped
     return Weights(values, masked)
@@ -65,11 +68,11 @@ def _behave_weights(targets: Targets, spec: WeightSpec) -> Tensor:
     return torch.where(torch.isfinite(targets.rollout), weights, 0.0)
 
 
-def _is_dropped(targets: Targets, rule: FilterSpec, m2_mask: Tensor | None) -> Tensor:
-    """Return [M] bool."""
-    if rule.metric == "m2":
-        assert m2_mask is not None, "a filter m2 needs the column m2_mask, from choose_tokens over the whole batch"
-        return m2_mask == 0
+def _is_dropped(targets: Targets, rule: FilterSpec, chosen: Tensor | None) -> Tensor:
+    """Return [M] bool; `chosen` is the mask that choose_tokens computed for the rule."""
+    if rule.metric in ("m2", "clip_cov"):
+        assert chosen is not None, f"a filter {rule.metric} needs a column from choose_tokens over the whole batch"
+        return chosen == 0
     if rule.metric == "opsm":
         moved = targets.over_sequences(-behave_log_ratio(targets.logprobs.detach(), targets.rollout), "mean")
         return (targets.advantages < 0) & (moved > rule.high)
