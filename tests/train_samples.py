@@ -85,10 +85,10 @@ def take_step(trainer, batch, minibatches, *, optimizer=OPTIMIZER, total_steps=1
 
 
 def score(trainer, batch, of="policy", *, with_entropy=False, max_tokens=64):
-    """The scores of the batch; those of other ranks are 0."""
+    """The scores of the batch by name; those of other ranks are 0."""
     plan = plan_microbatches(batch, num_ranks=trainer.groups.world, max_tokens=max_tokens, share_prefix=True)
     micros = tuple(plan.microbatches[trainer.groups.rank])
-    return trainer.score(ScoreShare(batch, np.arange(len(batch)), micros, of, with_entropy)).scores
+    return trainer.score(ScoreShare(batch, np.arange(len(batch)), micros, of, with_entropy)).scores.columns
 
 
 def train(trainer, batches, *, max_tokens=64, share_prefix=True, optimizer=OPTIMIZER):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -174,7 +173,7 @@ def test_the_divergence_from_the_reference_is_taken_from_the_reward_of_each_toke
     before = make_batch(groups, config=config, max_new_tokens=4)
     assert before.columns["advantages"].tolist() == [0.5] * 3 + [-0.5] and not config.drop_zero_advantage
     ref = np.array([-1.5, -0.5, 0.5, -100.5], np.float32)  # log-ratios 1, 0, -1, and 100, of which 20 count
-    after = with_scores(before, SimpleNamespace(logprobs=ref), config)
+    after = with_scores(before, {"ref_logprobs": ref}, config)
     last = 0.5 + 0.1
     want = np.array([-0.1 + 0.25 * last, 0.5 * last, last, -0.5 - 2.0])
     if whiten == "tokens":
@@ -187,7 +186,7 @@ def test_the_divergence_from_the_reference_is_taken_from_the_reward_of_each_toke
 def test_scores_of_a_batch_of_nothing_change_nothing():
     config = AlgorithmConfig(preset="reinforce_pp")
     empty = make_batch([], config=config, max_new_tokens=4)
-    assert len(with_scores(empty, SimpleNamespace(logprobs=np.zeros(0, np.float32)), config)) == 0
+    assert len(with_scores(empty, {"ref_logprobs": np.zeros(0, np.float32)}, config)) == 0
 
 
 def test_a_discount_counts_the_generated_tokens_that_follow():

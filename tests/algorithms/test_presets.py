@@ -3,7 +3,6 @@
 import math
 import statistics
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,7 +144,7 @@ def batch_of(preset, groups):
     kept = [everyone[i] for i in batch.tokens[batch.offsets[:-1]]]
     ref = np.array([p for sample in kept for p in sample.ref], np.float32)
     if config.needs_reference:
-        batch = with_scores(batch, SimpleNamespace(logprobs=ref), config)
+        batch = with_scores(batch, {"ref_logprobs": ref}, config)
     assert ("ref_logprobs" in batch.columns) == (config.kl_loss != "none")
     return batch, kept
 

@@ -26,7 +26,7 @@ from offbeat.spmd.rollouts import NoRolloutSource
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord, SilentRecord
-from offbeat.trainer.worker import build_trainer
+from offbeat.trainer.worker import build_trainers
 from ranks import run_alone, run_ranks
 from small_run import SmallRun, offbeat, small_config, start_offbeat
 from waiting import wait_until
@@ -78,10 +78,10 @@ def play(groups, config: Config, trouble: Trouble = lambda _step, _state: None, 
     """One process's part of a fine-tuning, with everything real but the engines, which nothing is asked of."""
     inputs, state = read_inputs(config, supervised=True), RunState(total_steps=1)
     thread = SideThread("rank")
-    trainer = build_trainer(config.model.path, config, groups)
+    own = build_trainers(config.model.path, config, groups)
     loading = OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world))
-    trainers = Troubled(OwnRank(trainer, loading, thread), config)
-    trainers.trouble = lambda: trouble(trainer.step, state)
+    trainers = Troubled(OwnRank(own, loading, thread), config)
+    trainers.trouble = lambda: trouble(own[""].step, state)
     leads = groups.rank == 0
     source = (Loader if leads else NoRolloutSource)(inputs)
     record = RunRecord(config.run_dir, trace=False, console=Console("quiet")) if leads else SilentRecord(config.run_dir)

@@ -12,6 +12,8 @@ from offbeat.losses.targets import Targets
 CLIP = {"clip_low": 0.8, "clip_high": 1.2}
 ALL = torch.ones(400, dtype=torch.bool)
 
+POLICY_OBJECTIVES = [name for name in OBJECTIVES if name != "value"]
+
 
 def targets_of(*, sequences=None, spread=0.5, **constants):
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +105,7 @@ def test_cispo_without_bounds_and_reinforce_at_a_ratio_of_one_have_the_gradient_
     torch.testing.assert_close(loss_and_gradient("reinforce", still)[1], loss_and_gradient("importance_sampling", still)[1])
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
 def test_a_gradient_is_removed_exactly_where_a_clip_is_reported(name):
     constants = {key: constant.default for key, constant in TABLE[name].constants.items()} | ({"dual_clip": 1.5} if name == "ppo" else {})
     targets = targets_of(spread=1.0, **constants)
@@ -117,7 +119,7 @@ def test_a_gradient_is_removed_exactly_where_a_clip_is_reported(name):
 
 
 @pytest.mark.parametrize("gap", [-500.0, 500.0])
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
 def test_ratios_that_overflow_have_finite_losses_and_gradients(name, gap):
     constants = {key: constant.default for key, constant in TABLE[name].constants.items()}
     old = torch.full((2,), -600.0)
@@ -126,3 +128,17 @@ def test_ratios_that_overflow_have_finite_losses_and_gradients(name, gap):
     losses = OBJECTIVES[name](targets, torch.ones(2, dtype=torch.bool))
     losses.sum().backward()
     assert losses.isfinite().all() and targets.logprobs.grad.isfinite().all()
+
+
+def test_a_value_is_worth_half_its_squared_error_and_no_less_for_a_move_past_the_clip():
+    values = torch.tensor([1.0, 1.0, -2.0, torch.nan], requires_grad=True)
+    columns = {"returns": torch.tensor([0.0, 3.0, 0.0, 0.0]), "values": torch.tensor([1.5, 0.0, 0.0, 0.0])}
+    counted = torch.tensor([True, True, True, False])
+    numbers = torch.zeros(0, dtype=torch.int64)
+    free, clipped = ([0.5, 2.0, 2.0, 0.0], [1.0, -2.0, -2.0, 0.0]), ([0.845, 3.92, 2.0, 0.0], [0.0, 0.0, -2.0, 0.0])
+    for clip, (expected, slopes) in ((0.0, free), (0.2, clipped)):
+        targets = Targets(values, values, values, values, torch.ones(4), counted, numbers, {"clip": clip}, columns)
+        losses = OBJECTIVES["value"](targets, counted)
+        assert losses.tolist() == pytest.approx(expected)
+        (gradient,) = torch.autograd.grad(losses.sum(), values)
+        assert gradient.tolist() == slopes

@@ -53,7 +53,7 @@ async def two_steps(config: Config, folder: Path, model: str) -> Outcome:
         stats.append(await group.train_step(make_batch(1, 1).select([])))
         batch = make_batch(5, 3, seed=8)
         scores = await group.score(batch, with_entropy=True)
-        np.testing.assert_allclose(scores.logprobs, (await group.forward(batch)).logprobs, atol=1e-5)
+        np.testing.assert_allclose(scores.columns["logprobs"], (await group.forward(batch)).logprobs, atol=1e-5)
         with pytest.raises(ConfigError, match="there is no reference policy here"):
             await group.score(batch, of="reference")
         manifest = await group.write_weights(7, folder / "v7", canary=(3, 4, 5))
@@ -89,8 +89,9 @@ def test_two_ranks_train_as_one_does(tmp_path: Path, model_dir: str) -> None:
     assert all(s["balance/predicted_gain"] == pytest.approx(1.0) for s in dealt.stats)
     assert one.stats[0]["train/grad_norm"] > 0 and one.stats[2]["train/tokens"] == 0
     for other in (two, dealt):
-        np.testing.assert_allclose(other.scores.logprobs, one.scores.logprobs, atol=1e-4)
-        np.testing.assert_allclose(other.scores.entropy, one.scores.entropy, atol=1e-4)
+        assert list(one.scores.columns) == ["logprobs", "entropy"]
+        for name, values in one.scores.columns.items():
+            np.testing.assert_allclose(other.scores.columns[name], values, atol=1e-4)
     for name, weight in one.weights.items():
         np.testing.assert_allclose(two.weights[name], weight, atol=1e-5)
     assert {track for _, track, _, _ in two.spans} == {"rank 0", "rank 1"}

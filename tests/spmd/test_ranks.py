@@ -15,7 +15,7 @@ from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank, _pad
-from offbeat.trainer.worker import build_trainer
+from offbeat.trainer.worker import build_trainers
 from offbeat.workers.worker import make_launcher
 from ranks import run_alone, run_ranks
 from small_run import small_config
@@ -60,11 +60,11 @@ def on_a_rank(groups, argument):
     rank, world = groups.rank, groups.world
 
     async def steps(kind: type) -> list[dict[str, float]]:
-        trainer = build_trainer(config.model.path, config, groups)
+        own = build_trainers(config.model.path, config, groups)
         one_loads = kind is OneRankLoads
         sharder = Sharder.of(config, model=config.model.path, num_ranks=world if one_loads else 1)
         thread = SideThread("rank")
-        trainers = Trainers(OwnRank(trainer, kind(groups.sync, sharder), thread), config)
+        trainers = Trainers(OwnRank(own, kind(groups.sync, sharder), thread), config)
         await trainers.restart_optimizer(config.train.optimizer, total_steps=10)
         stats = []
         for seed in range(2):
@@ -87,15 +87,17 @@ def scored_on_a_rank(groups, argument):
         one_loads = kind is OneRankLoads
         sharder = Sharder.of(config, model=config.model.path, num_ranks=groups.world if one_loads else 1)
         thread = SideThread("rank")
-        trainers = Trainers(OwnRank(build_trainer(config.model.path, config, groups), kind(groups.sync, sharder), thread), config)
+        trainers = Trainers(OwnRank(build_trainers(config.model.path, config, groups), kind(groups.sync, sharder), thread), config)
         drawn = groups_of(num_groups, seed=0)
         batch = batch_of((drawn if groups.rank == 0 else []) if one_loads else drawn[groups.rank :: groups.world], config)
         await trainers.train_step(batch.with_columns(ref_logprobs=batch.columns["rollout_logprobs"]))
         seen = []
         for of, with_entropy in (("policy", True), ("reference", False)):
             found = await trainers.score(batch, of=of, with_entropy=with_entropy)
-            assert found.logprobs.shape == (batch.num_targets,) and len(found.entropy) == batch.num_targets * with_entropy
-            seen += [by_sequence(batch, values) for values in (found.logprobs, found.entropy) if len(values)]
+            found = found.columns
+            assert list(found) == (["logprobs", "entropy"] if with_entropy else ["logprobs"])
+            assert all(values.shape == (batch.num_targets,) for values in found.values())
+            seen += [by_sequence(batch, values) for values in found.values() if len(values)]
         await trainers.score(batch_of([], config))  # nothing to score is nothing wrong
         thread.close()
         return seen

@@ -67,8 +67,10 @@ def test_arrays_come_back() -> None:
     assert (share.sequences.tolist(), [micro.tolist() for micro in share.microbatches]) == ([3, 1], [[0, 2], [1, 3]])
     assert (share.of, share.with_entropy, len(share.batch)) == ("reference", True, 4)
     answer = wire.decode(Scored, wire.encode(Scored(
-        np.array([1]), TargetScores(np.array([-0.5], np.float32), np.zeros(0, np.float32)), 1.5, 2.5)))
-    assert (answer.sequences.tolist(), answer.scores.logprobs.tolist(), answer.scores.entropy.shape) == ([1], [-0.5], (0,))
+        np.array([1]), TargetScores({"logprobs": np.array([-0.5], np.float32)}), 1.5, 2.5)))
+    assert (answer.sequences.tolist(), answer.scores.columns["logprobs"].tolist()) == ([1], [-0.5])
+    nothing = answer.empty()
+    assert (nothing.sequences.shape, nothing.scores.columns["logprobs"].shape, nothing.end_s) == ((0,), (0,), 2.5)
 
 
 def test_every_message_is_tested_and_frozen() -> None:

@@ -16,7 +16,7 @@ from offbeat.data.batch import RegulariserSpec
 from offbeat.errors import ModelError
 from offbeat.model.logprobs import token_logprobs
 from offbeat.trainer.bank_trainer import BankTrainer
-from offbeat.trainer.policy import canary_logprobs, load_policy, row_of, score_row
+from offbeat.trainer.policy import canary_logprobs, load_policy, predict_logprobs, row_of, score_row
 from ranks import run_alone
 from train_samples import build_model, imitated, make_batch
 
@@ -48,16 +48,17 @@ def test_losses_are_those_of_the_batch_at_the_given_temperature(model, imitates)
     batch = make_batch(2, 2, loss=policy_loss(AlgorithmConfig(weight="none")))
     batch = imitated(batch) if imitates else batch
     row = row_of(batch, np.arange(4), share_prefix=True)
-    scored = score_row(model, batch, row, temperature=0.7)
+    scored = score_row(model, batch, row, predict=predict_logprobs, temperature=0.7)
     expected, entropy = token_logprobs(model, row, temperature=0.7, with_entropy=True)
-    assert torch.equal(scored.logprobs, expected) and not len(scored.entropy)
-    assert torch.equal(score_row(model, batch, row, temperature=0.7, report=True).entropy, entropy)
+    assert torch.equal(scored.predictions, expected) and not scored.report.means
+    reported = score_row(model, batch, row, predict=predict_logprobs, temperature=0.7, report=True).report.means
+    assert torch.equal(reported["train/entropy"], entropy)
     weights, advantages = (torch.from_numpy(batch.columns[name][row.batch_index]) for name in ("loss_weights", "advantages"))
     unit = -expected if imitates else -advantages
     torch.testing.assert_close(scored.losses, unit * weights)
     prox = np.zeros(batch.num_targets)
     prox[row.batch_index] = expected.detach() - 0.1
-    moved = score_row(model, batch.with_columns(prox_logprobs=prox), row, temperature=0.7)
+    moved = score_row(model, batch.with_columns(prox_logprobs=prox), row, predict=predict_logprobs, temperature=0.7)
     assert torch.equal(moved.losses, scored.losses) == imitates
 
 
@@ -69,7 +70,7 @@ def test_an_entropy_term_has_the_gradient_of_a_whole_softmax(model):
     found = []
     for loss in (batch.losses[0], plain):
         model.zero_grad()
-        scored = score_row(model, replace(batch, losses=(loss,)), row, temperature=0.7)
+        scored = score_row(model, replace(batch, losses=(loss,)), row, predict=predict_logprobs, temperature=0.7)
         scored.losses.sum().backward()
         found.append((scored.losses.sum(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
     model.zero_grad()
@@ -135,7 +136,7 @@ def test_a_model_with_layers_that_mix_a_row_trains_without_shared_prompts_only(t
     model = load_policy(folder, config=TrainConfig(share_prefix=False))
     batch = make_batch(3, 2)
     row = row_of(batch, np.arange(6), share_prefix=False)
-    scored = score_row(model, batch, row, temperature=1.0)
+    scored = score_row(model, batch, row, predict=predict_logprobs, temperature=1.0)
     scored.losses.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(ModelError, match="many adapters in one pass"):

@@ -4,9 +4,8 @@ Every denominator is put into `loss_weights` here, over the whole batch, so the 
 ranks and micro-batches, or on rows that are dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
@@ -23,15 +22,6 @@ from offbeat.telemetry.tracker import StatsPart, StatsTracker, combine
 from offbeat.types import PROMPT_VERSION, Version
 
 _MAX_LOG_RATIO = 20.0
-
-
-class Scores(Protocol):
-    """What the score step found under the reference policy."""
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        """[M] float32, log-probabilities of the batch's targets."""
-        ...
 
 
 def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> Batch:
@@ -92,18 +82,21 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
         losses=(policy_loss(config),), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator)
 
 
-def with_scores(batch: Batch, scores: Scores, config: AlgorithmConfig) -> Batch:
-    """Return a batch of `make_batch` with what follows from the reference's log-probabilities of its targets.
+def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: AlgorithmConfig) -> Batch:
+    """Return a batch of `make_batch` with what follows from the scores of its targets.
 
-    Where the loss reads it, that is the column `ref_logprobs`. With `config.reward_kl` = beta, the reward of a target is
-    -beta * (rollout_logprobs - scores.logprobs), and at the last one of a sequence also the sequence's advantage; a target's advantage is
+    Where the loss or `config.kl_target` reads it, that is the column `ref_logprobs`. With `config.reward_kl` = beta, the reward of a target
+    is -beta * (rollout_logprobs - ref_logprobs), and at the last one of a sequence also the sequence's advantage; a target's advantage is
     the discounted sum of the rewards from there on, whitened if `config` says so.
 
     Args:
-        scores: their `logprobs` are [M] float32. Differences from `rollout_logprobs` are limited to 20.
+        scores: [M] float32 each, by name: `ref_logprobs`, under the reference policy, if `config.needs_reference`. Differences from
+            `rollout_logprobs` are limited to 20.
     """
-    ref_logprobs = np.asarray(scores.logprobs, np.float32)
-    if config.loss_reads_reference:
+    if not config.needs_reference:
+        return batch
+    ref_logprobs = scores["ref_logprobs"]
+    if config.loss_reads_reference or config.kl_target:
         batch = batch.with_columns(ref_logprobs=ref_logprobs)
     if not config.reward_kl:
         return batch
@@ -115,14 +108,14 @@ def with_scores(batch: Batch, scores: Scores, config: AlgorithmConfig) -> Batch:
     return batch.with_columns(advantages=_spread(outcomes, offsets, config, extra=-config.reward_kl * log_ratios).astype(np.float32))
 
 
-def reference_stats(batch: Batch, scores: Scores) -> StatsPart:
+def reference_stats(batch: Batch) -> StatsPart:
     """Collect the divergence that `kl_target` steers by, which adds up over the processes that drew a part of the batch.
 
     Args:
-        scores: their `logprobs` are [M] float32, under the reference. Differences from `rollout_logprobs` are limited to 20; targets of
-            which one is not finite are left out.
+        batch: has the column `ref_logprobs`. Differences from `rollout_logprobs` are limited to 20; targets of which one is not finite are
+            left out.
     """
-    gaps = batch.columns["rollout_logprobs"].astype(np.float64) - scores.logprobs
+    gaps = batch.columns["rollout_logprobs"].astype(np.float64) - batch.columns["ref_logprobs"]
     tracker = StatsTracker()
     tracker.stat({KL_METRIC: np.clip(gaps[np.isfinite(gaps)], -_MAX_LOG_RATIO, _MAX_LOG_RATIO)})
     return tracker.take()

@@ -151,6 +151,11 @@ class AlgorithmConfig(Section):
         return self.loss_reads_reference or self.reward_kl > 0
 
     @property
+    def needs_scores(self) -> bool:
+        """Whether a batch is scored by forward passes of their own before it is trained on."""
+        return self.needs_reference or self.compares_targets
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the loss needs the entropy of each token's distribution."""
         return self.entropy_coefficient > 0 or self.entropy_target > 0 or "entropy" in self.objective_reads

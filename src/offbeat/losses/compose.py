@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat.algorithms.objectives import is_own, objective_of, reads_of
 from offbeat.data.batch import Batch, LossSpec
 from offbeat.losses import objectives
-from offbeat.losses.metrics import Report, policy_report
+from offbeat.losses.metrics import REPORTS, Report, policy_report
 from offbeat.losses.own import own_losses
 from offbeat.losses.regularisers import regulariser
 from offbeat.losses.targets import Targets, only
@@ -42,7 +42,8 @@ def target_losses(
         index: [m] int64, ascending, indices of these targets among the batch's M. Where a loss is by sequence, they are all targets of
             their sequences.
         entropy: [m] float32 of these targets, with gradient, if a loss has an entropy term.
-        report: whether metrics are computed, for a batch with a single loss over samples of a policy.
+        report: whether metrics are computed, for a batch with a single loss: one that reports metrics of its own, or over samples of a
+            policy.
 
     Returns:
         [m] losses, and metrics.
@@ -70,7 +71,7 @@ def _one_loss(
         for name in ("loss_weights", *reads) if name in batch.columns}
     targets = _targets(logprobs, batch, index, loss, columns)
     is_loss, ref_logprobs = columns["loss_weights"] != 0, columns.get("ref_logprobs")
-    weights = constant_weights(targets, loss, m2_mask=columns.get("m2_mask"), detach_mask=columns.get("detach_mask"))
+    weights = constant_weights(targets, loss, m2_mask=columns.get("m2_mask"))
     trained, own_metrics = _trained(targets, loss, is_loss, weights.values), {}
     if is_own(loss.name):
         own = own_losses(loss.name, targets, trained, ref_logprobs=ref_logprobs, entropy=entropy)
@@ -80,12 +81,13 @@ def _one_loss(
     if weights.values is not None:
         losses = losses * weights.values
     for term in loss.regularisers:
-        values = regulariser(
-            term.kind, targets, is_loss, ref_logprobs=ref_logprobs, entropy=entropy, kl_cov_mask=columns.get("kl_cov_mask"))
+        values = regulariser(term.kind, targets, is_loss, ref_logprobs=ref_logprobs, entropy=entropy)
         losses = losses + term.coefficient * values
-    with_report = report and "rollout_logprobs" in batch.columns and loss.own_samples
-    found = policy_report(targets, loss, weights, ref_logprobs=ref_logprobs) if with_report else Report()
-    if with_report and own_metrics:
+    found = Report()
+    if report and loss.name in REPORTS:
+        found = REPORTS[loss.name](targets)
+    elif report and loss.own_samples and "rollout_logprobs" in batch.columns:
+        found = policy_report(targets, loss, weights, ref_logprobs=ref_logprobs)
         found = replace(found, means={**found.means, **{f"own/{name}": values for name, values in own_metrics.items()}})
     return TargetLosses(losses * columns["loss_weights"], found)
 
@@ -100,7 +102,7 @@ def _targets(logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, 
     sequences = batch.target_sequences[index] if _needs_sequences(loss) else np.zeros(0, np.int64)
     return Targets(
         logprobs, prox, rollout, anchor, columns.get("advantages", torch.ones_like(current)), mask != 0,
-        torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(logprobs.device), loss.constants)
+        torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(logprobs.device), loss.constants, columns)
 
 
 def _needs_sequences(loss: LossSpec) -> bool:

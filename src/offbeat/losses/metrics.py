@@ -1,6 +1,8 @@
 """What a step over a run's samples reports of its targets, by name; `trainer.stats.merge` describes every metric. No gradients."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -55,3 +57,20 @@ def policy_report(targets: Targets, loss: LossSpec, weights: Weights, *, ref_log
         means["policy/kl_current_to_ref_k3_mean"] = k3_of(-distance)
     maxima = {"policy/ratio_max": ratios, "policy/weight_max": values, "policy/logprob_gap_max": gap}
     return Report(means, {"policy/ratio_min": ratios}, maxima)
+
+
+@torch.no_grad()
+def value_report(targets: Targets) -> Report:
+    """Compute the metrics of a critic, before its update; from the second moments `trainer.stats.merge` makes the explained variance."""
+    values, returns = targets.logprobs.detach(), targets.columns["returns"]
+    errors = returns - values
+    moved = (values - targets.columns["values"]).abs()
+    clip = targets.constants["clip"]
+    return Report({
+        "critic/value_mean": values, "critic/return_mean": returns, "critic/return_square_mean": returns.square(),
+        "critic/error_mean": errors, "critic/error_square_mean": errors.square(),
+        "critic/clip_fraction": moved > clip if clip else torch.zeros_like(moved, dtype=torch.bool)})
+
+
+REPORTS: Mapping[str, Callable[[Targets], Report]] = MappingProxyType({"value": value_report})
+"""Metrics of losses that are not over samples of a policy, by the name of the objective."""

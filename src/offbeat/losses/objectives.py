@@ -12,12 +12,13 @@ With lp the trained log-probability, q the anchor, A the advantage, r = exp(lp -
     sapo                 -(4 / tau) * sigmoid(tau * (r - 1)) * A, with tau_high where A > 0, else tau_low
     gmpo                 -exp(mean of x over the sequence) * A, x = min(lp - q, clip_high) where A > 0, else max(lp - q, -clip_low)
     dppo                 -r * A, and 0 where A and the move from q to lp have one sign and the divergence is above clip_high or clip_low
+    value                max((v - R)^2, (old + clip(v - old) - R)^2) / 2, with v the value, old that before the update, R the return
 
 Only the targets that are `trained` count; all others have the loss 0 without gradient, whatever their values are. No denominator is
 applied: those are in the batch's loss weights.
 
 Source: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; cispo, arXiv:2506.13585; dro, arXiv:2405.19107; gspo, arXiv:2507.18071 (its
-token variant); sapo, arXiv:2511.20347; gmpo, arXiv:2507.20673; dppo, arXiv:2602.04879.
+token variant); sapo, arXiv:2511.20347; gmpo, arXiv:2507.20673; dppo, arXiv:2602.04879; value with a clip, arXiv:2005.12729.
 """
 
 from collections.abc import Callable
@@ -91,9 +92,20 @@ def dppo(targets: Targets, trained: Tensor) -> Tensor:
     return -only(~(low | high), _ratios(targets, trained)) * targets.advantages
 
 
+def value(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute half the squared error of a critic's values, which are in the place of log-probabilities; a move past `clip` is no gain."""
+    returns = targets.columns["returns"]
+    values = only(trained, targets.logprobs)
+    errors = only(trained, values - returns).square()
+    if clip := targets.constants["clip"]:
+        old = only(trained, targets.columns["values"])
+        errors = torch.maximum(errors, only(trained, old + (values - old).clamp(-clip, clip) - returns).square())
+    return errors / 2
+
+
 OBJECTIVES: dict[str, Callable[[Targets, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy, "reinforce": reinforce, "importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo,
-    "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo}
+    "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo, "value": value}
 """Functions of M targets and [M] bool, which of them are trained; each returns [M] losses with gradient."""
 
 

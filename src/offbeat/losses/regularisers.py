@@ -19,9 +19,7 @@ from offbeat.losses.ratios import current_log_ratio, k3_of
 from offbeat.losses.targets import Targets, only
 
 
-def regulariser(
-    kind: str, targets: Targets, is_loss: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None, kl_cov_mask: Tensor | None = None,
-) -> Tensor:
+def regulariser(kind: str, targets: Targets, is_loss: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None) -> Tensor:
     """Compute one term.
 
     Args:
@@ -29,7 +27,6 @@ def regulariser(
             log-probability it needs and that is not finite.
         ref_logprobs: [M] float32, for kinds that compare with the reference policy.
         entropy: [M] float32 with gradient, for `entropy`.
-        kl_cov_mask: [M], the column that `algorithms.selection.choose_tokens` computes, for `kl_cov`.
 
     Returns:
         [M] float32 with gradient.
@@ -40,8 +37,8 @@ def regulariser(
     if kind == "drift":
         return only(is_loss & torch.isfinite(targets.rollout), targets.logprobs - targets.rollout).square()
     if kind == "kl_cov":
-        assert kl_cov_mask is not None, "the term kl_cov needs the column kl_cov_mask, from choose_tokens over the whole batch"
-        return only(is_loss & (kl_cov_mask != 0) & torch.isfinite(targets.prox), targets.logprobs - targets.prox).abs()
+        chosen = is_loss & (targets.columns["kl_cov_mask"] != 0) & torch.isfinite(targets.prox)
+        return only(chosen, targets.logprobs - targets.prox).abs()
     assert ref_logprobs is not None, f"the term {kind} needs the column ref_logprobs"
     known = is_loss & torch.isfinite(ref_logprobs)
     if kind == "k2":

@@ -1,7 +1,7 @@
 """The targets of one loss as tensors, which weights, objectives and regularisers read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ class Targets:
     """M targets of one loss.
 
     Attributes:
-        logprobs: [M] float32 under the current policy, with gradient.
+        logprobs: [M] float32 under the current policy, with gradient; of a value model, its values.
         prox, rollout: [M] float32, under the policy at the start of the step and the one that sampled. The current ones stand in for those
             that the batch does not have.
         anchor: [M] float32, under the policy to which the ratio compares the current one.
@@ -21,6 +21,7 @@ class Targets:
         counted: [M] bool, the loss tokens over which values of a sequence are taken.
         sequences: [M] int64, ascending from 0, the sequence of each target; empty for losses that do not need it.
         constants: of the objective.
+        columns: [M] float32 each, by name: all columns of the batch that the loss reads.
     """
 
     logprobs: Tensor
@@ -31,6 +32,7 @@ class Targets:
     counted: Tensor
     sequences: Tensor
     constants: Mapping[str, Any]
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     def over_sequences(self, values: Tensor, how: Literal["mean", "sum", "max"]) -> Tensor:
         """Return [M]: for each target, the mean, sum or maximum of `values` [M] over the counted targets of its sequence, or 0 of none."""

@@ -30,16 +30,14 @@ class Weights:
     masked: dict[str, Tensor] = field(default_factory=dict)
 
 
-def constant_weights(
-    targets: Targets, loss: LossSpec, *, m2_mask: Tensor | None = None, detach_mask: Tensor | None = None,
-) -> Weights:
+def constant_weights(targets: Targets, loss: LossSpec, *, m2_mask: Tensor | None = None) -> Weights:
     """Compute the weights of a loss's targets.
 
     A run's own sample whose rollout log-probability is not finite is dropped where it cannot be weighed: as the anchor of the ratio, or in
     the mode "ratio"; otherwise it counts as a huge ratio.
 
     Args:
-        m2_mask, detach_mask: [M], the columns that `algorithms.selection.choose_tokens` computes; needed by the filters m2 and clip_cov.
+        m2_mask: [M], the column that `algorithms.selection.choose_tokens` computes; needed by the filter m2.
     """
     values, masked = None, {}
     if loss.weight is not None:
@@ -50,7 +48,7 @@ def constant_weights(
         values = torch.where(unknown, 0.0, torch.ones_like(targets.rollout) if values is None else values)
         masked["behave"] = masked["behave"] | unknown if "behave" in masked else unknown
     for rule in loss.filters:
-        dropped = _is_dropped(targets, rule, detach_mask if rule.metric == "clip_cov" else m2_mask)
+        dropped = _is_dropped(targets, rule, m2_mask)
         values = torch.where(dropped, 0.0, torch.ones_like(targets.rollout) if values is None else values)
         masked[rule.metric] = masked[rule.metric] | dropped if rule.metric in masked else dropped
     return Weights(values, masked)
@@ -68,11 +66,13 @@ def _behave_weights(targets: Targets, spec: WeightSpec) -> Tensor:
     return torch.where(torch.isfinite(targets.rollout), weights, 0.0)
 
 
-def _is_dropped(targets: Targets, rule: FilterSpec, chosen: Tensor | None) -> Tensor:
-    """Return [M] bool; `chosen` is the mask that choose_tokens computed for the rule."""
-    if rule.metric in ("m2", "clip_cov"):
-        assert chosen is not None, f"a filter {rule.metric} needs a column from choose_tokens over the whole batch"
-        return chosen == 0
+def _is_dropped(targets: Targets, rule: FilterSpec, m2_mask: Tensor | None) -> Tensor:
+    """Return [M] bool."""
+    if rule.metric == "m2":
+        assert m2_mask is not None, "a filter m2 needs the column m2_mask, from choose_tokens over the whole batch"
+        return m2_mask == 0
+    if rule.metric == "clip_cov":
+        return targets.columns["detach_mask"] == 0
     if rule.metric == "opsm":
         moved = targets.over_sequences(-behave_log_ratio(targets.logprobs.detach(), targets.rollout), "mean")
         return (targets.advantages < 0) & (moved > rule.high)

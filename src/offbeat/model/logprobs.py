@@ -76,6 +76,25 @@ def dummy_row() -> PackedRow:
     return PackedRow(one, one, segments, source=none, target=none, batch_index=none, owner=np.full(1, -1))
 
 
+def head_outputs(model: nn.Module, row: PackedRow, source: np.ndarray) -> Tensor:
+    """Run a row, and return what the model's head gives at U of its positions; arguments and errors as of `token_logprobs`.
+
+    Args:
+        source: [U] int64, ascending positions in the row.
+
+    Returns:
+        [U, V] in the number format of the head's outputs, with gradient.
+    """
+    bare: Any = getattr(model, "module", model)
+    keep = torch.from_numpy(source).to(next(model.parameters()).device)
+    selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
+    _check_length(row, bare)
+    if not packs_rows(bare):
+        return apart_logits(model, row, source, keep.device, selects=selects)
+    outputs = _forward(model, row, keep=keep if selects else None)[0]
+    return outputs if selects else outputs[keep]
+
+
 def _picked(model: nn.Module, row: PackedRow, source: np.ndarray, picks: Picks) -> tuple[Tensor, Tensor]:
     """See `head.pick`, at U positions of the row."""
     bare: Any = getattr(model, "module", model)

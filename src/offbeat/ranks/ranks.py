@@ -44,6 +44,7 @@ class Ranks(Protocol):
         """Call a method of every rank's trainer; in SPMD mode every rank calls the same.
 
         Args:
+            method: its name, or "part.name" for a trainer beside the policy's.
             requests: one for each rank that this process calls.
 
         Returns:
@@ -55,11 +56,14 @@ class Ranks(Protocol):
         """Return the shares of a training step for the ranks that this process calls, from what it has drawn; see `Sharder.shards`."""
         ...
 
-    async def score(self, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
+    async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
         """Score what this process has drawn, spread as a training step is; see `Sharder.score_shares`.
 
+        Args:
+            method: as for `call`.
+
         Returns:
-            Scored shares that make up `batch`; ranks of SPMD mode that draw nothing get none.
+            Scored shares that make up `batch`, at least one, which may be empty.
         """
         ...
 
@@ -145,9 +149,9 @@ class WorkerRanks:
         """See `Ranks.spread`."""
         return self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)
 
-    async def score(self, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
+    async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
         """See `Ranks.score`."""
-        return await self.call("score", self._sharder.score_shares(batch, of=of, with_entropy=with_entropy), Scored, timeout_s=timeout_s)
+        return await self.call(method, self._sharder.score_shares(batch, of=of, with_entropy=with_entropy), Scored, timeout_s=timeout_s)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Ranks.observe`."""

@@ -48,10 +48,11 @@ class Trainers:
         steps: number of optimizer steps that each adapter has taken, by name; empty where one policy is trained.
     """
 
-    def __init__(self, ranks: Ranks, config: Config, *, on_span: OnSpan = lambda *_: None) -> None:
-        """`on_span(name, track, start_s, end_s)` is called with what each rank did."""
+    def __init__(self, ranks: Ranks, config: Config, *, part: str = "", on_span: OnSpan = lambda *_: None) -> None:
+        """`on_span(name, track, start_s, end_s)` is called with what each rank did; `part` is what is trained, "" for the policy."""
         self.steps: dict[str, int] = {}
         self._ranks = ranks
+        self._part = part
         self._config = config
         self._on_span = on_span
         self._optimizer = config.train.optimizer
@@ -78,10 +79,11 @@ class Trainers:
         params = adam_params(self._step, config=self._optimizer, total_steps=self._total_steps)
         shares = await self._ranks.spread(batch, params, num_minibatches=num_minibatches, seed=self._config.run.seed + self._step)
         self._step, self._held = self._step + 1, None
-        answers = await self._ranks.call("train_step", shares, Trained, timeout_s=self._config.train.step_timeout_s)
+        answers = await self._ranks.call(self._name("train_step"), shares, Trained, timeout_s=self._config.train.step_timeout_s)
         for rank, answer in enumerate(answers):
-            self._on_span("train_step", f"rank {rank}", answer.start_s, answer.end_s)
-        return answers[0].metrics | self._ranks.observe([answer.busy_s for answer in answers])
+            self._on_span(self._name("train_step"), f"rank {rank}", answer.start_s, answer.end_s)
+        # Shares are balanced by what the policy's steps take.
+        return answers[0].metrics | ({} if self._part else self._ranks.observe([answer.busy_s for answer in answers]))
 
     async def score(self, batch: Batch, *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
         """Score the targets of what this process has drawn under the policy or its reference, without gradients.
@@ -97,16 +99,15 @@ class Trainers:
             ConfigError: the reference is to score, and the configuration has no use for one.
             DataError: a sequence exceeds the token budget.
         """
-        answers = await self._ranks.score(batch, of=of, with_entropy=with_entropy, timeout_s=self._config.train.step_timeout_s)
-        logprobs = np.zeros(batch.num_targets, np.float32)
-        entropy = np.zeros(batch.num_targets if with_entropy else 0, np.float32)
+        answers = await self._ranks.score(
+            self._name("score"), batch, of=of, with_entropy=with_entropy, timeout_s=self._config.train.step_timeout_s)
+        columns: dict[str, np.ndarray] = {}
         for rank, answer in enumerate(answers):
             targets = gather_ranges(batch.target_offsets, answer.sequences)
-            logprobs[targets] = answer.scores.logprobs
-            if with_entropy:
-                entropy[targets] = answer.scores.entropy
-            self._on_span("score", f"rank {rank}", answer.start_s, answer.end_s)
-        return TargetScores(logprobs, entropy)
+            for name, values in answer.scores.columns.items():
+                columns.setdefault(name, np.zeros(batch.num_targets, np.float32))[targets] = values
+            self._on_span(self._name("score"), f"rank {rank}", answer.start_s, answer.end_s)
+        return TargetScores(columns)
 
     async def write_weights(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
         """Write or offer the weights; see `offbeat.weights.channels.WriteVersion`. In SPMD mode only rank 0 gives a fingerprint."""
@@ -201,7 +202,7 @@ class Trainers:
     async def _pass(self, method: str, batch: Batch) -> Scores:
         shares = self._shares(batch.lengths)
         answers = await self._ranks.call(
-            method, [batch.select(share) for share in shares], Scores, timeout_s=self._config.train.step_timeout_s)
+            self._name(method), [batch.select(share) for share in shares], Scores, timeout_s=self._config.train.step_timeout_s)
         logprobs, losses = np.zeros(batch.num_targets, np.float32), np.zeros(len(batch), np.float32)
         for share, answer in zip(shares, answers, strict=True):
             logprobs[gather_ranges(batch.target_offsets, share)] = answer.logprobs
@@ -218,5 +219,9 @@ class Trainers:
     async def _all(self, method: str, request: Any, reply: type[T], *, timeout_s: float | None = None) -> T:
         """Send one request to all ranks; returns rank 0's answer, or in SPMD mode this rank's."""
         answer, *_ = await self._ranks.call(
-            method, [request] * self._ranks.num_called, reply, timeout_s=timeout_s or self._config.train.step_timeout_s)
+            self._name(method), [request] * self._ranks.num_called, reply, timeout_s=timeout_s or self._config.train.step_timeout_s)
         return answer
+
+    def _name(self, method: str) -> str:
+        """Return the name of a method of this part's trainer."""
+        return f"{self._part}.{method}" if self._part else method

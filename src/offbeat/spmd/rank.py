@@ -41,7 +41,7 @@ from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.log import set_up_logging
 from offbeat.telemetry.record import RunRecord
 from offbeat.trainer.trainer import Trainer
-from offbeat.trainer.worker import build_model, build_trainer
+from offbeat.trainer.worker import build_model, build_trainers
 from offbeat.workers.worker import make_launcher
 
 _BEAT_INTERVAL_S = 0.25
@@ -88,8 +88,8 @@ async def _open(
     own, rows = (config, inputs) if one_loads else (share_limits(config, rank_info), share_rows(inputs, rank_info))
     # Engines start while the trainer loads, but only the trainer may use collectives then, as they must come in the same order on every
     # rank.
-    trainer, (engines, rewards) = await both(
-        _build_trainer(config, inputs, groups, thread, peers),
+    own_trainers, (engines, rewards) = await both(
+        _build_trainers(config, inputs, groups, thread, peers),
         both(_start_engines(stack, config, rank_info, record), _start_rewards(stack, own, rank_info, rows, record)))
 
     async def serve() -> EngineAddresses:
@@ -99,7 +99,7 @@ async def _open(
     addresses = await peers.lead("engines", serve, EngineAddresses)
     sharder = Sharder.of(config, model=inputs.model, num_ranks=rank_info.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
-    trainers = Trainers(OwnRank(trainer, loading, thread, host=rank_info.store_host), config, on_span=record.on_span)
+    trainers = Trainers(OwnRank(own_trainers, loading, thread, host=rank_info.store_host), config, on_span=record.on_span)
     num_heads, head = (1, 0) if one_loads else (rank_info.world, rank_info.rank)
     parts = partial(RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head)
     if rewards is None:
@@ -130,17 +130,17 @@ async def _watch_nothing() -> None:
     """Watch nothing: rank 0 watches the engines."""
 
 
-async def _build_trainer(
+async def _build_trainers(
     config: Config, inputs: RunInputs, groups: ProcessGroups, thread: SideThread, peers: RankPeers,
-) -> Trainer:
+) -> dict[str, Trainer]:
     async def build() -> None:
         if inputs.build is not None:
             inputs.tokenizer.save(inputs.model)
             await asyncio.to_thread(build_model, inputs.build)
 
-    def load() -> Trainer:
+    def load() -> dict[str, Trainer]:
         with groups.sync.region("load_policy"):  # DDP and FSDP let ranks wait for each other in collectives
-            return build_trainer(inputs.model, config, groups)
+            return build_trainers(inputs.model, config, groups)
 
     await peers.lead("build_model", build, None)
     return await thread.run("load the model", load)

@@ -4,7 +4,7 @@
 on what it drew itself. The loss is the same either way, because all denominators are global.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -19,6 +19,7 @@ from offbeat.ranks.sharding import Sharder
 from offbeat.sync.sync import Sync
 from offbeat.trainer.messages import Policy, Scored, ScoreShare, TrainStep
 from offbeat.trainer.trainer import Trainer
+from offbeat.trainer.worker import find_trainer
 
 T = TypeVar("T")
 Score = Callable[[ScoreShare], Scored]
@@ -69,7 +70,7 @@ class OneRankLoads:
             parts = [wire.encode(share) for share in self._sharder.score_shares(batch, of=of, with_entropy=with_entropy)]
         scored = score(wire.decode(ScoreShare, self._sync.scatter("score_batch", parts)))
         everyones = self._sync.gather("scores", scored)
-        return everyones if self._sync.rank == 0 else []
+        return everyones if self._sync.rank == 0 else [scored.empty()]
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Loading.observe`; empty except on rank 0."""
@@ -113,10 +114,10 @@ class OwnRank:
 
     num_called = 1
 
-    def __init__(self, trainer: Trainer, loading: Loading, thread: SideThread, *, host: str = "127.0.0.1") -> None:
-        """`host` is rank 0's machine, as engines reach it."""
+    def __init__(self, trainers: Mapping[str, Trainer], loading: Loading, thread: SideThread, *, host: str = "127.0.0.1") -> None:
+        """`trainers` are this rank's by part; `host` is rank 0's machine, as engines reach it."""
         self.host = host
-        self._trainer = trainer
+        self._trainers = trainers
         self._loading = loading
         self._thread = thread
 
@@ -135,20 +136,24 @@ class OwnRank:
         share = partial(self._loading.share, batch, params, num_minibatches=num_minibatches, seed=seed)
         return [await self._thread.run("train_step", share)]
 
-    async def score(self, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:  # noqa: ARG002
+    async def score(
+        self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float,  # noqa: ARG002
+    ) -> list[Scored]:
         """See `Ranks.score`."""
-        score = partial(self._loading.score, batch, self._trainer.score, of=of, with_entropy=with_entropy)
-        return await self._thread.run("score", score)
+        trainer, verb = find_trainer(self._trainers, method)
+        score = partial(self._loading.score, batch, getattr(trainer, verb), of=of, with_entropy=with_entropy)
+        return await self._thread.run(method, score)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Ranks.observe`."""
         return self._loading.observe(busy_s)
 
     def _call(self, method: str, request: Any, timeout_s: float) -> list[Any]:
-        answer, sync = getattr(self._trainer, method)(request), self._trainer.groups.sync
-        if method == "train_step":
+        trainer, verb = find_trainer(self._trainers, method)
+        answer, sync = getattr(trainer, verb)(request), trainer.groups.sync
+        if verb == "train_step":
             return sync.gather("step_times", answer)
-        if method == "export":
+        if verb == "export":
             sync.barrier("save_hf_done", timeout_s=timeout_s)  # rank 0 writes meanwhile
         return [answer]
 

@@ -1,6 +1,6 @@
 """Requests to a `Trainer` and its answers, which cross processes. Torch-free, so that the caller can import it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -70,15 +70,14 @@ class ScoreShare:
 
 @dataclass(frozen=True, eq=False)
 class TargetScores:
-    """What a policy gives for the M targets of a batch, at the temperature that the batch's losses need.
+    """What a model gives for the M targets of a batch.
 
     Attributes:
-        logprobs: [M] float32, log-probabilities of the targets.
-        entropy: [M] float32, nats, of the whole distributions; empty if it was not asked for.
+        columns: [M] float32 each, by name. Of a policy: `logprobs`, log-probabilities of the targets at the temperature that the batch's
+            losses need, and if they were asked for `entropy`, in nats, of the whole distributions. Of a value model: `values`.
     """
 
-    logprobs: np.ndarray
-    entropy: np.ndarray
+    columns: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +92,11 @@ class Scored:
     scores: TargetScores
     start_s: float
     end_s: float
+
+    def empty(self) -> "Scored":
+        """Return the same for a share without sequences."""
+        nothing = TargetScores({name: values[:0] for name, values in self.scores.columns.items()})
+        return replace(self, sequences=self.sequences[:0], scores=nothing)
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,8 +54,12 @@ class ModelTrainer(Trainer):
         """
         progress("load_model")
         check_model_folder(folder)
-        model = load_policy(folder, config=config.train)
+        model = cls._load_model(folder, config)
         return cls(model, choose(config.train.strategy, model, groups=groups), folder=folder, config=config, groups=groups)
+
+    @classmethod
+    def _load_model(cls, folder: str, config: Config) -> PreTrainedModel:
+        return load_policy(folder, config=config.train)
 
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> ModelSnapshot:
         """See `Trainer.snapshot`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,18 @@ from offbeat.losses.metrics import Report
 from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.rows import settle_rows
+from offbeat.model.values import token_values
 from offbeat.sync.platform import current_platform
+
+
+class Predict(Protocol):
+    """A forward pass that gives one prediction for each of a row's M targets."""
+
+    def __call__(
+        self, model: nn.Module, row: PackedRow, *, temperature: float, with_entropy: bool = False, entropy_gradient: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return [M] float32 with gradient, and [M] float32 entropies where they were asked for and there are any."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,15 +37,13 @@ class ScoredRow:
     """The M targets of a row after a forward pass.
 
     Attributes:
-        logprobs: [M] float32 with gradient.
+        predictions: [M] float32 with gradient: log-probabilities, or values.
         losses: [M] float32 with gradient, multiplied by loss weights.
-        entropy: [M] float32, nats; with gradient if a loss has an entropy term, empty if nothing asked for it.
-        report: further values to report.
+        report: values to report.
     """
 
-    logprobs: Tensor
+    predictions: Tensor
     losses: Tensor
-    entropy: Tensor
     report: Report
 
 
@@ -62,7 +72,25 @@ def row_of(batch: Batch, indices: np.ndarray, *, share_prefix: bool, families: n
     return replace(row, batch_index=gather_ranges(batch.target_offsets, indices)[row.batch_index], owner=indices[row.owner])
 
 
-def score_row(model: nn.Module, batch: Batch, row: PackedRow, *, temperature: float, report: bool = False) -> ScoredRow:
+def predict_logprobs(
+    model: nn.Module, row: PackedRow, *, temperature: float, with_entropy: bool = False, entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Predict as a policy does; see `Predict` and `token_logprobs`."""
+    if with_entropy:
+        return token_logprobs(model, row, temperature=temperature, with_entropy=True, entropy_gradient=entropy_gradient)
+    return token_logprobs(model, row, temperature=temperature), None
+
+
+def predict_values(
+    model: nn.Module, row: PackedRow, *, temperature: float, with_entropy: bool = False, entropy_gradient: bool = False,  # noqa: ARG001
+) -> tuple[Tensor, Tensor | None]:
+    """Predict as a value model does; see `Predict` and `token_values`. Values have no temperature and no entropy."""
+    return token_values(model, row), None
+
+
+def score_row(
+    model: nn.Module, batch: Batch, row: PackedRow, *, predict: Predict, temperature: float, report: bool = False,
+) -> ScoredRow:
     """Run a forward pass, and compute the losses of the row's targets.
 
     Args:
@@ -71,14 +99,12 @@ def score_row(model: nn.Module, batch: Batch, row: PackedRow, *, temperature: fl
         report: whether entropy and metrics are computed.
     """
     trains_entropy = any("entropy" in reads_of(loss) for loss in batch.losses)
-    if report or trains_entropy:
-        logprobs, entropy = token_logprobs(
-            model, row, temperature=temperature, with_entropy=True, entropy_gradient=trains_entropy)
-    else:
-        logprobs = token_logprobs(model, row, temperature=temperature)
-        entropy = logprobs.new_zeros(0)
-    found = target_losses(logprobs, batch, row.batch_index, entropy=entropy if trains_entropy else None, report=report)
-    return ScoredRow(logprobs, found.losses, entropy, found.report)
+    predictions, entropy = predict(
+        model, row, temperature=temperature, with_entropy=report or trains_entropy, entropy_gradient=trains_entropy)
+    found = target_losses(predictions, batch, row.batch_index, entropy=entropy if trains_entropy else None, report=report)
+    if report and entropy is not None:
+        found.report.means["train/entropy"] = entropy.detach()
+    return ScoredRow(predictions, found.losses, found.report)
 
 
 def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...]:

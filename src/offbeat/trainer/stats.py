@@ -54,17 +54,28 @@ def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
         policy/weight_mean, policy/weight_max: constant weight of the targets: behaviour weight times filters.
         policy/weight_ess: effective sample size of that weight W as a share of the targets, (sum W)^2 / (n sum W^2); 1 if all are equal.
         policy/gate_mean: share of the gradient that sapo's gate lets through.
+        The loss of a critic adds, over the targets, with values as they are before each update:
+        critic/value_mean, critic/return_mean: mean value and mean return.
+        critic/explained_variance: 1 - Var(return - value) / Var(return); 0 if all returns are equal.
+        critic/clip_fraction: share of values that have moved further than the clip.
         A metric without any target is 0.
     """
     seen = combine([update.seen for update in updates])
-    values = seen.values()
-    if (mean_square := values.pop("policy/weight_square_mean", None)) is not None:
-        values["policy/weight_ess"] = values["policy/weight_mean"] ** 2 / mean_square if mean_square else 0.0
-    names = ("policy/weight_ess" if name == "policy/weight_square_mean" else name for name in seen.names)
     return {
-        **dict.fromkeys(names, 0.0),
-        **values,
+        **_finished(dict.fromkeys(seen.names, 0.0) | seen.values()),
         "train/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "train/lr": lr,
         "train/skipped_steps": float(sum(not update.is_sound for update in updates)),
     }
+
+
+def _finished(metrics: dict[str, float]) -> dict[str, float]:
+    """Replace means of squares by what they are collected for."""
+    if "policy/weight_square_mean" in metrics:
+        mean_square = metrics.pop("policy/weight_square_mean")
+        metrics["policy/weight_ess"] = metrics["policy/weight_mean"] ** 2 / mean_square if mean_square else 0.0
+    if "critic/error_mean" in metrics:
+        unexplained = metrics.pop("critic/error_square_mean") - metrics.pop("critic/error_mean") ** 2
+        variance = metrics.pop("critic/return_square_mean") - metrics["critic/return_mean"] ** 2
+        metrics["critic/explained_variance"] = 1 - max(unexplained, 0.0) / variance if variance > 0 else 0.0
+    return metrics

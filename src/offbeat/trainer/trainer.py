@@ -24,7 +24,6 @@ from offbeat.data.batch import Batch
 from offbeat.data.functions import at_step
 from offbeat.data.packing import PackedRow, find_prompts
 from offbeat.errors import ConfigError
-from offbeat.model.logprobs import token_logprobs
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.sync.offer import WeightBroadcast
@@ -48,7 +47,7 @@ from offbeat.trainer.messages import (
     WriteRequest,
     Written,
 )
-from offbeat.trainer.policy import autocast, canary_logprobs, score_row
+from offbeat.trainer.policy import Predict, autocast, canary_logprobs, predict_logprobs, score_row
 from offbeat.trainer.snapshots import Snapshot
 from offbeat.trainer.stats import Update, merge
 
@@ -63,6 +62,10 @@ class Trainer(ABC):
         step: number of training steps since the optimizer was fresh.
         groups: this rank and its peers.
     """
+
+    _predict: Predict = staticmethod(predict_logprobs)
+    _predicts = "logprobs"
+    """Name of what `_predict` gives, among the columns of `TargetScores`."""
 
     def __init__(self, module: nn.Module, config: Config, groups: ProcessGroups) -> None:
         """`module` is called in forward passes."""
@@ -90,7 +93,8 @@ class Trainer(ABC):
         plan = [self._rows(batch, microbatches) for microbatches in request.minibatches]
         with self.groups.sync.region("train_step"), at_step(self.step + 1):
             if len(plan) > 1 and any("prox_logprobs" in reads_of(loss) for loss in batch.losses):
-                batch = batch.with_columns(prox_logprobs=self._score(batch, [row for rows in plan for row in rows]).logprobs)
+                scores = self._score(batch, [row for rows in plan for row in rows])
+                batch = batch.with_columns(prox_logprobs=scores.columns["logprobs"])
             updates = [self._update(batch, rows, request.params, scale=len(plan)) for rows in plan]
         self.step += 1
         if self._refresh_steps and self.step % self._refresh_steps == 0:
@@ -291,10 +295,10 @@ class Trainer(ABC):
                 progress("forward")
                 with self._using(batch, row, learn=learn, last=number == len(rows) - 1), torch.set_grad_enabled(learn):
                     with autocast(self._config):
-                        scored = score_row(self._module, batch, row, temperature=self._temperature(batch))
+                        scored = score_row(self._module, batch, row, predict=self._predict, temperature=self._temperature(batch))
                     if learn:
                         (scored.losses.sum() * self._gradient_scale).backward()
-                logprobs[row.batch_index] = scored.logprobs.detach().cpu().numpy()
+                logprobs[row.batch_index] = scored.predictions.detach().cpu().numpy()
                 losses += np.bincount(
                     batch.target_sequences[row.batch_index], scored.losses.detach().cpu().numpy(), minlength=len(batch))
         finally:
@@ -303,19 +307,17 @@ class Trainer(ABC):
 
     def _score(self, batch: Batch, rows: Sequence[PackedRow], *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
         """Return the scores of the targets in these rows, 0 for others."""
-        logprobs = np.zeros(batch.num_targets, np.float32)
-        entropy = np.zeros(batch.num_targets if with_entropy else 0, np.float32)
+        with_entropy = with_entropy and self._predicts == "logprobs"  # a value has none
+        columns = {name: np.zeros(batch.num_targets, np.float32) for name in (self._predicts, *(["entropy"] if with_entropy else []))}
         temperature = self._temperature(batch)
         for row in rows:
             progress("forward")
             with self._scoring(batch, row, of) as module, autocast(self._config):
-                if with_entropy:
-                    found, entropies = token_logprobs(module, row, temperature=temperature, with_entropy=True)
-                    entropy[row.batch_index] = entropies.cpu().numpy()
-                else:
-                    found = token_logprobs(module, row, temperature=temperature)
-            logprobs[row.batch_index] = found.cpu().numpy()
-        return TargetScores(logprobs, entropy)
+                found, entropy = self._predict(module, row, temperature=temperature, with_entropy=with_entropy)
+            columns[self._predicts][row.batch_index] = found.cpu().numpy()
+            if entropy is not None:
+                columns["entropy"][row.batch_index] = entropy.cpu().numpy()
+        return TargetScores(columns)
 
     @contextmanager
     def _scoring(self, batch: Batch, row: PackedRow, of: Policy) -> Iterator[nn.Module]:
@@ -334,11 +336,11 @@ class Trainer(ABC):
             with self._using(batch, row, learn=True, last=number == len(rows) - 1):
                 progress("forward")
                 with autocast(self._config):
-                    scored = score_row(self._module, batch, row, temperature=self._temperature(batch), report=True)
+                    scored = score_row(
+                        self._module, batch, row, predict=self._predict, temperature=self._temperature(batch), report=True)
                 with tracker.scope("train"):
                     tracker.denominator(tokens=torch.ones_like(scored.losses))
                     tracker.stat(reduce="sum", loss=scored.losses)
-                    tracker.stat(denominator="tokens", entropy=scored.entropy)
                 tracker.stat(scored.report.means, denominator="train/tokens")
                 tracker.stat(scored.report.minima, reduce="min")
                 tracker.stat(scored.report.maxima, reduce="max")

@@ -1,9 +1,10 @@
-"""The process of one train rank: joins its peers, builds its trainer, and passes calls on to it. Imports torch; started by name.
+"""The process of one train rank: joins its peers, builds its trainers, and passes calls on to them. Imports torch; started by name.
 
 Calls reach all ranks at once, in the same order. User errors are raised while no peer waits in a collective.
 """
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 
 from offbeat.config.model import TinyConfig
@@ -30,14 +31,30 @@ def build_model(request: BuildRequest) -> None:
         eos_token_id=request.eos_token_id, pad_token_id=request.pad_token_id, seed=request.seed)
 
 
-def build_trainer(model: str, config: Config, groups: ProcessGroups, *, many: bool = False) -> Trainer:
-    """Load a model, given as a folder or hub id, and build the trainer of a run or of `many` adapters; collective."""
+def build_trainers(model: str, config: Config, groups: ProcessGroups, *, many: bool = False) -> dict[str, Trainer]:
+    """Load models, and build the trainers of a run by the part that they train, or that of `many` adapters; collective.
+
+    Args:
+        model: folder or hub id of the policy, whose trainer is the part "".
+    """
     if many:
-        trainer = BankTrainer.build_empty(model, config=config, groups=groups)
+        policy = BankTrainer.build_empty(model, config=config, groups=groups)
     else:
-        trainer = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
+        policy = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
     gc.freeze()  # what libraries have loaded stays forever; each collection that walks it costs 0.1 s
-    return trainer
+    return {"": policy}
+
+
+def find_trainer(trainers: Mapping[str, Trainer], method: str) -> tuple[Trainer, str]:
+    """Return the trainer that a method's name, "name" or "part.name", means, and the name of its verb.
+
+    Raises:
+        LookupError: there is no such part.
+    """
+    part, _, verb = method.rpartition(".")
+    if part not in trainers:
+        raise LookupError(f"there is no trainer {part!r} for {method!r}")
+    return trainers[part], verb
 
 
 class TrainWorker(Service):
@@ -49,13 +66,15 @@ class TrainWorker(Service):
         self._store = None
         self._groups: ProcessGroups | None = None
         self._request: JoinRequest | None = None
-        self._trainer: Trainer | None = None
+        self._trainers: dict[str, Trainer] = {}
 
     def handle(self, method: str, payload: bytes) -> bytes:
         """Answer one call; if it fails, the other ranks are told at their next sync point, or where they wait."""
         try:
             with work(method):
-                return answer(self if hasattr(TrainWorker, method) or self._trainer is None else self._trainer, method, payload)
+                if hasattr(TrainWorker, method) or not self._trainers:
+                    return answer(self, method, payload)
+                return answer(*find_trainer(self._trainers, method), payload)
         except (SyncError, UserError):  # raised by every rank alike, or by one outside of collectives: the ranks are in step
             raise
         except Exception as exc:
@@ -88,7 +107,7 @@ class TrainWorker(Service):
         """Load the model that this rank joined for."""
         request, groups = self._request, self._groups
         assert request is not None and groups is not None, "a rank joins before it loads"
-        self._trainer = build_trainer(request.model, Config.model_validate_json(request.config), groups, many=request.many)
+        self._trainers = build_trainers(request.model, Config.model_validate_json(request.config), groups, many=request.many)
         return Nothing()
 
     def _give_up(self, error: StuckError) -> None:

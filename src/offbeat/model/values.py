@@ -1,0 +1,82 @@
+"""A value model: a causal language model whose head gives one number at each position instead of logits.
+
+Built from a language model by `give_value_head`; called by trainers of critics and of reward models.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from offbeat.data.packing import PackedRow
+from offbeat.errors import ModelError
+from offbeat.model.logprobs import head_outputs
+
+_PROBE = 3.0
+
+
+class ValueHead(nn.Linear):
+    """A linear layer to one number, which computes in float32 under autocast, too. It begins with zeros, so that every value is 0."""
+
+    def __init__(self, hidden_size: int, *, bias: bool = True) -> None:
+        super().__init__(hidden_size, 1, bias=bias)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
+
+    def forward(self, input: Tensor) -> Tensor:  # the parameter name of nn.Linear
+        """Map hidden states [..., H] to values [..., 1] float32."""
+        with torch.autocast(input.device.type, enabled=False):
+            return linear(input.float(), self.weight, self.bias).clone()  # not a view, which FSDP2 warns about
+
+
+def give_value_head(model: PreTrainedModel, *, bias: bool = True) -> None:
+    """Replace a language model's output head by a `ValueHead`, untied from its embeddings.
+
+    Args:
+        bias: whether the head has a bias.
+
+    Raises:
+        ModelError: the model has no linear head, or computes with what the head gives.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{type(model).__name__} has no linear output head, which a value model replaces; use another model")
+    config = model.config.get_text_config()
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        config.final_logit_softcapping = None  # it bounds logits, and a value has no bound
+    model.config.tie_word_embeddings = config.tie_word_embeddings = False
+    model.set_output_embeddings(values := ValueHead(head.in_features, bias=bias))
+    _check(model, values)
+
+
+def token_values(model: nn.Module, row: PackedRow) -> Tensor:
+    """Return [M] float32 with gradient: the value at the position that predicts each of a row's targets, in the order of `row.target`.
+
+    Args:
+        model: with a `ValueHead`, bare or wrapped.
+        row: as for `offbeat.model.logprobs.token_logprobs`.
+    """
+    source, inverse = np.unique(row.source, return_inverse=True)
+    outputs = head_outputs(model, row, source if len(source) else np.zeros(1, np.int64))[:, 0].float()
+    return outputs[torch.from_numpy(inverse).to(outputs.device)]
+
+
+@torch.no_grad()
+def _check(model: PreTrainedModel, head: ValueHead) -> None:
+    """Raise ModelError if what the model gives is not what its head gave."""
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    seen: list[Tensor] = []
+
+    def probe(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        seen.append(torch.full_like(output, _PROBE))
+        return seen[0]
+
+    handle = head.register_forward_hook(probe)
+    try:
+        given = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        handle.remove()
+    if len(seen) != 1 or not torch.equal(given.float(), torch.full_like(given, _PROBE, dtype=torch.float32)):
+        raise ModelError(f"{type(model).__name__} changes what its output head gives, so that it cannot give values; use another model")

@@ -1,0 +1,74 @@
+"""The trainer of a value model: it learns what its batches say, on any number of ranks, and goes on from a checkpoint."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from offbeat.config.train import OptimizerConfig
+from offbeat.data.batch import LossSpec
+from offbeat.trainer.messages import Folder
+from offbeat.trainer.value_trainer import ValueTrainer
+from ranks import run_alone, run_ranks
+from train_samples import build_model, configure, make_batch, score, share, take_step
+
+VALUE = LossSpec("value", {"clip": 0.0})
+OPTIMIZER = OptimizerConfig(lr=1e-2)
+
+
+def returning(batch, seed=3):
+    rng = np.random.default_rng(seed)
+    return replace(batch, losses=(VALUE,)).with_columns(
+        returns=rng.standard_normal(batch.num_targets), values=np.zeros(batch.num_targets))
+
+
+BATCH = returning(make_batch(3, 2))
+
+
+def _steps(trainer, count):
+    part, micros = share(BATCH, rank=trainer.groups.rank, world=trainer.groups.world)
+    return [take_step(trainer, part, [micros], optimizer=OPTIMIZER) for _ in range(count)]
+
+
+def _train(groups, folder):
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        trainer = ValueTrainer.build(folder, config=configure(folder, strategy=strategy), groups=groups)
+        steps = _steps(trainer, 3)
+        at = Folder(f"{folder}-{strategy}-{groups.world}")
+        trainer.save(at)
+        resumed = ValueTrainer.build(folder, config=configure(folder, strategy=strategy), groups=groups)
+        resumed.load(at)
+        assert _steps(trainer, 2) == _steps(resumed, 2)
+        found[strategy] = steps
+    return found
+
+
+def test_it_learns_the_same_on_any_number_of_ranks_and_resumes_exactly(tmp_path):
+    folder = build_model(tmp_path / "model")
+    alone = run_alone(_train, argument=folder)
+    returns, weights = BATCH.columns["returns"].astype(np.float64), BATCH.columns["loss_weights"].astype(np.float64)
+    first = alone["ddp"][0]
+    assert first["train/loss"] == pytest.approx((returns**2 / 2 * weights).sum(), abs=1e-6), "values begin at 0"
+    assert first["critic/return_mean"] == pytest.approx(returns.mean(), abs=1e-6)
+    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert alone["ddp"][2]["train/loss"] < first["train/loss"] and alone["ddp"][2]["critic/explained_variance"] > 0
+    assert not any(name.startswith("policy/") or name == "train/entropy" for name in first)
+    for both in run_ranks(_train, world=2, argument=folder):
+        for strategy, steps in both.items():
+            for one, other in zip(alone[strategy], steps, strict=True):
+                assert other == pytest.approx(one, abs=2e-4), strategy
+
+
+def test_it_scores_values(tmp_path):
+    folder = build_model(tmp_path / "model")
+
+    def check(groups, _):
+        trainer = ValueTrainer.build(folder, config=configure(folder), groups=groups)
+        _steps(trainer, 2)
+        whole, small = score(trainer, BATCH, max_tokens=10_000), score(trainer, BATCH, max_tokens=20)
+        assert list(whole) == ["values"] and whole["values"].any()
+        np.testing.assert_allclose(small["values"], whole["values"], atol=1e-5)
+        assert list(score(trainer, BATCH, with_entropy=True)) == ["values"], "values have no entropy"
+
+    run_alone(check)
