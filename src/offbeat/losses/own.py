@@ -88,8 +88,8 @@ def own_losses(
         OwnCodeError: it raised an exception, or returned something else than losses; names its file.
     """
     index = trained.nonzero().squeeze(-1)
-    # The empty sum gives a row without targets a backward pass, too, in which its rank meets the others.
-    nothing = torch.zeros_like(targets.logprobs) + targets.logprobs[:0].sum()
+    # The empty sums give a row without targets a backward pass, too, in which its rank meets the others.
+    nothing = torch.zeros_like(targets.logprobs) + targets.logprobs[:0].sum() + (0.0 if entropy is None else entropy[:0].sum())
     found = call_own(name, chosen_tokens(targets, index, ref_logprobs=ref_logprobs, entropy=entropy), dict(targets.constants))
     names = _metric_names(name, tuple(sorted(targets.constants.items())), ref_logprobs is not None, entropy is not None)
     if found is None:
