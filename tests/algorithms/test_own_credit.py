@@ -78,8 +78,8 @@ def test_the_same_credit_as_dr_grpo_gives_the_same_batch() -> None:
 
 
 @pytest.mark.parametrize(("function", "sentence"), [
-    ("too_few", "must return an array of 4 numbers, one for each sample, or a list of 4 arrays, one number for each trained token of a sample,"
-     " got an array of shape (2,)"),
+    ("too_few", "must return an array of 4 numbers, one for each sample, or a list of 4 arrays, one number for each trained token of a"
+     " sample, got an array of shape (2,)"),
     ("too_short", "got a list of 4 with shapes [(2,), (0,), (4,), (1,)]"),
     ("endless", "must return finite numbers, got "),
     ("text", "must return an array of 4 numbers"),

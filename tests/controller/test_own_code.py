@@ -1,5 +1,6 @@
-"""The check of a user's own objective and credit, from a process without torch."""
+"""The check of a user's own objective and credit, from a process without torch; and the examples in the documentation."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,17 @@ def test_the_controller_stays_without_torch(tmp_path: Path) -> None:
         "print(len(check_own_code(config)), 'torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
     assert done.stdout.split() == ["2", "False"], done.stderr
+
+
+def test_the_examples_in_the_documentation_work(tmp_path: Path, monkeypatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"^`(my_\w+\.py)`.*?\n```python\n(.*?)```", page, re.DOTALL | re.MULTILINE))
+    for name, source in files.items():
+        (tmp_path / name).write_text(source)
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^offbeat config check task.toml (.*my_.*)$", page, re.MULTILINE)
+    assert sorted(files) == ["my_credit.py", "my_loss.py"] and len(commands) == 2
+    for words in commands:
+        (_, name), (_, constants) = re.findall(r"--algorithm\.(objective|credit|constants) ('.*?'|\S+)", words)
+        setting = "objective" if "my_loss" in name else "credit"
+        assert len(check(**{setting: name, "constants": constants.strip("'")})) == 1

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,8 @@ def test_an_own_loss_and_its_gradient_equal_the_slow_version(seed) -> None:
 
 
 def test_weights_filters_and_regularisers_go_with_an_own_objective() -> None:
-    loss = own("clipped", weight=WeightSpec("mask", high=1.3), filters=(FilterSpec("clip_cov"),), regularisers=(RegulariserSpec("k2", 0.5),))
+    weights, terms = WeightSpec("mask", high=1.3), (RegulariserSpec("k2", 0.5),)
+    loss = own("clipped", weight=weights, filters=(FilterSpec("clip_cov"),), regularisers=terms)
     batch, logprobs = random_batch(loss, seed=3)
     w = np.exp(batch.columns["prox_logprobs"].astype(np.float64) - batch.columns["rollout_logprobs"])
 
@@ -80,7 +82,7 @@ def test_no_split_changes_losses_gradients_or_metrics(function) -> None:
     for cuts in ((0, 3, 7), (0, 1, 2, 3, 4, 5, 6, 7), (0, 4, 4, 7)):
         parts = [
             computed(batch, logprobs, np.arange(batch.target_offsets[a], batch.target_offsets[b]), entropy)
-            for a, b in zip(cuts, cuts[1:], strict=False)]
+            for a, b in pairwise(cuts)]
         for got, expected in zip(zip(*parts, strict=True), whole, strict=False):
             if expected is not None:
                 assert torch.equal(torch.cat(got), expected)

@@ -47,6 +47,6 @@ def raises(groups, constants):
 
 
 def imports_torch(groups, constants):
-    import torch
+    import torch  # noqa: PLC0415
 
     return torch.from_numpy(groups.rewards).numpy()
