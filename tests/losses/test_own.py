@@ -14,6 +14,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.batch import FilterSpec, RegulariserSpec, WeightSpec
 from offbeat.errors import CodeError, OwnCodeError
 from offbeat.losses.compose import target_losses
+from offbeat.losses.own_check import check_objective
 from slow_losses import random_batch
 
 FILE = Path(__file__).parents[1] / "support" / "own_losses.py"
@@ -146,3 +147,19 @@ def test_a_name_that_is_not_there_is_refused() -> None:
     batch, logprobs = random_batch(own("cliped"))
     with pytest.raises(CodeError, match="did you mean 'clipped'"):
         computed(batch, logprobs)
+
+
+def test_the_example_vespo_equals_its_formula() -> None:
+    file = Path(__file__).parents[2] / "examples" / "vespo.py"
+    settings = AlgorithmConfig(objective=f"{file}:vespo", anchor="rollout", weight="none", constants={"lam_loss": 2.5})
+    check_objective(policy_loss(settings), name="vespo", drops=True)
+    batch, logprobs = random_batch(policy_loss(settings), seed=2, spread=0.1)
+    losses, gradient, _, report = computed(batch, logprobs)
+    a, sequences = batch.columns["advantages"].astype(np.float64), batch.target_sequences
+    gaps = logprobs.astype(np.float64) - batch.columns["rollout_logprobs"]
+    w = np.exp([gaps[sequences == sequence].sum() for sequence in sequences])
+    k, lam = np.where(a >= 0, 2.0, 3.0), np.where(a >= 0, 3.0, 2.5)
+    slope = -np.exp(lam) * w**k * np.exp(-lam * w) * a * batch.columns["loss_weights"]
+    np.testing.assert_allclose(gradient, slope, rtol=2e-5, atol=1e-9)
+    np.testing.assert_allclose(losses, slope * logprobs, rtol=2e-5, atol=1e-9)
+    assert report.means["own/weight"].shape == (batch.num_targets,)
