@@ -32,6 +32,8 @@ def random_batch(loss, *, lengths=(1, 2, 5, 1, 9, 4, 3), seed=0, spread=0.4, equ
     columns = {
         "rollout_logprobs": rollout, "prox_logprobs": prox, "advantages": advantages, "loss_weights": rng.uniform(0.1, 1, count),
         "ref_logprobs": np.minimum(rollout + 0.5 * rng.standard_normal(count), -1e-3), "m2_mask": rng.integers(0, 2, count)}
+    masks = np.random.default_rng(seed + 1)
+    columns |= {name: masks.integers(0, 2, count) for name in ("detach_mask", "kl_cov_mask")}
     full = {name: np.zeros(len(trained)) for name in columns}
     for name, values in columns.items():
         full[name][trained] = values
@@ -68,6 +70,7 @@ class _Sequence:
         self.rollout, self.advantage = of("rollout_logprobs"), of("advantages")
         self.prox = of("prox_logprobs", lambda m: logprobs[m].item())
         self.ref, self.m2 = of("ref_logprobs", lambda m: math.nan), of("m2_mask", lambda m: 1.0)
+        self.kept_by_cov, self.held_by_cov = of("detach_mask", lambda m: 1.0), of("kl_cov_mask", lambda m: 0.0)
         self.anchor = self.prox if loss.anchor == "prox" else {
             m: self.rollout[m] if math.isfinite(self.rollout[m]) else logprobs[m].item() for m in logprobs}
 
@@ -100,6 +103,8 @@ class _Sequence:
     def kept(self, rule, m):
         if rule.metric == "m2":
             return self.m2[m] != 0
+        if rule.metric == "clip_cov":
+            return self.kept_by_cov[m] != 0
         if rule.metric == "opsm":
             current = {n: value.item() for n, value in self.logprobs.items()}
             moved = -sum(self.behaviour(n, current) for n in self.logprobs) / len(self.logprobs)
@@ -185,6 +190,9 @@ class _Sequence:
             return -entropy[m]
         if kind == "drift":
             return (lp - self.rollout[m]) ** 2 if math.isfinite(self.rollout[m]) else 0 * lp
+        if kind == "kl_cov":
+            gap = lp - self.prox[m]
+            return 0 * lp if self.held_by_cov[m] == 0 or gap == 0 else gap if gap > 0 else -gap
         if not math.isfinite(self.ref[m]):
             return 0 * lp
         if kind == "k2":

@@ -57,6 +57,10 @@ class RunError(OffbeatError, RuntimeError):
     """A run that was requested correctly failed."""
 
 
+class OwnCodeError(RunError):
+    """The user's own objective or credit failed during a run; the message names its file and line, and the step."""
+
+
 class DeadlineError(RunError, TimeoutError):
     """A named wait passed its deadline."""
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from offbeat.algorithms.objectives import CLIENT_LOSSES, CROSS_ENTROPY, OBJECTIVES, client_loss, policy_loss, reads_of
+from offbeat.algorithms.objectives import CLIENT_LOSSES, CROSS_ENTROPY, OBJECTIVES, client_loss, objective_of, policy_loss, reads_of
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data import wire
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
@@ -74,6 +74,11 @@ def test_filters_and_regularisers_become_part_of_the_loss() -> None:
     (LossSpec("importance_sampling", filters=(FilterSpec("opsm", high=0.04),)), ("rollout_logprobs", "advantages")),
     (LossSpec("reinforce", regularisers=(RegulariserSpec("entropy", 1.0), RegulariserSpec("drift", 1.0))),
      ("advantages", "rollout_logprobs", "entropy")),
+    (policy_loss(AlgorithmConfig(weight="none", cov_control="clip")), ("prox_logprobs", "advantages", "rollout_logprobs", "detach_mask")),
+    (policy_loss(AlgorithmConfig(weight="none", anchor="rollout", objective="importance_sampling", cov_control="kl")),
+     ("rollout_logprobs", "advantages", "prox_logprobs", "kl_cov_mask")),
+    (policy_loss(AlgorithmConfig(weight="none", objective="a.py:f", objective_reads=("reference", "entropy"))),
+     ("prox_logprobs", "advantages", "rollout_logprobs", "ref_logprobs", "entropy")),
 ])
 def test_a_loss_reads_what_its_parts_read(loss, reads) -> None:
     assert reads_of(loss) == reads
@@ -101,6 +106,21 @@ def test_other_losses_and_constants_are_refused(name, constants, sentence) -> No
     with pytest.raises(DataError) as caught:
         client_loss(name, **constants)
     assert sentence in str(caught.value)
+
+
+def test_an_own_objective_is_named_by_its_whole_path_and_gets_all_constants(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loss = policy_loss(AlgorithmConfig(objective="sub/a.py:f", constants={"x": 1.0, "how": "much"}))
+    assert (loss.name, loss.constants) == (f"{tmp_path}/sub/a.py:f", {"x": 1.0, "how": "much"})
+    assert policy_loss(AlgorithmConfig(objective="package.module:f")).name == "package.module:f"
+    assert objective_of(loss.name).by_sequence
+
+
+def test_constants_that_an_objective_does_not_know_are_for_the_credit_if_that_is_a_function() -> None:
+    with pytest.raises(ConfigError, match="algorithm.constants of sapo has no 'decay'; it has tau_low, tau_high"):
+        policy_loss(AlgorithmConfig(objective="sapo", constants={"decay": 0.5}))
+    loss = policy_loss(AlgorithmConfig(objective="sapo", constants={"decay": 0.5, "tau_low": 2.0}, credit="a.py:f"))
+    assert loss.constants == {"tau_low": 2.0, "tau_high": 1.0}
 
 
 def test_a_loss_with_all_of_its_parts_crosses_processes() -> None:

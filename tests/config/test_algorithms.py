@@ -49,11 +49,13 @@ def test_a_wrong_value_under_an_earlier_name_is_refused(old):
         AlgorithmConfig.model_validate(old)
 
 
-@pytest.mark.parametrize("term", [{"kl_loss": "k3"}, {"reward_kl": 0.1}, {"entropy_coefficient": 0.1}, {"drift_coefficient": 0.1}])
+@pytest.mark.parametrize("term", [
+    {"kl_loss": "k3"}, {"reward_kl": 0.1}, {"entropy_coefficient": 0.1}, {"entropy_target": 0.2}, {"drift_coefficient": 0.1},
+    {"cov_control": "clip"}])
 def test_sequences_of_advantage_0_stay_where_a_term_acts_on_them(term):
     assert not AlgorithmConfig(**term).drop_zero_advantage
     assert AlgorithmConfig(**term, drop_zero_advantage=True).drop_zero_advantage  # refused by the whole configuration
-    assert AlgorithmConfig(**dict.fromkeys(term, 0 if term.get("kl_loss") is None else "none")).drop_zero_advantage
+    assert AlgorithmConfig(**dict.fromkeys(term, "none" if {"kl_loss", "cov_control"} & term.keys() else 0)).drop_zero_advantage
 
 
 @pytest.mark.parametrize(("values", "needs"), [
@@ -63,7 +65,10 @@ def test_sequences_of_advantage_0_stay_where_a_term_acts_on_them(term):
     ({"num_minibatches": 2, "objective": "reinforce", "weight": "none", "filters": [{"metric": "opsm"}]}, ""),
     ({"num_minibatches": 2, "objective": "reinforce", "weight": "none", "filters": [{"metric": "k3"}]}, "prox"),
     ({"preset": "m2po"}, "prox"), ({"preset": "reinforce_pp"}, "reference"), ({"preset": "deepseek_v32"}, "reference"),
-    ({"entropy_coefficient": 0.1}, "entropy"),
+    ({"entropy_coefficient": 0.1}, "entropy"), ({"entropy_target": 0.2}, "entropy"),
+    ({"cov_control": "clip"}, "prox"), ({"cov_control": "kl", "objective": "importance_sampling", "num_minibatches": 2}, "prox"),
+    ({"objective": "a.py:f"}, ""), ({"objective": "a.py:f", "num_minibatches": 2}, "prox"),
+    ({"objective": "a.py:f", "objective_reads": ["reference", "entropy"]}, "reference entropy"),
 ])
 def test_a_step_computes_what_the_settings_need(values, needs):
     config = AlgorithmConfig(**values)

@@ -48,6 +48,23 @@ def test_folders_follow_from_names():
          "algorithm.filters: low of k2 must be at most high = 1, got 2"),
         ({"algorithm": {"kl_loss": "k3", "drop_zero_advantage": True}},
          "algorithm.drop_zero_advantage must be false with algorithm.kl_loss, which acts on sequences of advantage 0"),
+        ({"algorithm": {"objective": "pppo"}}, "there is no objective 'pppo'; use one of ppo, .*did you mean 'ppo'"),
+        ({"algorithm": {"objective_reads": ["entropy"]}}, "algorithm.objective_reads must be empty with algorithm.objective = 'ppo'"),
+        ({"algorithm": {"credit": "a.py:f", "whiten": "tokens"}}, "algorithm.whiten must be 'none' with algorithm.credit, got 'tokens'"),
+        ({"algorithm": {"credit": "a.py:f", "separate_rewards": True}}, "algorithm.separate_rewards must be false with .*, got true"),
+        ({"algorithm": {"credit": "a.py:f", "gamma": 0.9}}, "algorithm.gamma must be 1.0 with algorithm.credit, got 0.9"),
+        ({"algorithm": {"credit": "a.py:f", "reward_kl": 0.1}}, "algorithm.reward_kl must be 0.0 with algorithm.credit, got 0.1"),
+        ({"algorithm": {"credit": "a.py:f"}, "run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}},
+         "rollout.single_rank_load must be true with algorithm.credit, got false"),
+        ({"algorithm": {"cov_control": "clip"}, "run": {"mode": "spmd"}, "rollout": {"single_rank_load": False, "balance_batch": False}},
+         "rollout.single_rank_load must be true with algorithm.cov_control = 'clip', got false"),
+        ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target must be 0 without algorithm.kl_loss and algorithm.reward_kl, got 0.1"),
+        ({"algorithm": {"cov_control": "clip", "objective": "cispo"}}, "algorithm.objective must be 'ppo' with .*, got 'cispo'"),
+        ({"algorithm": {"cov_control": "kl", "num_minibatches": 2}}, "algorithm.objective must be 'importance_sampling' with"),
+        ({"algorithm": {"cov_control": "kl", "objective": "importance_sampling"}}, "algorithm.num_minibatches must be at least 2 with"),
+        ({"algorithm": {"cov_control": "clip", "cov_low": 5.0}}, "algorithm.cov_low must be below cov_high = 5, got 5"),
+        ({"algorithm": {"cov_control": "clip", "drop_zero_advantage": True}},
+         "algorithm.drop_zero_advantage must be false with algorithm.cov_control"),
         ({"rollout": {"temperature": 0}}, "greater than 0"),
         ({"rollout": {"stop": ["a", ""]}}, "rollout.stop must not hold an empty string"),
         ({"rollout": {"reward_timeout_s": 600}}, "rollout.episode_timeout_s must be above rollout.reward_timeout_s = 600, got 600"),
@@ -82,3 +99,7 @@ def test_timeouts_grow_with_the_longest_answer_that_is_allowed():
     assert timeouts(max_new_tokens=20, episode_timeout_s=60, batch_timeout_s=90) == (60, 90, 600)
     fast = Config.model_validate({"rollout": {"max_new_tokens": 4000}, "inference": {"token_timeout_s": 0}})
     assert (fast.timed_rollout, fast.timed_evaluate) == (fast.rollout, fast.evaluate)
+
+
+def test_a_credit_of_ones_own_may_have_groups_of_one():
+    Config.model_validate({"algorithm": {"credit": "a.py:f"}, "rollout": {"group_size": 1}})

@@ -6,8 +6,8 @@ import pytest
 
 from offbeat.config.load import load_config
 from offbeat.controller.inputs import base_ends, choose_canary, choose_reward, read_base, read_inputs
+from offbeat.data.functions import resolve
 from offbeat.errors import ConfigError, DataError, ModelError
-from offbeat.rollout.functions import resolve
 from small_run import build_small_model, small_config
 
 

@@ -76,3 +76,14 @@ def test_the_identity_comes_back_from_a_checkpoint_as_it_was() -> None:
     saved = SavedState(8, 8, (), identity=THEN)
     assert wire.decode_json(SavedState, wire.encode_json(saved)) == saved
     assert wire.decode_json(SavedState, b'{"global_step": 8, "version": 8, "heads": []}').identity is None
+
+
+def test_an_objective_of_ones_own_is_code_of_which_another_source_is_said_in_a_line() -> None:
+    then = replace(
+        THEN, settings={**THEN.settings, "algorithm.objective": "mine.py:loss"}, code={**THEN.code, "algorithm.objective": "source"})
+    other = replace(then, code={**then.code, "algorithm.objective": "other source"})
+    assert said(other, then) == ["goes on with another algorithm.objective: the file of its code is not as it was at the checkpoint"]
+    moved = replace(then, settings={**then.settings, "algorithm.objective": "elsewhere/mine.py:loss"})
+    assert said(moved, then) == []
+    built_in = replace(then, settings={**then.settings, "algorithm.objective": "ppo"}, code={**then.code, "algorithm.objective": ""})
+    assert said(built_in, then) == ['goes on with algorithm.objective = "ppo", was "mine.py:loss"']

@@ -16,7 +16,7 @@ from offbeat.errors import ModelError
 
 TORCH_FREE = (
     "offbeat.data.tokenizer", "offbeat.data.row", "offbeat.data.sources", "offbeat.data.tasks", "offbeat.data.dataset",
-    "offbeat.rollout.functions", "offbeat.rollout.rewards.exact_match", "offbeat.rollout.rewards.math", "offbeat.rollout.rewards.countdown",
+    "offbeat.data.functions", "offbeat.rollout.rewards.exact_match", "offbeat.rollout.rewards.math", "offbeat.rollout.rewards.countdown",
     "offbeat.algorithms.credit", "offbeat.algorithms.experience",
 )
 TEXT = character_tokenizer(TEXT_ALPHABET)

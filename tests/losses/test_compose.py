@@ -43,6 +43,8 @@ PRESETS = {
     "dppo": own("dppo", "rollout", constants={"clip_low": 0.05, "clip_high": 0.05}),
     "dppo, kl": own("dppo", "rollout", constants={"clip_low": 0.01, "clip_high": 0.01, "divergence": "kl"}),
     "prime_rl": own("dppo", "rollout", constants={"clip_low": 0.05, "clip_high": 0.05}, regularisers=(RegulariserSpec("drift", 1e-1),)),
+    "clip_cov": replace(PPO, filters=(FilterSpec("clip_cov", low=1.0, high=5.0, share=2e-4),)),
+    "kl_cov": own("importance_sampling", regularisers=(RegulariserSpec("kl_cov", 1.0, 2e-3),)),
     "m2po": own("importance_sampling", "rollout", filters=(FilterSpec("m2", high=0.04),)),
     "deepseek_v32": replace(
         PPO, filters=(FilterSpec("opsm", "sequence", high=0.1),), regularisers=(RegulariserSpec("ratio_k3", 0.3),)),
@@ -160,7 +162,7 @@ def test_a_target_of_weight_zero_adds_exactly_nothing_whatever_it_holds(name, po
 @pytest.mark.parametrize("with_prox", [True, False])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_current_logprob_that_is_not_finite_reaches_the_loss(name, current, with_prox):
-    loss = replace(PRESETS[name], filters=tuple(rule for rule in PRESETS[name].filters if rule.metric != "m2"))
+    loss = replace(PRESETS[name], filters=tuple(rule for rule in PRESETS[name].filters if rule.metric not in ("m2", "clip_cov")))
     batch, logprobs = random_batch(loss, seed=7, spread=0.01)
     if not with_prox:
         del batch.columns["prox_logprobs"]
@@ -355,7 +357,7 @@ def test_cross_entropy_is_the_weighted_negative_logprob():
 
 def test_no_targets_have_no_losses():
     for spec in (*LOSSES_OF_ALL, *PRESETS.values()):
-        columns = dict.fromkeys((*make_datums(3).columns, "m2_mask", "ref_logprobs"), np.zeros(0))
+        columns = dict.fromkeys((*make_datums(3).columns, "m2_mask", "detach_mask", "kl_cov_mask", "ref_logprobs"), np.zeros(0))
         nothing = replace(make_datums(3, losses=LOSSES_OF_ALL[:1]).select([]), losses=(spec,), columns=columns)
         found = target_losses(torch.zeros(0, requires_grad=True), nothing, np.zeros(0, np.int64), entropy=torch.zeros(0), report=True)
         assert found.losses.shape == (0,)

@@ -10,9 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from offbeat.algorithms.coefficients import KL_METRIC
 from offbeat.algorithms.credit import outcome_advantages, rewards_to_go, whitened_sequences, whitened_tokens
 from offbeat.algorithms.critic import with_values
 from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
+from offbeat.algorithms.own_credit import own_advantages, sample_groups
 from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.batch import Batch, bounds, gather_ranges
@@ -43,6 +45,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
 
     Raises:
         DataError: a trajectory begins with a generated token, so that nothing predicts it; or a reward is negative where none may be.
+        OwnCodeError: the function that `config.credit` names failed.
     """
     members = [group.usable for group in groups]
     for group, usable in zip(groups, members, strict=True):
@@ -53,10 +56,17 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.int64)
     truncated = np.array([t.reason == "length" for t in trajectories], dtype=np.bool_)
     num_trained = np.where(truncated, 0, num_generated) if config.mask_truncated else num_generated
+    names, given_KN = _rewards(trajectories)
     rewards_KN = shaped_rewards(
-        _rewards(trajectories), group_ids=group_ids, num_generated=num_generated, config=config, max_new_tokens=max_new_tokens)
+        given_KN, group_ids=group_ids, num_generated=num_generated, config=config, max_new_tokens=max_new_tokens)
     offsets = bounds(num_trained)
-    advantages = _token_advantages(_outcomes(rewards_KN, group_ids, num_trained, config), offsets, config).astype(np.float32)
+    if config.credit and trajectories:
+        samples = sample_groups(
+            trajectories, rewards_KN[0], named_rewards=dict(zip(names, given_KN, strict=True)), group_ids=group_ids, lengths=num_trained)
+        advantages = own_advantages(config.credit, samples, config.constants)
+    else:
+        advantages = _token_advantages(_outcomes(rewards_KN, group_ids, num_trained, config), offsets, config)
+    advantages = advantages.astype(np.float32)
     keep = num_trained > 0
     if config.drop_zero_advantage or config.objective == "cross_entropy":  # which imitates whatever it is given
         keep &= np.bincount(np.repeat(np.arange(len(trajectories)), num_trained), advantages != 0, minlength=len(trajectories)) > 0
@@ -83,8 +93,8 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
 def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: AlgorithmConfig) -> Batch:
     """Return a batch of `make_batch` with what follows from the scores of its targets.
 
-    With `config.kl_loss` that is the column `ref_logprobs`. With `config.reward_kl` = beta, the reward of a target is
-    -beta * (rollout_logprobs - ref_logprobs), and at the last one of a sequence also the sequence's advantage; a target's advantage is
+    Where the loss or `config.kl_target` reads it, that is the column `ref_logprobs`. With `config.reward_kl` = beta, the reward of a target
+    is -beta * (rollout_logprobs - ref_logprobs), and at the last one of a sequence also the sequence's advantage; a target's advantage is
     the discounted sum of the rewards from there on, whitened if `config` says so.
 
     With a critic, `critic.with_values` makes advantages of these rewards instead.
@@ -97,7 +107,7 @@ def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: Algorith
     penalties = np.zeros(batch.num_targets)
     if config.needs_reference:
         ref_logprobs = scores["ref_logprobs"]
-        if config.kl_loss != "none":
+        if config.loss_reads_reference or config.kl_target:
             batch = batch.with_columns(ref_logprobs=ref_logprobs)
         log_ratios = np.clip(batch.columns["rollout_logprobs"].astype(np.float64) - ref_logprobs, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         penalties = -config.reward_kl * log_ratios
@@ -109,6 +119,19 @@ def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: Algorith
     if config.needs_critic:
         return with_values(batch, outcomes, penalties, values=scores["values"], end_values=scores["end_values"], config=config)
     return batch.with_columns(advantages=_spread(outcomes, offsets, config, extra=penalties).astype(np.float32))
+
+
+def reference_stats(batch: Batch) -> StatsPart:
+    """Collect the divergence that `kl_target` steers by, which adds up over the processes that drew a part of the batch.
+
+    Args:
+        batch: has the column `ref_logprobs`. Differences from `rollout_logprobs` are limited to 20; targets of which one is not finite are
+            left out.
+    """
+    gaps = batch.columns["rollout_logprobs"].astype(np.float64) - batch.columns["ref_logprobs"]
+    tracker = StatsTracker()
+    tracker.stat({KL_METRIC: np.clip(gaps[np.isfinite(gaps)], -_MAX_LOG_RATIO, _MAX_LOG_RATIO)})
+    return tracker.take()
 
 
 def sft_batch(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
@@ -185,11 +208,14 @@ def _is_flat(group: Group) -> bool:
     return len({t.reward for t in group.usable}) <= 1
 
 
-def _rewards(trajectories: Sequence[Trajectory]) -> np.ndarray:
-    """Return [K, N] float64, K named rewards of each trajectory; a reward without a name has a row of its own. NaN where there is none."""
+def _rewards(trajectories: Sequence[Trajectory]) -> tuple[list[str], np.ndarray]:
+    """Return K names of rewards, and those rewards of each trajectory, [K, N] float64; NaN where there is none.
+
+    A reward without a name has a row of its own, whose name is "".
+    """
     named = [t.named_rewards or {"": t.reward} for t in trajectories]
     names = list(dict.fromkeys(name for rewards in named for name in rewards)) or [""]
-    return np.array([[rewards.get(name, np.nan) for rewards in named] for name in names], dtype=np.float64)
+    return names, np.array([[rewards.get(name, np.nan) for rewards in named] for name in names], dtype=np.float64)
 
 
 def _outcomes(rewards_KN: np.ndarray, group_ids: np.ndarray, num_trained: np.ndarray, config: AlgorithmConfig) -> np.ndarray:

@@ -6,6 +6,7 @@ The controller and the service choose a loss here and put it into their batches 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -82,29 +83,44 @@ CLIENT_LOSSES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 CROSS_ENTROPY = LossSpec("cross_entropy")
 
+_OWN = Objective(by_sequence=True)
+
+
+def is_own(name: str) -> bool:
+    """Whether a loss has an objective of the user's own, "path/to/file.py:function" or "module:function"."""
+    return ":" in name
+
+
+def objective_of(name: str) -> Objective:
+    """Return the row of an objective; all of the user's own have the same."""
+    return _OWN if is_own(name) else OBJECTIVES[name]
+
 
 def reads_of(loss: LossSpec) -> tuple[str, ...]:
     """Return what a loss reads besides `loss_weights`: names of columns, and "entropy", which the trainer computes in its own pass.
 
     The trainer computes `prox_logprobs` itself, under the weights at the start of a step, if the step has several updates; with one update
-    they are those of its own forward pass. `m2_mask` is the result of `algorithms.selection.choose_tokens`. A loss over a run's own samples
-    does not need `ratio_mask`: all of its targets count.
+    they are those of its own forward pass. `algorithms.selection.choose_tokens` gives `m2_mask`, `detach_mask` and `kl_cov_mask`. A loss
+    over a run's own samples does not need `ratio_mask`: all of its targets count.
     """
-    objective = OBJECTIVES[loss.name]
+    objective = objective_of(loss.name)
     metrics = {rule.metric for rule in loss.filters}
     kinds = {term.kind for term in loss.regularisers}
     anchor = "prox_logprobs" if loss.anchor == "prox" else "rollout_logprobs"
     reads = [anchor] if objective.uses_anchor or "ratio_k3" in kinds else []
     reads += ["advantages"] if loss.own_samples else []
     reads += [name for name in objective.reads if name != "ratio_mask" or not loss.own_samples]
-    if loss.weight is not None or metrics - {"opsm"}:
+    if loss.weight is not None or metrics - {"opsm", "clip_cov"} or "kl_cov" in kinds:
         reads += ["prox_logprobs"]
     if loss.weight is not None or metrics or "drift" in kinds or loss.own_samples:
         reads += ["rollout_logprobs"]
     reads += ["m2_mask"] if "m2" in metrics else []
+    reads += ["detach_mask"] if "clip_cov" in metrics else []
+    reads += ["kl_cov_mask"] if "kl_cov" in kinds else []
     reads += ["ref_logprobs"] if kinds & {"k2", "k3", "ratio_k3"} else []
     reads += ["entropy"] if "entropy" in kinds else []
     reads += ["imitate_mask"] if "imitation" in kinds else []
+    reads += loss.reads
     return tuple(dict.fromkeys(reads))
 
 
@@ -114,7 +130,34 @@ def policy_loss(config: AlgorithmConfig) -> LossSpec:
     Raises:
         ConfigError: the objective has no such constant, or a value is out of bounds.
     """
+    terms = [
+        *([RegulariserSpec(config.kl_loss, config.kl_coefficient)] if config.kl_loss != "none" else []),
+        RegulariserSpec("entropy", config.entropy_coefficient), RegulariserSpec("drift", config.drift_coefficient),
+        RegulariserSpec("imitation", config.imitation_coefficient),
+        *([RegulariserSpec("kl_cov", config.cov_coefficient, config.cov_share)] if config.cov_control == "kl" else [])]
+    filters = [FilterSpec(rule.metric, rule.level, rule.aggregate, rule.low, rule.high) for rule in config.filters]
+    if config.cov_control == "clip":
+        filters.append(FilterSpec("clip_cov", low=config.cov_low, high=config.cov_high, share=config.cov_share))
+    columns = {"reference": "ref_logprobs", "entropy": "entropy"}
+    return LossSpec(
+        _absolute(config.objective), _constants(config), anchor=config.anchor,
+        weight=None if config.weight == "none" else WeightSpec(
+            config.weight, config.weight_level, config.weight_low, config.weight_high),
+        filters=tuple(filters), regularisers=tuple(term for term in terms if term.coefficient), own_samples=True,
+        reads=tuple(columns[name] for name in config.objective_reads))
+
+
+def _absolute(name: str) -> str:
+    """Return an objective's name with its file, if it has one, as an absolute path: a rank may have another working directory."""
+    module, _, function = name.rpartition(":")
+    return f"{Path(module).resolve()}:{function}" if module.endswith(".py") else name
+
+
+def _constants(config: AlgorithmConfig) -> dict[str, float | str]:
+    """Return the constants of the objective that [algorithm] names; raises as `policy_loss`."""
     name = config.objective
+    if is_own(name):
+        return dict(config.constants)
     objective, values = OBJECTIVES[name], {}
     if objective.bounds == "ratio":
         values = {"clip_low": 1.0 - config.clip_low, "clip_high": 1.0 + config.clip_high}
@@ -123,22 +166,14 @@ def policy_loss(config: AlgorithmConfig) -> LossSpec:
     if "dual_clip" in objective.constants:
         values["dual_clip"] = config.dual_clip
     further = [key for key in objective.constants if key not in values]
-    if unknown := config.constants.keys() - set(further):
+    unknown = config.constants.keys() - set(further)
+    if unknown and not config.credit:  # the others are for a credit of the user's own
         raise ConfigError(f"algorithm.constants of {name} has no {min(unknown)[:80]!r}; it has {', '.join(further) or 'none'}")
-    values = {**{key: constant.default for key, constant in objective.constants.items()}, **values, **config.constants}
+    own = {key: value for key, value in config.constants.items() if key in further}
+    values = {**{key: constant.default for key, constant in objective.constants.items()}, **values, **own}
     for key, constant in objective.constants.items():
         constant.check(f"{key} of the objective {name}", values[key])
-    terms = [
-        *([RegulariserSpec(config.kl_loss, config.kl_coefficient)] if config.kl_loss != "none" else []),
-        RegulariserSpec("entropy", config.entropy_coefficient), RegulariserSpec("drift", config.drift_coefficient),
-        RegulariserSpec("imitation", config.imitation_coefficient)]
-    return LossSpec(
-        name, values, anchor=config.anchor,
-        weight=None if config.weight == "none" else WeightSpec(
-            config.weight, config.weight_level, config.weight_low, config.weight_high),
-        filters=tuple(FilterSpec(rule.metric, rule.level, rule.aggregate, rule.low, rule.high) for rule in config.filters),
-        regularisers=tuple(term for term in terms if term.coefficient),
-        own_samples=True)
+    return values
 
 
 def value_loss(clip: float) -> LossSpec:

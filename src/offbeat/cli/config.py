@@ -7,12 +7,14 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.docs import render_docs
 from offbeat.config.load import dump_toml, load_config
 from offbeat.config.presets import PRESETS
+from offbeat.controller.own_code import check_own_code
 
 _DESCRIPTION = """\
 Show, check or explain configurations.
 
   show   print every setting that a run would have, defaults included, as TOML
-  check  say whether a file and its overrides are valid, and what a step of its algorithm computes; exit 2 if it is not
+  check  say whether a file and its overrides are valid, and what a step of its algorithm computes; exit 2 if it is not. An objective
+         or a credit of your own is called on made-up samples
   docs   print the reference of all settings as Markdown
 """
 
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
 
     Raises:
         ConfigError: the file or an override is invalid.
+        CodeError: an objective or a credit of the user's own does not work.
     """
     if args.action == "docs":
         print(render_docs(), end="")
@@ -52,9 +55,10 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if args.action == "show":
         print(dump_toml(config), end="")
     else:
+        tried = check_own_code(config)
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
-        print("\n".join(_about(config.algorithm)))
+        print("\n".join([*_about(config.algorithm), *tried]))
     return 0
 
 

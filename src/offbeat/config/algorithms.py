@@ -1,15 +1,19 @@
 """[algorithm]: how rewards become advantages, and advantages a loss. A preset of `config.presets` fills in what is not given."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from offbeat.config.base import Section, field
 from offbeat.config.presets import PRESETS
 
 BATCH_STATISTICS = ("batch_std", "tokens", "sequences")
 """Values of `scale` and `whiten` that need the rewards of the whole batch."""
+
+OBJECTIVE_NAMES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "importance_sampling", "reinforce", "cross_entropy")
+"""Objectives that a run may name; a name with a colon is a function of the user's own."""
 
 _WITHOUT_RATIO = ("reinforce", "cross_entropy")
 _OLD_NAMES = ("scale_by_std", "behave_weight", "behave_cap")
@@ -55,6 +59,8 @@ class AlgorithmConfig(Section):
         0.0, "With a critic: let gae_lambda be 1 - 1 / (alpha n) for an answer of n tokens, at least 0 (VAPO: 0.05); 0 is off.", ge=0)
     turn_level: bool = field(
         False, "With a critic: take each turn, what was generated between two observations, as one step, whose tokens share an advantage.")
+    credit: str = field(
+        "", "Function of your own that gives advantages, as 'path/to/file.py:function' (docs/algorithms.md); it replaces centre and scale.")
     imitate_above: float = field(
         0.0, "Imitate samples of a larger reward, with objective = \"cross_entropy\" or an imitation_coefficient; the default takes every"
         " reward above 0 for success.")
@@ -85,16 +91,20 @@ class AlgorithmConfig(Section):
     filters: tuple[FilterConfig, ...] = field(
         (), "Tables {metric, level, aggregate, low, high}, each a rule that takes tokens or sequences out of the loss.")
 
-    objective: Literal[
-        "ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "importance_sampling", "reinforce", "cross_entropy"] = field(
-        "ppo", "Formula of a token's loss, in docs/algorithms.md.")
+    objective: str = field(
+        "ppo", f"Formula of a token's loss, in docs/algorithms.md: {', '.join(OBJECTIVE_NAMES)}, or a function of your own as"
+        " 'path/to/file.py:function'.")
+    objective_reads: tuple[Literal["reference", "entropy"], ...] = field(
+        (), "What an objective of your own reads besides ratio and advantages, each of which costs time: log-probabilities under the"
+        " reference policy, or the entropy of each token's distribution.")
     clip_low: float = field(0.2, "Lower bound of the ratio to the anchor: 1 - clip_low; 1 is none.", ge=0, le=1)
     clip_high: float = field(0.2, "Upper bound of the ratio to the anchor: 1 + clip_high.", ge=0)
     dual_clip: float = field(
         0.0,
         "Bound on the loss of tokens with negative advantage, as a multiple of |advantage| (arXiv:1912.09729); 0 is "
         "off, else > 1.", ge=0)
-    constants: dict[str, float | str] = field({}, "Further constants of the objective, by name; those left out have its defaults.")
+    constants: dict[str, float | str] = field(
+        {}, "Further constants of the objective, by name; those left out have its defaults. Functions of your own get all of them.")
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length", "prompt_mean"] = field(
         "token_mean", "How token losses become one number: mean over all tokens; mean over sequences of their "
         "token means, or of their sums; sum over max_new_tokens per sequence; mean over prompts of the means of their tokens.")
@@ -102,11 +112,31 @@ class AlgorithmConfig(Section):
     kl_loss: Literal["none", "k2", "k3", "ratio_k3"] = field(
         "none", "Estimate of the divergence from the reference policy that is added to the loss; ratio_k3 alone has the right gradient"
         " off-policy.")
-    kl_coefficient: float = field(1e-3, "Factor of kl_loss.", gt=0)
+    kl_coefficient: float = field(1e-3, "Factor of kl_loss; with kl_target, at the first step.", gt=0)
     reward_kl: float = field(
         0.0, "Factor of log(policy / reference), which is taken from the reward at each generated token; 0 is off.", ge=0)
+    kl_target: float = field(
+        0.0, "Divergence per token from the reference, in nats, towards which kl_coefficient and reward_kl are adapted after each step"
+        " (arXiv:1909.08593); 0 keeps them.", ge=0)
+    kl_horizon: float = field(
+        10.0, "Training steps over which an adapted factor changes by the relative error of the divergence, which is limited to 20 %; 10"
+        " is the paper's rate of 0.1.", ge=1)
     entropy_coefficient: float = field(
-        0.0, "Factor of the entropy, which is taken from the loss so that answers stay varied; 0 is off.", ge=0)
+        0.0, "Factor of the entropy, which is taken from the loss so that answers stay varied; 0 is off. With entropy_target, at the first"
+        " step.", ge=0)
+    entropy_target: float = field(
+        0.0, "Mean entropy in nats below which the bonus acts, and above which it is off; after each step entropy_coefficient is raised or"
+        " lowered towards it (arXiv:2505.22312: 0.2); 0 keeps the coefficient.", ge=0)
+    entropy_step: float = field(0.005, "What entropy_target adds to the coefficient or takes from it after each step.", gt=0)
+    cov_control: Literal["none", "clip", "kl"] = field(
+        "none", "How tokens of high covariance of log-probability and advantage, which use up the entropy, are held back"
+        " (arXiv:2505.22617): clip takes a few of them out of the loss; kl holds the highest near the proximal policy.")
+    cov_share: float = field(
+        2e-4, "Share of the batch's trained tokens that cov_control chooses, at least one token; the paper has 2e-4 for clip, 2e-4 to 2e-3"
+        " for kl.", gt=0, le=1)
+    cov_low: float = field(1.0, "With cov_control = \"clip\": tokens of a covariance above this may be chosen.")
+    cov_high: float = field(5.0, "With cov_control = \"clip\": tokens of a covariance below this may be chosen.")
+    cov_coefficient: float = field(1.0, "With cov_control = \"kl\": factor of |log(policy / proximal)| of the chosen tokens.", gt=0)
     drift_coefficient: float = field(
         0.0, "Factor of the squared change of log-probabilities since sampling, which is added to the loss; 0 is off.", ge=0)
     imitation_coefficient: float = field(
@@ -116,13 +146,23 @@ class AlgorithmConfig(Section):
 
     drop_zero_advantage: bool = field(
         True, "Leave out sequences whose advantage is exactly 0; they have no gradient but keep their share of the denominators. Off by"
-        " default with a critic, and where kl_loss, reward_kl, entropy, drift or imitation act on all tokens.")
+        " default with a critic, and where kl_loss, reward_kl, entropy, drift, imitation or cov_control act on all tokens.")
     num_minibatches: int = field(1, "Optimizer steps per batch; more than one recomputes proximal log-probabilities first.", ge=1)
+
+    @property
+    def has_own_objective(self) -> bool:
+        """Whether the objective is a function of the user's own."""
+        return ":" in self.objective
+
+    @property
+    def loss_reads_reference(self) -> bool:
+        """Whether the loss reads log-probabilities under the reference policy."""
+        return self.kl_loss != "none" or "reference" in self.objective_reads
 
     @property
     def needs_reference(self) -> bool:
         """Whether a step needs log-probabilities under the reference policy."""
-        return self.kl_loss != "none" or self.reward_kl > 0
+        return self.loss_reads_reference or self.reward_kl > 0
 
     @property
     def needs_critic(self) -> bool:
@@ -137,7 +177,7 @@ class AlgorithmConfig(Section):
     @property
     def needs_entropy(self) -> bool:
         """Whether the loss needs the entropy of each token's distribution."""
-        return self.entropy_coefficient > 0
+        return self.entropy_coefficient > 0 or self.entropy_target > 0 or "entropy" in self.objective_reads
 
     @property
     def needs_prox_pass(self) -> bool:
@@ -153,8 +193,8 @@ class AlgorithmConfig(Section):
 
     @property
     def compares_targets(self) -> bool:
-        """Whether a filter compares all targets of a batch with each other, before its first update."""
-        return any(rule.metric == "m2" for rule in self.filters)
+        """Whether targets are chosen by comparing all of a batch with each other, before its first update."""
+        return self.cov_control != "none" or any(rule.metric == "m2" for rule in self.filters)
 
     @property
     def has_penalties(self) -> bool:
@@ -170,6 +210,16 @@ class AlgorithmConfig(Section):
     def batch_statistics(self) -> tuple[str, ...]:
         """Settings that compute statistics over the rewards of the whole batch, as far as they are on."""
         return tuple(name for name in ("scale", "whiten") if getattr(self, name) in BATCH_STATISTICS)
+
+    @field_validator("objective")
+    @classmethod
+    def _check_objective(cls, name: str) -> str:
+        if ":" not in name and name not in OBJECTIVE_NAMES:
+            near = get_close_matches(name, OBJECTIVE_NAMES, n=1)
+            raise ValueError(
+                f"there is no objective {name!r}; use one of {', '.join(OBJECTIVE_NAMES)}, or 'path/to/file.py:function'"
+                + (f"; did you mean {near[0]!r}?" if near else ""))
+        return name
 
     @model_validator(mode="before")
     @classmethod
@@ -188,7 +238,9 @@ class AlgorithmConfig(Section):
 
 
 def _terms_on_all_tokens(values: Mapping[str, Any]) -> tuple[str, ...]:
-    off = {"kl_loss": "none", "reward_kl": 0, "entropy_coefficient": 0, "drift_coefficient": 0, "imitation_coefficient": 0}
+    off = {
+        "kl_loss": "none", "reward_kl": 0, "entropy_coefficient": 0, "entropy_target": 0, "drift_coefficient": 0,
+        "imitation_coefficient": 0, "cov_control": "none"}
     return tuple(name for name, nothing in off.items() if values.get(name, nothing) != nothing)
 
 

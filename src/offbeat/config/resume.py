@@ -34,6 +34,7 @@ def _of(section: str, names: str) -> list[str]:
     return [f"{section}.{name}" for name in names.split()]
 
 
+_ALGORITHM_CODE = _of("algorithm", "objective credit")
 _TABLE: dict[Change, list[str]] = {
     Change.FREE: [
         *_of("run", "name dir private mode warm_up resume"),
@@ -56,7 +57,7 @@ _TABLE: dict[Change, list[str]] = {
         "run.total_steps",
         *_of("model", "dtype lora.dropout"),
         *_of("data", "chat_template system_prompt max_prompt_tokens"),
-        *(key for key, _ in settings() if key.startswith(("algorithm.", "critic."))),
+        *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.")) and key not in _ALGORITHM_CODE),
         "train.autocast", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
         *_of("rollout", "group_size consumer_batch_size max_head_offpolicyness on_stale max_new_tokens temperature top_p top_k stop"
@@ -72,7 +73,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("data", "task task_size task_options path split format prompt_field answer_field"),
     ],
     Change.HELD_OUT: _of("data", "heldout_path heldout_split heldout_size"),
-    Change.CODE: _of("rollout", "workflow reward should_accept"),
+    Change.CODE: [*_of("rollout", "workflow reward should_accept"), *_ALGORITHM_CODE],
 }
 
 CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for key in keys}

@@ -99,13 +99,15 @@ class Config(Section):
         self._check_rollouts()
         self._check_credit()
         self._check_loss()
+        self._check_own_code()
+        self._check_control()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         return self
 
     def _check_credit(self) -> None:
         algorithm, rollout = self.algorithm, self.rollout
-        if rollout.group_size == 1 and algorithm.centre not in ("none", "critic"):
+        if rollout.group_size == 1 and algorithm.centre not in ("none", "critic") and not algorithm.credit:
             raise ValueError(
                 f"rollout.group_size must be at least 2 with algorithm.centre = '{algorithm.centre}', got 1; the mean of a group is its"
                 " baseline, so one sample alone learns nothing")
@@ -125,8 +127,9 @@ class Config(Section):
                 f"rollout.single_rank_load must be true with algorithm.{name} = '{getattr(algorithm, name)}', got false; no rank has the"
                 " whole batch to compute it over")
         if algorithm.compares_targets and not rollout.single_rank_load:
+            what = "a filter m2" if algorithm.cov_control == "none" else f"algorithm.cov_control = '{algorithm.cov_control}'"
             raise ValueError(
-                "rollout.single_rank_load must be true with a filter m2, got false; no rank has the whole batch to choose tokens from")
+                f"rollout.single_rank_load must be true with {what}, got false; no rank has the whole batch to choose tokens from")
         if algorithm.objective == "cross_entropy" and algorithm.reward_kl:
             raise ValueError(
                 f"algorithm.reward_kl must be 0 with algorithm.objective = 'cross_entropy', which reads no advantages, got"
@@ -138,6 +141,9 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.scale must be 'none' with algorithm.centre = 'critic', got '{algorithm.scale}'; algorithm.whiten = 'tokens' can"
                 " scale its advantages")
+        if algorithm.credit:
+            raise ValueError(
+                f"algorithm.credit must be empty with algorithm.centre = 'critic', got '{algorithm.credit}'; both give advantages")
         for name, why in (
             ("separate_rewards", "a critic learns the sum of the rewards"), ("drop_zero_advantage", "the critic learns from all tokens"),
         ):
@@ -179,6 +185,41 @@ class Config(Section):
                 f"algorithm.drop_zero_advantage must be false with algorithm.{terms[0]}, which acts on sequences of advantage 0, too; leave"
                 " it out")
 
+    def _check_own_code(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.objective_reads and not algorithm.has_own_objective:
+            raise ValueError(
+                f"algorithm.objective_reads must be empty with algorithm.objective = '{algorithm.objective}', which reads what it needs; it"
+                " is for an objective of your own")
+        if not algorithm.credit:
+            return
+        for name, neutral in (("whiten", "none"), ("separate_rewards", False), ("gamma", 1.0), ("reward_kl", 0.0)):
+            if (value := getattr(algorithm, name)) != neutral:
+                raise ValueError(
+                    f"algorithm.{name} must be {_shown(neutral)} with algorithm.credit, got {_shown(value)}; your function gives the"
+                    " advantages, so do it there")
+        if not self.rollout.single_rank_load:
+            raise ValueError(
+                "rollout.single_rank_load must be true with algorithm.credit, got false; no rank has the whole batch to give your function")
+
+    def _check_control(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.kl_target and algorithm.kl_loss == "none" and not algorithm.reward_kl:
+            raise ValueError(
+                f"algorithm.kl_target must be 0 without algorithm.kl_loss and algorithm.reward_kl, got {algorithm.kl_target:g}; there is no"
+                " coefficient to adapt")
+        wanted = {"clip": "ppo", "kl": "importance_sampling"}.get(algorithm.cov_control, algorithm.objective)
+        if algorithm.objective != wanted:
+            raise ValueError(
+                f"algorithm.objective must be '{wanted}' with algorithm.cov_control = '{algorithm.cov_control}', got"
+                f" '{algorithm.objective}'; the method is defined for that loss")
+        if algorithm.cov_control == "clip" and algorithm.cov_low >= algorithm.cov_high:
+            raise ValueError(f"algorithm.cov_low must be below cov_high = {algorithm.cov_high:g}, got {algorithm.cov_low:g}")
+        if algorithm.cov_control == "kl" and algorithm.num_minibatches == 1:
+            raise ValueError(
+                "algorithm.num_minibatches must be at least 2 with algorithm.cov_control = 'kl', got 1; the only update starts at the"
+                " proximal policy, so the term cannot act")
+
     def _check_rollouts(self) -> None:
         rollout = self.rollout
         if not all(rollout.stop):
@@ -209,3 +250,7 @@ class Config(Section):
             raise ValueError(
                 "rollout.balance_batch must be false with rollout.single_rank_load = false, got true; no rank has the whole batch then,"
                 " so set rollout.balance_batch to false, or let one rank load")
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat.algorithms.coefficients import Coefficients
 from offbeat.checkpoint.recover import CheckpointIndex, Damage, none_sound
 from offbeat.config.resume import Part
 from offbeat.config.root import Config
@@ -80,7 +81,9 @@ class Checkpoints:
         every = self._config.checkpoint.every_steps
         return last or (every > 0 and global_step % every == 0)
 
-    async def save(self, global_step: int, *, version: Version, head: HeadState, highlights: Highlights) -> None:
+    async def save(
+        self, global_step: int, *, version: Version, head: HeadState, highlights: Highlights, coefficients: Coefficients | None = None,
+    ) -> None:
         """Write the ranks' part, then the loop's, which declares the whole complete: not before engines serve its version.
 
         Args:
@@ -88,6 +91,7 @@ class Checkpoints:
             version: weights published.
             head: where this process stands in its data.
             highlights: of the steps done.
+            coefficients: of the next step of reinforcement learning.
 
         Raises:
             PublishError: none does.
@@ -95,7 +99,7 @@ class Checkpoints:
         """
         heads = await self._parts.peers.gather("save_heads", head)
         saved = SavedState(
-            global_step, version, tuple(heads[: self._parts.num_heads]), highlights, self._parts.inputs.identity)
+            global_step, version, tuple(heads[: self._parts.num_heads]), highlights, self._parts.inputs.identity, coefficients)
 
         async def complete() -> None:
             await self._parts.publisher.settle()

@@ -97,7 +97,8 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
 
 def _identify(config: Config, base: Base, train: PromptDataset) -> Identity:
     code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
-            "rollout.should_accept": config.rollout.should_accept}
+            "rollout.should_accept": config.rollout.should_accept, "algorithm.objective": config.algorithm.objective,
+            "algorithm.credit": config.algorithm.credit}
     return Identity(
         remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
         digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]),

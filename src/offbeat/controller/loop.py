@@ -31,8 +31,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.aio import run_beside
+from offbeat.algorithms.coefficients import Coefficients
 from offbeat.algorithms.critic import critic_batch
-from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch
+from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, reference_stats
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.parts import Rollouts, RunParts
@@ -41,6 +42,7 @@ from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
 from offbeat.data import wire
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
+from offbeat.data.functions import at_step
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publication import PublishReport
 from offbeat.telemetry.advice import PublishingAdvice
@@ -81,6 +83,7 @@ class _Training:
         self._highlights = begun
         self._proof: dict[str, float] = {}
         self._advice = PublishingAdvice(parts.config)
+        self._coefficients = Coefficients.of(parts.config.algorithm)
 
     async def run(self) -> TrainResult:
         parts, state, config = self._parts, self._state, self._config
@@ -121,6 +124,7 @@ class _Training:
     async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], dict[str, float]]:
         """Rollouts to weights: the design's loop."""
         config, span = self._config, self._record.tracer.span
+        algorithm = self._coefficients.applied(config.algorithm)
         clock = _Clock()
         with span("rollout", "controller", step=step.global_step):
             await self._parts.publisher.settle()  # the gate opens when engines serve the version that this step trains
@@ -128,11 +132,13 @@ class _Training:
             groups = await rollouts.prepare_batch()
         waited_s = clock.lap()
         with span("advantage", "controller"):
-            batch = make_batch(groups, config=config.algorithm, max_new_tokens=config.rollout.max_new_tokens)
+            with at_step(step.global_step):
+                batch = make_batch(groups, config=algorithm, max_new_tokens=config.rollout.max_new_tokens)
         made_s, scored_s = clock.lap(), 0.0
-        if config.algorithm.needs_scores:
+        if algorithm.needs_scores:
             with span("score", "controller", step=step.global_step):
-                batch = await score_batch(batch, self._parts.trainers, config.algorithm, critic=self._parts.critic)
+                batch = await score_batch(
+                    batch, self._parts.trainers, algorithm, critic=self._parts.critic, seed=config.run.seed + step.global_step)
             scored_s = clock.lap()
         with span("train", "controller", step=step.global_step):
             stats = await self._train(batch, step)
@@ -142,9 +148,12 @@ class _Training:
         times = {
             "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
             "step/publish_s": gate_s + clock.lap()}
-        part = combine([batch_stats(groups, version=step.version), rollouts.take_stats()])
+        diverged = [reference_stats(batch)] if algorithm.kl_target else []
+        part = combine([batch_stats(groups, version=step.version), rollouts.take_stats(), *diverged])
         parts = await self._parts.peers.gather("export_stats", part)
-        return groups, stats | batch_metrics(parts) | times
+        stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)
+        self._coefficients = self._coefficients.after(stats, config.algorithm)
+        return groups, stats
 
     async def _train(self, batch: Batch, step: Step) -> dict[str, float]:
         """Train the critic, if there is one, and after its warm-up the policy."""
@@ -188,12 +197,13 @@ class _Training:
         with self._record.tracer.span("checkpoint", "controller"):
             await self._checkpoints.save(
                 step.global_step, version=step.next_version, head=HeadState(self._stream.state(), rollouts.in_flight),
-                highlights=self._highlights)
+                highlights=self._highlights, coefficients=self._coefficients)
         self._record.events.record("checkpoint", global_step=step.global_step)
 
     def _resume(self, saved: SavedState) -> None:
         self._state.global_step, self._state.version = saved.global_step, saved.version
         self._highlights = saved.highlights
+        self._coefficients = Coefficients.of(self._config.algorithm, saved.coefficients)
         head = saved.heads[self._parts.head]
         self._stream.restore(head.stream)
         for prompt_id in head.in_flight:

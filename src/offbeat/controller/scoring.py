@@ -15,8 +15,10 @@ from offbeat.data.batch import Batch
 from offbeat.ranks.trainers import Trainers
 
 
-async def score_batch(batch: Batch, trainers: Trainers, config: AlgorithmConfig, *, critic: Trainers | None = None) -> Batch:
-    """Return a batch of `make_batch` with everything that its training step reads."""
+async def score_batch(
+    batch: Batch, trainers: Trainers, config: AlgorithmConfig, *, seed: int, critic: Trainers | None = None,
+) -> Batch:
+    """Return a batch of `make_batch` with everything that its training step reads; `seed` is of what is chosen at random."""
     scores: dict[str, np.ndarray] = {}
     if config.needs_reference:
         scores["ref_logprobs"] = (await trainers.score(batch, of="reference")).columns["logprobs"]
@@ -25,7 +27,7 @@ async def score_batch(batch: Batch, trainers: Trainers, config: AlgorithmConfig,
     batch = with_scores(batch, scores, config)
     if config.compares_targets:
         prox_logprobs = (await trainers.score(batch)).columns["logprobs"]
-        batch = batch.with_columns(m2_mask=choose_tokens(policy_loss(config), batch, prox_logprobs=prox_logprobs))
+        batch = batch.with_columns(**choose_tokens(policy_loss(config), batch, prox_logprobs=prox_logprobs, seed=seed))
     return batch
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from offbeat.algorithms.coefficients import Coefficients
 from offbeat.controller.parts import Peers
 from offbeat.data.dataset import StreamState
 from offbeat.data.identity import Identity
@@ -67,6 +68,7 @@ class SavedState:
         heads: one per process that draws data; a controller is one.
         highlights: of the steps done.
         identity: what the run was then; None if an older version wrote it.
+        coefficients: of the next step; None if an older version wrote it, or supervised fine-tuning.
     """
 
     global_step: int
@@ -74,6 +76,7 @@ class SavedState:
     heads: tuple[HeadState, ...]
     highlights: Highlights = Highlights()
     identity: Identity | None = None
+    coefficients: Coefficients | None = None
 
 
 class RunState:

@@ -49,25 +49,34 @@ class FilterSpec:
         binary_kl  the larger of the two divergences between the Bernoulli distributions with probabilities exp(prox) and exp(rollout)
         opsm       the mean of rollout_logprobs - lp over the sequence; only targets with A < 0 are dropped, and only `high` counts
         m2         `high` bounds the mean of x^2 over all harmful targets of the batch; see `algorithms.selection`
+        clip_cov   the covariance of log-probability and advantage; of targets strictly between `low` and `high`, a random `share` of the
+                   batch's targets is dropped; see `algorithms.selection`
 
     Attributes:
-        level: whether each target has its own value, or all targets of a sequence have the `aggregate` of theirs. opsm and m2 have levels
-            of their own.
+        level: whether each target has its own value, or all targets of a sequence have the `aggregate` of theirs. opsm, m2 and clip_cov
+            have levels of their own.
+        share: of clip_cov.
     """
 
-    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "opsm", "m2"]
+    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "opsm", "m2", "clip_cov"]
     level: Literal["token", "sequence"] = "token"
     aggregate: Literal["mean", "sum", "max"] = "mean"
     low: float = -math.inf
     high: float = math.inf
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
 class RegulariserSpec:
-    """A term that is added to the loss of every target, also of those whose weight is 0; see `losses.regularisers`."""
+    """A term that is added to the loss of every target, also of those whose weight is 0; see `losses.regularisers`.
 
-    kind: Literal["k2", "k3", "ratio_k3", "entropy", "drift", "imitation"]
+    Attributes:
+        share: of kl_cov, which acts on that share of the batch's targets alone; see `algorithms.selection`.
+    """
+
+    kind: Literal["k2", "k3", "ratio_k3", "entropy", "drift", "imitation", "kl_cov"]
     coefficient: float
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class LossSpec:
     """A loss, as `losses.compose` computes it for each target: its objective times its constant weight, plus its regularisers.
 
     Attributes:
-        name: objective, of `offbeat.algorithms.objectives`.
+        name: objective, of `offbeat.algorithms.objectives`, or "path/to/file.py:function" of the user's own.
+        reads: what an objective of the user's own reads besides ratio and advantages: "ref_logprobs", "entropy".
         constants: constants of the objective.
         anchor: the policy to which the objective's ratio compares the current one: "prox" at the start of the step, "rollout" that sampled.
         weight: None is 1.
@@ -91,6 +101,7 @@ class LossSpec:
     filters: tuple[FilterSpec, ...] = ()
     regularisers: tuple[RegulariserSpec, ...] = ()
     own_samples: bool = False
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +117,8 @@ class Batch:
         positions: [M] int64, ascending, indices into `tokens`: the token whose output predicts each target.
         targets: [M] int32, token ids.
         columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
-            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `ratio_mask`, `m2_mask` and `imitate_mask` (1 or 0); for a critic
-            `values` (before its update) and `returns`.
+            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, and the masks `ratio_mask`, `m2_mask`, `detach_mask`, `kl_cov_mask` and
+            `imitate_mask` (1 or 0); for a critic `values` (before its update) and `returns`.
         sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
             `prefix_lens` tokens; for a critic `truncated` (1 or 0); `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if
             there are several.

@@ -4,19 +4,20 @@
 
 `loss_weights` hold all denominators; none is applied here. A target adds exactly 0 to the objective's part and to its gradient, whatever
 its other values are, if its loss weight, its advantage or its weight is 0, or if it is outside gspo's mask. Cross-entropy over samples of a
-policy imitates only those of positive advantage.
+policy imitates only those of positive advantage; an objective of the user's own also sees targets of advantage 0.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.algorithms.objectives import OBJECTIVES, reads_of
+from offbeat.algorithms.objectives import is_own, objective_of, reads_of
 from offbeat.data.batch import Batch, LossSpec
 from offbeat.losses import objectives
 from offbeat.losses.metrics import REPORTS, Report, policy_report
+from offbeat.losses.own import own_losses
 from offbeat.losses.regularisers import regulariser
 from offbeat.losses.targets import Targets, only
 from offbeat.losses.weights import constant_weights
@@ -71,8 +72,12 @@ def _one_loss(
     targets = _targets(logprobs, batch, index, loss, columns)
     is_loss, ref_logprobs = columns["loss_weights"] != 0, columns.get("ref_logprobs")
     weights = constant_weights(targets, loss, m2_mask=columns.get("m2_mask"))
-    losses = objectives.OBJECTIVES[loss.name](targets, trained := _trained(targets, loss, is_loss, weights.values))
-    losses = only(trained, losses)
+    trained, own_metrics = _trained(targets, loss, is_loss, weights.values), {}
+    if is_own(loss.name):
+        own = own_losses(loss.name, targets, trained, ref_logprobs=ref_logprobs, entropy=entropy)
+        losses, own_metrics = own.losses, own.metrics
+    else:
+        losses = only(trained, objectives.OBJECTIVES[loss.name](targets, trained))
     if weights.values is not None:
         losses = losses * weights.values
     for term in loss.regularisers:
@@ -83,6 +88,7 @@ def _one_loss(
         found = REPORTS[loss.name](targets)
     elif report and loss.own_samples and "rollout_logprobs" in batch.columns:
         found = policy_report(targets, loss, weights, ref_logprobs=ref_logprobs)
+        found = replace(found, means={**found.means, **{f"own/{name}": values for name, values in own_metrics.items()}})
     return TargetLosses(losses * columns["loss_weights"], found)
 
 
@@ -101,13 +107,13 @@ def _targets(logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, 
 
 def _needs_sequences(loss: LossSpec) -> bool:
     by_filter = any(rule.level == "sequence" or rule.metric == "opsm" for rule in loss.filters)
-    return OBJECTIVES[loss.name].by_sequence or by_filter or (loss.weight is not None and loss.weight.level != "token")
+    return objective_of(loss.name).by_sequence or by_filter or (loss.weight is not None and loss.weight.level != "token")
 
 
 def _trained(targets: Targets, loss: LossSpec, is_loss: Tensor, weights: Tensor | None) -> Tensor:
     """Return [M] bool, the targets whose objective counts."""
     imitates = loss.name == "cross_entropy"
-    trained = is_loss & (targets.advantages > 0 if imitates else targets.advantages != 0)
-    if "ratio_mask" in OBJECTIVES[loss.name].reads:
+    trained = is_loss if is_own(loss.name) else is_loss & (targets.advantages > 0 if imitates else targets.advantages != 0)
+    if "ratio_mask" in objective_of(loss.name).reads:
         trained = trained & targets.counted
     return trained if weights is None else trained & (weights != 0)

@@ -8,9 +8,10 @@ With lp the trained log-probability, d = lp - ref, r = exp(lp - anchor) and H th
     entropy   -H                  so that a positive coefficient raises the entropy
     drift     (lp - rollout)^2
     imitation -lp where `imitate_mask` is not 0
+    kl_cov    |lp - prox|         of the targets that `algorithms.selection` has chosen from the whole batch, 0 of others
 
-Source: http://joschu.net/blog/kl-approx.html; k3 in the loss, arXiv:2402.03300; ratio_k3, arXiv:2512.02556;
-imitation, arXiv:2504.05118.
+Source: http://joschu.net/blog/kl-approx.html; k3 in the loss, arXiv:2402.03300; ratio_k3, arXiv:2512.02556; imitation, arXiv:2504.05118;
+KL-Cov, arXiv:2505.22617.
 """
 
 import torch
@@ -39,6 +40,9 @@ def regulariser(kind: str, targets: Targets, is_loss: Tensor, *, ref_logprobs: T
         return only(is_loss & torch.isfinite(targets.rollout), targets.logprobs - targets.rollout).square()
     if kind == "imitation":
         return -only(is_loss & (targets.columns["imitate_mask"] != 0), targets.logprobs)
+    if kind == "kl_cov":
+        chosen = is_loss & (targets.columns["kl_cov_mask"] != 0) & torch.isfinite(targets.prox)
+        return only(chosen, targets.logprobs - targets.prox).abs()
     assert ref_logprobs is not None, f"the term {kind} needs the column ref_logprobs"
     known = is_loss & torch.isfinite(ref_logprobs)
     if kind == "k2":

@@ -3,7 +3,8 @@
 With x = prox - rollout, the log-ratio of the policy at the start of the step to the one that sampled; see `WeightSpec` and `FilterSpec` for
 the modes, levels and metrics. A filter changes no denominator, as those are in the batch's loss weights.
 
-Source: decoupled PPO, arXiv:2505.24298; binary KL, arXiv:2606.15079; OPSM, arXiv:2512.02556 eq. 9; M2PO, arXiv:2510.01161.
+Source: decoupled PPO, arXiv:2505.24298; binary KL, arXiv:2606.15079; OPSM, arXiv:2512.02556 eq. 9; M2PO, arXiv:2510.01161; Clip-Cov,
+arXiv:2505.22617.
 """
 
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ def _is_dropped(targets: Targets, rule: FilterSpec, m2_mask: Tensor | None) -> T
     if rule.metric == "m2":
         assert m2_mask is not None, "a filter m2 needs the column m2_mask, from choose_tokens over the whole batch"
         return m2_mask == 0
+    if rule.metric == "clip_cov":
+        return targets.columns["detach_mask"] == 0
     if rule.metric == "opsm":
         moved = targets.over_sequences(-behave_log_ratio(targets.logprobs.detach(), targets.rollout), "mean")
         return (targets.advantages < 0) & (moved > rule.high)

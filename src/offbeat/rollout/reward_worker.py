@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.data import wire
+from offbeat.data.functions import resolve
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import WorkerError, describe, printable
-from offbeat.rollout.functions import resolve
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_reward
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
+from offbeat.data.functions import resolve
 from offbeat.data.row import Row
 from offbeat.errors import TooLongError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.door import Door
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
-from offbeat.rollout.functions import resolve
 from offbeat.rollout.reward_pool import RewardPool
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.record import RunRecord

@@ -21,6 +21,7 @@ from offbeat.config.root import Config
 from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, index_of, part_of
 from offbeat.controller.inputs import RunInputs, read_inputs
 from offbeat.controller.loop import TrainResult, train
+from offbeat.controller.own_code import check_own_code
 from offbeat.controller.parts import RunParts
 from offbeat.controller.resume import compare
 from offbeat.controller.state import Highlights, RunState, SavedState
@@ -98,6 +99,8 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
     A `fresh` run never resumes: an older one of its name is moved aside. An adapter on random weights gets a warmed-up base first.
     """
     start = time.monotonic()
+    if read_rank_info(config).leads:
+        check_own_code(config)
     base_steps, base_wall_s = 0, 0.0
     if needs_base(config):
         config, base_steps, base_wall_s = _make_base(config, console, debug=debug, fresh=fresh)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.adam import AdamParams
-from offbeat.algorithms.objectives import OBJECTIVES
+from offbeat.algorithms.objectives import objective_of
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, plan_microbatches
@@ -256,7 +256,7 @@ class BankTrainer(Trainer):
     @contextmanager
     def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> Iterator[None]:  # noqa: ARG002
         route = self._bank.route(row, self._slots_of(batch)) if len(row.target) else self._bank.route_all(min(self._slots.values()))
-        drops = learn and any(OBJECTIVES[loss.name].drops_inputs for loss in batch.losses)
+        drops = learn and any(objective_of(loss.name).drops_inputs for loss in batch.losses)
         with self._bank.using(route, drops=drops), nullcontext() if learn else torch.no_grad():
             yield
 

@@ -53,6 +53,7 @@ def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
         policy/masked_fraction: share of targets dropped for any of these reasons.
         policy/weight_mean, policy/weight_max: constant weight of the targets: behaviour weight times filters.
         policy/weight_ess: effective sample size of that weight W as a share of the targets, (sum W)^2 / (n sum W^2); 1 if all are equal.
+        own/NAME: metrics that an objective of the user's own returns; a target that it does not see has 0.
         policy/gate_mean: share of the gradient that sapo's gate lets through.
         The loss of a critic adds, over the targets, with values as they are before each update:
         critic/value_mean, critic/return_mean: mean value and mean return.

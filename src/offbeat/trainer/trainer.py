@@ -21,6 +21,7 @@ from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.objectives import reads_of
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
+from offbeat.data.functions import at_step
 from offbeat.data.packing import PackedRow, find_prompts
 from offbeat.errors import ConfigError
 from offbeat.pulse import progress
@@ -90,7 +91,7 @@ class Trainer(ABC):
         start_s, busy_before_s = time.time(), current_platform.busy_clock()
         batch = request.batch
         plan = [self._rows(batch, microbatches) for microbatches in request.minibatches]
-        with self.groups.sync.region("train_step"):
+        with self.groups.sync.region("train_step"), at_step(self.step + 1):
             if len(plan) > 1 and any("prox_logprobs" in reads_of(loss) for loss in batch.losses):
                 scores = self._score(batch, [row for rows in plan for row in rows])
                 batch = batch.with_columns(prox_logprobs=scores.columns["logprobs"])
@@ -110,7 +111,8 @@ class Trainer(ABC):
             ConfigError: the reference is to score, and the algorithm has no use for one; on all ranks alike, before any waits.
         """
         if request.of == "reference" and not self._keeps_reference:
-            raise ConfigError("there is no reference policy here: only algorithm.kl_loss and algorithm.reward_kl compare with one")
+            raise ConfigError(
+                "there is no reference policy here: only algorithm.kl_loss and algorithm.reward_kl, or algorithm.objective_reads, use one")
         start_s, batch = time.time(), request.batch
         rows = self._rows(batch, request.microbatches)
         with self.groups.sync.region("score"):

@@ -1,4 +1,4 @@
-"""Loads functions named in the configuration: rewards, workflows and filters. Called once per process, when it starts.
+"""Loads functions named in the configuration: rewards, workflows, filters, and a user's own objective and credit.
 
 A name is `package.module:function`, or `path/to/file.py:function` for code that is not installed. Every error in a name is reported in one
 sentence, with the nearest name that exists.
@@ -9,12 +9,14 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from offbeat.errors import CodeError, describe
+from offbeat.errors import CodeError, OwnCodeError, describe
 
 
 def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
@@ -47,6 +49,33 @@ def resolve(dotted: str, *, kind: str) -> Callable[..., Any]:
     if not callable(function):
         raise CodeError(f"{kind} {dotted!r} must be a function, got a {type(function).__name__}")
     return function
+
+
+@contextmanager
+def blaming(dotted: str, function: Callable[..., Any], *, kind: str) -> Iterator[None]:
+    """Surround a call of a function that `resolve` returned; names file and line of what the user's code raises.
+
+    Raises:
+        OwnCodeError: the code raised an exception, of any class but this one.
+    """
+    try:
+        yield
+    except OwnCodeError:
+        raise
+    except Exception as exc:
+        frames = traceback.extract_tb(exc.__traceback__)
+        file = getattr(getattr(function, "__code__", None), "co_filename", "")
+        at = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+        raise OwnCodeError(f"{kind} {dotted!r} raised {describe(exc)} at {at.filename}, line {at.lineno}") from exc
+
+
+@contextmanager
+def at_step(step: int) -> Iterator[None]:
+    """Add the training step to the message of an `OwnCodeError`."""
+    try:
+        yield
+    except OwnCodeError as exc:
+        raise OwnCodeError(f"{exc}, in step {step}") from exc
 
 
 def _import(name: str, kind: str) -> ModuleType:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from offbeat.errors import CodeError
-from offbeat.rollout.functions import resolve
+from offbeat.data.functions import at_step, blaming, resolve
+from offbeat.errors import CodeError, OwnCodeError
 from offbeat.rollout.rewards.exact_match import exact_match
 
 SOURCE = """
@@ -77,3 +77,19 @@ def test_a_module_whose_own_import_is_missing_names_that(tmp_path, monkeypatch):
         resolve("needs_more:f", kind="reward")
     with pytest.raises(CodeError, match="module 'breaks' failed on import: OSError: no key"):
         resolve("breaks:f", kind="reward")
+
+
+def test_what_a_users_function_raises_is_told_with_its_own_line_and_the_step(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import json\n\ndef f(text):\n    return json.loads(text)\n")
+    function = resolve(f"{path}:f", kind="credit")
+    with pytest.raises(OwnCodeError) as caught, at_step(7), blaming("mine.py:f", function, kind="credit"):
+        function("{")
+    assert str(caught.value).startswith("credit 'mine.py:f' raised JSONDecodeError: ")
+    assert str(caught.value).endswith(f" at {path}, line 4, in step 7")
+
+
+def test_a_builtin_has_no_line_of_its_own_so_that_of_the_call_is_told():
+    with pytest.raises(OwnCodeError, match=r"raised ValueError: .* at .*test_functions.py, line \d+$"), blaming(
+            "math:sqrt", math.sqrt, kind="credit"):
+        math.sqrt(-1)

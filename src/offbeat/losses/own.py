@@ -1,0 +1,148 @@
+"""An objective from a file of the user's own, `algorithm.objective = "my_loss.py:my_loss"`.
+
+    from offbeat.losses.own import LossTokens, TokenLosses
+
+    def my_loss(tokens: LossTokens, constants: dict) -> TokenLosses:
+        return TokenLosses(-tokens.ratio * tokens.advantages)
+
+Called by `losses.compose` for each micro-batch, in the train ranks, with the tokens that count and no others: what is masked or filtered is
+not in it. The result is multiplied by weights that hold all denominators, so a loss is no mean. `losses.own_check` tries it out beforehand.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from offbeat.data.functions import blaming, resolve
+from offbeat.errors import OwnCodeError, shorten
+from offbeat.losses.ratios import current_log_ratio
+from offbeat.losses.targets import Targets
+
+
+@dataclass(frozen=True, eq=False)
+class LossTokens:
+    """M generated tokens of some sequences, all of which are trained on. Of a sequence, all its trained tokens are here.
+
+    Attributes:
+        logprobs: [M] float32 with gradient, log-probability of each token under the policy that is being trained.
+        anchor_logprobs: [M] float32, under the policy that the ratio compares with: at the start of the step, or the one that sampled
+            (`algorithm.anchor`).
+        ratio: [M] float32 with gradient, exp(logprobs - anchor_logprobs); the difference is limited to 20.
+        advantages: [M] float32, how much better than expected the token was; 0 is possible if `algorithm.drop_zero_advantage` is false.
+        rollout_logprobs: [M] float32, under the policy that sampled, as the engine reported it. May be infinite or NaN.
+        ref_logprobs: [M] float32, under the reference policy; None unless "reference" is in `algorithm.objective_reads`.
+        entropy: [M] float32 with gradient, of the distribution that each token was drawn from, in nats; None unless "entropy" is in
+            `algorithm.objective_reads`.
+        sequences: [M] int64, ascending from 0: the sequence that each token belongs to.
+    """
+
+    logprobs: Tensor
+    anchor_logprobs: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    entropy: Tensor | None
+    sequences: Tensor
+
+    def over_sequences(self, values: Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
+        """Return [M]: for each token, the mean or the sum of `values` [M] over its sequence, with gradient."""
+        zeros = values.new_zeros(int(self.sequences[-1]) + 1 if len(values) else 0)
+        sums = zeros.index_add(0, self.sequences, values)
+        if how == "mean":
+            sums = sums / zeros.index_add(0, self.sequences, torch.ones_like(values))
+        return sums[self.sequences]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLosses:
+    """What an objective returns.
+
+    Attributes:
+        losses: [M], the loss of each token, with gradient and without any denominator.
+        metrics: [M] each, by name; the run reports their means over all tokens as own/NAME. The same names at every call.
+    """
+
+    losses: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+OwnObjective = Callable[[LossTokens, dict[str, Any]], TokenLosses]
+
+
+def own_losses(
+    name: str, targets: Targets, trained: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None,
+) -> TokenLosses:
+    """Compute the losses and metrics of M targets with a function of the user's own; those that are not `trained` [M] bool have 0.
+
+    Args:
+        name: "path/to/file.py:function" or "module:function".
+        ref_logprobs, entropy: [M] float32, or None if the loss does not read them.
+
+    Raises:
+        CodeError: there is no such function.
+        OwnCodeError: it raised an exception, or returned something else than losses; names its file.
+    """
+    index = trained.nonzero().squeeze(-1)
+    # The empty sums give a row without targets a backward pass, too, in which its rank meets the others.
+    nothing = torch.zeros_like(targets.logprobs) + targets.logprobs[:0].sum() + (0.0 if entropy is None else entropy[:0].sum())
+    found = call_own(name, chosen_tokens(targets, index, ref_logprobs=ref_logprobs, entropy=entropy), dict(targets.constants))
+    names = _metric_names(name, tuple(sorted(targets.constants.items())), ref_logprobs is not None, entropy is not None)
+    if found is None:
+        return TokenLosses(nothing, {key: nothing.detach() for key in names})
+    if tuple(found.metrics) != names:
+        raise OwnCodeError(
+            f"objective {name!r} must return the same metrics at every call, got {', '.join(found.metrics) or 'none'} after"
+            f" {', '.join(names) or 'none'}")
+    return TokenLosses(
+        nothing.index_copy(0, index, found.losses.to(nothing.dtype)),
+        {key: nothing.detach().index_copy(0, index, values.detach().to(nothing.dtype)) for key, values in found.metrics.items()})
+
+
+def chosen_tokens(targets: Targets, index: Tensor, *, ref_logprobs: Tensor | None, entropy: Tensor | None) -> LossTokens:
+    """Return the targets at `index` [m] int64 as a user's function sees them."""
+    logprobs, anchor = targets.logprobs[index], targets.anchor[index]
+    return LossTokens(
+        logprobs, anchor, current_log_ratio(logprobs, anchor).exp(), targets.advantages[index], targets.rollout[index],
+        None if ref_logprobs is None else ref_logprobs[index], None if entropy is None else entropy[index],
+        torch.unique(targets.sequences[index], return_inverse=True)[1])
+
+
+def call_own(name: str, tokens: LossTokens, constants: dict[str, Any]) -> TokenLosses | None:
+    """Call a user's objective and check the form of what it returns; None of no tokens, with which it is not called.
+
+    Raises: as `own_losses`.
+    """
+    if not len(tokens.logprobs):
+        return None
+    function: OwnObjective = resolve(name, kind="objective")
+    with blaming(name, function, kind="objective"):
+        found = function(tokens, constants)
+    if not isinstance(found, TokenLosses):
+        raise OwnCodeError(f"objective {name!r} must return TokenLosses(losses), got {_described(found)}")
+    for what, values in {"losses": found.losses, **{f"metric {key}": values for key, values in found.metrics.items()}}.items():
+        if not isinstance(values, Tensor) or values.shape != tokens.logprobs.shape:
+            raise OwnCodeError(
+                f"objective {name!r} must return {what} of shape ({len(tokens.logprobs)},), one for each token, got {_described(values)}")
+    return found
+
+
+def _described(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else shorten(value)
+
+
+@functools.cache
+def _metric_names(name: str, constants: tuple[tuple[str, Any], ...], with_ref: bool, with_entropy: bool) -> tuple[str, ...]:
+    """Return the names of an objective's metrics: ranks without tokens report them, too, so that all report the same."""
+    one = torch.full((1,), -1.0)
+    logprobs = one.clone().requires_grad_()
+    tokens = LossTokens(
+        logprobs, one, (logprobs - one).exp(), -one, one, one if with_ref else None, -one if with_entropy else None,
+        torch.zeros(1, dtype=torch.int64))
+    found = call_own(name, tokens, dict(constants))
+    assert found is not None, "there is a token"
+    return tuple(found.metrics)
