@@ -80,10 +80,10 @@ def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: Algorith
     the discounted sum of the rewards from there on, whitened if `config` says so.
 
     Args:
-        scores: [M] float32 each, by name: `ref_logprobs`, under the reference policy, if `config.needs_reference`. Differences from
+        scores: [M] float32 each, by name: `ref_logprobs`, under the reference policy, if `config.compares_reference`. Differences from
             `rollout_logprobs` are limited to 20.
     """
-    if not config.needs_reference:
+    if not config.compares_reference:
         return batch
     ref_logprobs = scores["ref_logprobs"]
     if config.kl_loss != "none":

@@ -42,7 +42,7 @@ from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publication import PublishReport
 from offbeat.telemetry.advice import PublishingAdvice
-from offbeat.telemetry.tracker import combine
+from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
 
 
@@ -125,10 +125,12 @@ class _Training:
         waited_s = clock.lap()
         with span("advantage", "controller"):
             batch = make_batch(groups, config=config.algorithm, max_new_tokens=config.rollout.max_new_tokens)
-        made_s, scored_s = clock.lap(), 0.0
+        made_s, scored_s, scored = clock.lap(), 0.0, StatsPart()
         if config.algorithm.needs_scores:
             with span("score", "controller", step=step.global_step):
-                batch = await score_batch(batch, self._parts.trainers, config.algorithm)
+                batch, scored = await score_batch(
+                    batch, self._parts.trainers, config.algorithm, teacher=self._parts.teacher,
+                    row_of=lambda group: self._stream.row(groups[group].prompt_id))
             scored_s = clock.lap()
         with span("train", "controller", step=step.global_step):
             stats = await self._parts.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
@@ -138,7 +140,7 @@ class _Training:
         times = {
             "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
             "step/publish_s": gate_s + clock.lap()}
-        part = combine([batch_stats(groups, version=step.version), rollouts.take_stats()])
+        part = combine([batch_stats(groups, version=step.version), rollouts.take_stats(), scored])
         parts = await self._parts.peers.gather("export_stats", part)
         return groups, stats | batch_metrics(parts) | times
 

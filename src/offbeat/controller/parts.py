@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
+from offbeat.controller.teaching import Teacher
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
@@ -119,6 +120,7 @@ class RunParts:
         watch: runs beside the loop until cancelled; raises when the run cannot go on, because of engines.
         num_heads: number of processes that draw data and roll out.
         head: index of the head whose data this process continues with; 0 if it draws none.
+        teacher: scores batches; None where the algorithm has none.
     """
 
     config: Config
@@ -131,3 +133,4 @@ class RunParts:
     watch: Callable[[], Coroutine[Any, Any, None]]
     num_heads: int = 1
     head: int = 0
+    teacher: Teacher | None = None
