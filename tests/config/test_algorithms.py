@@ -49,11 +49,12 @@ def test_a_wrong_value_under_an_earlier_name_is_refused(old):
         AlgorithmConfig.model_validate(old)
 
 
-@pytest.mark.parametrize("term", [{"kl_loss": "k3"}, {"reward_kl": 0.1}, {"entropy_coefficient": 0.1}, {"drift_coefficient": 0.1}])
+@pytest.mark.parametrize("term", [{"kl_loss": "k3"}, {"reward_kl": 0.1}, {"entropy_coefficient": 0.1}, {"drift_coefficient": 0.1},
+                                  {"teacher": "model"}])
 def test_sequences_of_advantage_0_stay_where_a_term_acts_on_them(term):
     assert not AlgorithmConfig(**term).drop_zero_advantage
     assert AlgorithmConfig(**term, drop_zero_advantage=True).drop_zero_advantage  # refused by the whole configuration
-    assert AlgorithmConfig(**dict.fromkeys(term, 0 if term.get("kl_loss") is None else "none")).drop_zero_advantage
+    assert AlgorithmConfig(**dict.fromkeys(term, "none" if term.keys() & {"kl_loss", "teacher"} else 0)).drop_zero_advantage
 
 
 @pytest.mark.parametrize(("values", "needs"), [
@@ -63,11 +64,14 @@ def test_sequences_of_advantage_0_stay_where_a_term_acts_on_them(term):
     ({"num_minibatches": 2, "objective": "reinforce", "weight": "none", "filters": [{"metric": "opsm"}]}, ""),
     ({"num_minibatches": 2, "objective": "reinforce", "weight": "none", "filters": [{"metric": "k3"}]}, "prox"),
     ({"preset": "m2po"}, "prox"), ({"preset": "reinforce_pp"}, "reference"), ({"preset": "deepseek_v32"}, "reference"),
-    ({"entropy_coefficient": 0.1}, "entropy"),
+    ({"entropy_coefficient": 0.1}, "entropy"), ({"preset": "opd"}, "teacher"), ({"preset": "sdft"}, "reference teacher"),
+    ({"preset": "sdft", "teacher": "policy", "num_minibatches": 2}, "prox teacher"),
+    ({"preset": "opd", "objective": "forward_kl", "filters": [], "num_minibatches": 2}, "teacher"),
 ])
 def test_a_step_computes_what_the_settings_need(values, needs):
     config = AlgorithmConfig(**values)
-    found = {"prox": config.needs_prox_pass, "reference": config.needs_reference, "entropy": config.needs_entropy}
+    found = {"prox": config.needs_prox_pass, "reference": config.needs_reference, "entropy": config.needs_entropy,
+             "teacher": config.needs_teacher}
     assert [name for name, needed in found.items() if needed] == needs.split()
 
 

@@ -44,6 +44,9 @@ PRESETS = {
     "dppo, kl": own("dppo", "rollout", constants={"clip_low": 0.01, "clip_high": 0.01, "divergence": "kl"}),
     "prime_rl": own("dppo", "rollout", constants={"clip_low": 0.05, "clip_high": 0.05}, regularisers=(RegulariserSpec("drift", 1e-1),)),
     "m2po": own("importance_sampling", "rollout", filters=(FilterSpec("m2", high=0.04),)),
+    "opd": own("importance_sampling", "rollout", filters=(FilterSpec("tv", low=-0.02, high=0.3),)),
+    "forward_kl": own("forward_kl", "rollout"),
+    "reverse_kl": own("reverse_kl", "rollout"),
     "deepseek_v32": replace(
         PPO, filters=(FilterSpec("opsm", "sequence", high=0.1),), regularisers=(RegulariserSpec("ratio_k3", 0.3),)),
     "reinforce_pp_baseline": replace(PPO, regularisers=(RegulariserSpec("k2", 0.3), RegulariserSpec("k3", 0.2))),
