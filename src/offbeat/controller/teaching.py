@@ -28,7 +28,7 @@ from offbeat.trainer.messages import Policy
 RowOf = Callable[[int], Row]
 """Gives the row from whose prompt the sequences of a batch with this group id were sampled."""
 
-_PROBED_TOKENS = 16
+_PROBED_TOKENS = 32
 _FIRST_PAUSE_S = 0.5
 
 
@@ -79,7 +79,7 @@ class EngineTeacher:
         timeout_s = self._config.timeout_s
         try:
             await self._client.score((*prompt, *prompt)[: max(len(prompt), 2)], top_k=self._config.top_k, timeout_s=timeout_s)
-            sampling = Sampling(_PROBED_TOKENS, temperature=0.0, ignore_eos=True)
+            sampling = Sampling(_PROBED_TOKENS, seed=0, ignore_eos=True)
             (sample,) = await self._client.generate(prompt, sampling, n=1, timeout_s=timeout_s)
         except (EngineError, DeadlineError) as exc:
             raise ConfigError(f"teacher.url names {self._client.url}, but {exc}") from exc
