@@ -154,7 +154,7 @@ class _Sequence:
             case "forward_kl":
                 return math.exp(self.teacher[m]) * (self.teacher[m] - lp)
             case "reverse_kl":
-                return lp.exp() * (lp - self.teacher[m])
+                return lp.exp() * (lp - self.teacher[m]) - lp.exp() + math.exp(self.teacher[m])
             case "gspo":
                 mean = sum(self.logprobs[n].item() - self.anchor[n] for n in self.logprobs) / len(self.logprobs)
                 s = math.exp(min(max(mean, -LIMIT), LIMIT))

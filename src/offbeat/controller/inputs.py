@@ -140,9 +140,9 @@ def _check_teacher(config: Config, base: Base, *, context: int) -> None:
     folder = check_model_folder(path)
     ours, theirs = base.tokenizer, load_tokenizer(str(folder))
     ids = theirs.hf.get_vocab()
-    differing = next((token for token, index in ours.hf.get_vocab().items() if ids.get(token) != index), None)
+    differing = min((index for token, index in ours.hf.get_vocab().items() if ids.get(token) != index), default=None)
     if differing is not None or ours.encode(_PROBE_TEXT) != theirs.encode(_PROBE_TEXT):
-        which = f", as the token {differing!r} shows" if differing is not None else ""
+        which = "" if differing is None else f", as the token {ours.hf.convert_ids_to_tokens(differing)!r} shows"
         raise ConfigError(
             f"teacher.path = {path!r} has another tokenizer than the policy{which}; log-probabilities are compared token by token, so give"
             " a model of the policy's family")
