@@ -104,8 +104,8 @@ def forward_kl(targets: Targets, trained: Tensor) -> Tensor:
 def reverse_kl(targets: Targets, trained: Tensor) -> Tensor:
     """Compute the summand of KL(current || teacher) that belongs to the target.
 
-    Over all tokens -p + q adds nothing. Over some of them it makes p = q the minimum: without it that is p = q / e, which leaves most of the
-    probability to tokens that the teacher does not name.
+    Over all tokens -p + q adds nothing. Over some of them it makes p = q the minimum: without it that is p = q / e, which leaves most
+    of the probability to tokens that the teacher does not name.
     """
     own, teacher = only(trained, targets.logprobs), only(trained, targets.columns["teacher_logprobs"])
     return own.exp() * (own - teacher - 1) + teacher.exp()
