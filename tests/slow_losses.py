@@ -32,7 +32,8 @@ def random_batch(loss, *, lengths=(1, 2, 5, 1, 9, 4, 3), seed=0, spread=0.4, equ
     columns = {
         "rollout_logprobs": rollout, "prox_logprobs": prox, "advantages": advantages, "loss_weights": rng.uniform(0.1, 1, count),
         "ref_logprobs": np.minimum(rollout + 0.5 * rng.standard_normal(count), -1e-3), "m2_mask": rng.integers(0, 2, count),
-        "teacher_logprobs": np.log(np.random.default_rng(seed + 1000).uniform(1e-3, 1, count))}
+        "teacher_logprobs": np.log(np.random.default_rng(seed + 1000).uniform(1e-3, 1, count)),
+        "teacher_least": np.full(count, -7.0)}
     full = {name: np.zeros(len(trained)) for name in columns}
     for name, values in columns.items():
         full[name][trained] = values
@@ -69,6 +70,7 @@ class _Sequence:
         self.rollout, self.advantage = of("rollout_logprobs"), of("advantages")
         self.prox = of("prox_logprobs", lambda m: logprobs[m].item())
         self.teacher = of("teacher_logprobs", lambda m: math.nan)
+        self.least = of("teacher_least", lambda m: math.nan)
         self.ref, self.m2 = of("ref_logprobs", lambda m: math.nan), of("m2_mask", lambda m: 1.0)
         self.anchor = self.prox if loss.anchor == "prox" else {
             m: self.rollout[m] if math.isfinite(self.rollout[m]) else logprobs[m].item() for m in logprobs}
@@ -154,7 +156,8 @@ class _Sequence:
             case "forward_kl":
                 return math.exp(self.teacher[m]) * (self.teacher[m] - lp)
             case "reverse_kl":
-                return lp.exp() * (lp - self.teacher[m]) - lp.exp() + math.exp(self.teacher[m])
+                outside = (1 - lp.exp()) - (1 - math.exp(self.teacher[m]))  # what a token adds to 1 - sum p, as sum q is 1
+                return lp.exp() * (lp - self.teacher[m]) + outside * (1 - self.least[m])
             case "gspo":
                 mean = sum(self.logprobs[n].item() - self.anchor[n] for n in self.logprobs) / len(self.logprobs)
                 s = math.exp(min(max(mean, -LIMIT), LIMIT))

@@ -54,8 +54,8 @@ def test_an_advantage_is_how_much_likelier_the_teacher_finds_the_token(credit, c
 @pytest.mark.parametrize("seed", range(5))
 def test_a_token_becomes_the_likeliest_tokens_of_the_teacher_whose_probabilities_add_up_to_one(seed):
     batch, scores = sample(seed, top_k=K)
-    found = with_teacher(batch, scores, TOP_K)
-    expected = []
+    found, reverse = (with_teacher(batch, scores, TOP_K.model_copy(update={"objective": name})) for name in ("forward_kl", "reverse_kl"))
+    expected, least = [], []
     for m in range(batch.num_targets):
         finite = [i for i in range(K) if math.isfinite(scores.top_logprobs[m, i])]
         if slow_log_ratio(batch, scores, m) is None:
@@ -63,12 +63,15 @@ def test_a_token_becomes_the_likeliest_tokens_of_the_teacher_whose_probabilities
         total = math.fsum(math.exp(float(scores.top_logprobs[m, i])) for i in finite)
         expected += [(int(batch.positions[m]), int(scores.top_tokens[m, i]), float(batch.columns["loss_weights"][m]),
                       float(scores.top_logprobs[m, i]) - math.log(total)) for i in finite]
+        least += [min(float(scores.top_logprobs[m, i]) for i in finite) - math.log(total)] * len(finite) if finite else []
     assert found.positions.tolist() == [each[0] for each in expected]
     assert found.targets.tolist() == [each[1] for each in expected]
     np.testing.assert_array_equal(found.columns["loss_weights"], np.array([each[2] for each in expected], np.float32))
     np.testing.assert_allclose(found.columns["teacher_logprobs"], [each[3] for each in expected], rtol=1e-5, atol=1e-6)
     sums = np.bincount(found.positions, np.exp(found.columns["teacher_logprobs"].astype(np.float64)))
     np.testing.assert_allclose(sums[sums > 0], 1, rtol=1e-6)
+    assert list(reverse.columns) == [*found.columns, "teacher_least"]
+    np.testing.assert_allclose(reverse.columns["teacher_least"], least, rtol=1e-5, atol=1e-6)
     assert found.denominator == batch.denominator and len(found) == len(batch)
 
 

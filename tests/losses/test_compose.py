@@ -358,7 +358,7 @@ def test_cross_entropy_is_the_weighted_negative_logprob():
 
 def test_no_targets_have_no_losses():
     for spec in (*LOSSES_OF_ALL, *PRESETS.values()):
-        columns = dict.fromkeys((*make_datums(3).columns, "m2_mask", "ref_logprobs", "teacher_logprobs"), np.zeros(0))
+        columns = dict.fromkeys((*make_datums(3).columns, "m2_mask", "ref_logprobs", "teacher_logprobs", "teacher_least"), np.zeros(0))
         nothing = replace(make_datums(3, losses=LOSSES_OF_ALL[:1]).select([]), losses=(spec,), columns=columns)
         found = target_losses(torch.zeros(0, requires_grad=True), nothing, np.zeros(0, np.int64), entropy=torch.zeros(0), report=True)
         assert found.losses.shape == (0,)

@@ -153,7 +153,8 @@ def test_over_all_tokens_the_divergences_from_a_teacher_have_their_values_and_gr
     numbers = torch.zeros(0, dtype=torch.int64)
     for name, expected in (("forward_kl", teacher.exp() * (teacher - own)), ("reverse_kl", own.exp() * (own - teacher))):
         flat = own.flatten()
-        targets = Targets(flat, flat, flat, flat, torch.ones(35).double(), counted, numbers, {}, {"teacher_logprobs": teacher.flatten()})
+        targets = Targets(flat, flat, flat, flat, torch.ones(35).double(), counted, numbers, {}, {
+            "teacher_logprobs": teacher.flatten(), "teacher_least": teacher.min(1, keepdim=True).values.expand(5, 7).flatten()})
         found = OBJECTIVES[name](targets, counted)
         torch.testing.assert_close(found.view(5, 7).sum(1), expected.sum(1))
         (mine,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
@@ -164,7 +165,8 @@ def test_over_all_tokens_the_divergences_from_a_teacher_have_their_values_and_gr
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl"])
 def test_over_some_tokens_the_divergences_are_least_where_the_policy_has_the_teachers_probabilities(name):
     teacher = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)  # of three of five tokens, renormalised
-    columns, counted = {"teacher_logprobs": teacher.log()}, torch.ones(3, dtype=torch.bool)
+    columns = {"teacher_logprobs": teacher.log(), "teacher_least": teacher.log().min().expand(3)}
+    counted = torch.ones(3, dtype=torch.bool)
 
     def loss_and_slope(logits):
         leaf = logits.clone().requires_grad_()

@@ -53,10 +53,11 @@ def with_teacher(batch: Batch, scores: TeacherScores, config: AlgorithmConfig) -
     With an objective that reads advantages, the advantage of a target is `config.teacher_coefficient` times teacher's less rollout's
     log-probability, which is limited to 20, alone or added to the task's. A target is left out, with an advantage of 0, where one of the
     two is not finite. Otherwise each target is replaced by the teacher's likeliest tokens in its place, with their renormalised
-    log-probabilities as the column `teacher_logprobs` and the loss weight of the target; there are none where the teacher gave none.
+    log-probabilities as the column `teacher_logprobs`, for reverse_kl the least of them as `teacher_least`, and the loss weight of the
+    target; there are none where the teacher gave none.
     """
     if config.objective in TOP_K_OBJECTIVES:
-        return _of_top_tokens(batch, scores)
+        return _of_top_tokens(batch, scores, with_least=config.objective == "reverse_kl")
     log_ratios = _log_ratios(batch, scores)
     known = np.isfinite(log_ratios)
     task = batch.columns["advantages"] if config.teacher_credit == "added" else 0.0
@@ -94,10 +95,11 @@ def _log_ratios(batch: Batch, scores: TeacherScores) -> np.ndarray:
         return np.where(np.isfinite(teacher) & np.isfinite(rollout), np.clip(teacher - rollout, -_MAX_LOG_RATIO, _MAX_LOG_RATIO), np.nan)
 
 
-def _of_top_tokens(batch: Batch, scores: TeacherScores) -> Batch:
+def _of_top_tokens(batch: Batch, scores: TeacherScores, *, with_least: bool) -> Batch:
     known = np.isfinite(_log_ratios(batch, scores))
     logs = np.where(known[:, None], scores.renormalised, -np.inf)
     which, rank = np.nonzero(np.isfinite(logs))  # by target, so that positions rise
-    return replace(
-        batch, positions=batch.positions[which], targets=scores.top_tokens[which, rank],
-        columns={"loss_weights": batch.columns["loss_weights"][which], "teacher_logprobs": logs[which, rank].astype(np.float32)})
+    columns = {"loss_weights": batch.columns["loss_weights"][which], "teacher_logprobs": logs[which, rank].astype(np.float32)}
+    if with_least:
+        columns["teacher_least"] = np.where(np.isfinite(logs), logs, np.inf).min(axis=1)[which].astype(np.float32)
+    return replace(batch, positions=batch.positions[which], targets=scores.top_tokens[which, rank], columns=columns)

@@ -107,7 +107,8 @@ class Batch:
         positions: [M] int64, ascending, indices into `tokens`: the token whose output predicts each target.
         targets: [M] int32, token ids.
         columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
-            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `teacher_logprobs`, `ratio_mask` and `m2_mask` (1 or 0).
+            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `teacher_logprobs`, `teacher_least`, `ratio_mask` and
+            `m2_mask` (1 or 0).
         sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
             `prefix_lens` tokens; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
         losses: losses of the sequences.

@@ -13,7 +13,7 @@ With lp the trained log-probability, q the anchor, A the advantage, r = exp(lp -
     gmpo                 -exp(mean of x over the sequence) * A, x = min(lp - q, clip_high) where A > 0, else max(lp - q, -clip_low)
     dppo                 -r * A, and 0 where A and the move from q to lp have one sign and the divergence is above clip_high or clip_low
     forward_kl           q * (log q - lp), q the teacher's probability of the target, one of several targets at a position
-    reverse_kl           p * (log p - log q) - p + q, p = exp(lp)
+    reverse_kl           p * (log p - log q) + (q - p) * (1 - log q_least), p = exp(lp), q_least that of the least likely of these targets
     value                max((v - R)^2, (old + clip(v - old) - R)^2) / 2, with v the value, old that before the update, R the return
 
 Only the targets that are `trained` count; all others have the loss 0 without gradient, whatever their values are. No denominator is
@@ -102,13 +102,14 @@ def forward_kl(targets: Targets, trained: Tensor) -> Tensor:
 
 
 def reverse_kl(targets: Targets, trained: Tensor) -> Tensor:
-    """Compute the summand of KL(current || teacher) that belongs to the target.
+    """Compute the summand of KL(current || teacher) that belongs to the target, one of K at a position.
 
-    Over all tokens -p + q adds nothing. Over some of them it makes p = q the minimum: without it that is p = q / e, which leaves most
-    of the probability to tokens that the teacher does not name.
+    The second term adds 1 - log q_least for all probability that is not on the K tokens, and so nothing if they are all there are. Without
+    it that probability would be free, and p = q / e the minimum; with it p = q is.
     """
-    own, teacher = only(trained, targets.logprobs), only(trained, targets.columns["teacher_logprobs"])
-    return own.exp() * (own - teacher - 1) + teacher.exp()
+    own, teacher, least = (
+        only(trained, values) for values in (targets.logprobs, targets.columns["teacher_logprobs"], targets.columns["teacher_least"]))
+    return own.exp() * (own - teacher) + (teacher.exp() - own.exp()) * (1 - least)
 
 
 def value(targets: Targets, trained: Tensor) -> Tensor:
