@@ -10,6 +10,7 @@ from offbeat.algorithms.experience import make_batch
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.data import DataConfig
 from offbeat.config.teacher import TeacherConfig
+from offbeat.controller.scoring import score_batch
 from offbeat.controller.teaching import Contexts, EngineTeacher, RankTeacher, SelfTeacher
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import character_tokenizer
@@ -107,6 +108,19 @@ def test_the_columns_of_the_ranks_become_tokens_and_logprobs():
     np.testing.assert_array_equal(found.top_tokens, np.stack([BATCH.targets, BATCH.targets + 1], axis=1))
     np.testing.assert_array_equal(found.top_logprobs[:, 1], np.full(BATCH.num_targets, -2.0, np.float32))
     assert asyncio.run(RankTeacher(Ranks(), top_k=0).score(BATCH, ROWS.__getitem__)).top_tokens.shape == (BATCH.num_targets, 0)
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({}, lambda taught, task: taught), ({"teacher_credit": "added", "teacher_coefficient": 0.5}, lambda taught, task: task + 0.5 * taught)])
+def test_the_score_step_gives_the_batch_what_the_teacher_says_and_counts_it(settings, expected):
+    config, ranks = AlgorithmConfig(preset="sdft", **settings), Ranks()
+    teacher = SelfTeacher(ranks, contexts(max_tokens=10), of="reference")
+    found, stats = asyncio.run(score_batch(BATCH, ranks, config, teacher=teacher, row_of=ROWS.__getitem__))
+    known = BATCH.target_sequences < 4
+    taught = np.clip(-BATCH.targets - BATCH.columns["rollout_logprobs"], -20, 20)
+    np.testing.assert_allclose(found.columns["advantages"], np.where(known, expected(taught, BATCH.columns["advantages"]), 0), rtol=1e-6)
+    assert stats.values()["teacher/missing_share"] == np.mean(~known) and stats.values()["teacher/too_long_share"] == pytest.approx(1 / 3)
+    assert len(ranks.asked) == 1, "nobody but the teacher"
 
 
 def asked(url, body, **settings):
