@@ -1,10 +1,15 @@
 """The teacher on train ranks: it scores as a trainer of the same weights does, on any number of ranks, and beside it."""
 
 import numpy as np
+import pytest
+import torch
 
+from offbeat.algorithms.distillation import TeacherScores, with_teacher
+from offbeat.algorithms.objectives import policy_loss
 from offbeat.config.model import TinyConfig
 from offbeat.config.root import Config
 from offbeat.data.packing import plan_microbatches
+from offbeat.model.load import load_causal_lm
 from offbeat.model.tiny import build_tiny
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.frozen import Teacher
@@ -12,7 +17,7 @@ from offbeat.trainer.messages import ScoreShare
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.worker import build_trainers, find_trainer
 from ranks import run_alone, run_ranks
-from train_samples import VOCAB, build_model, make_batch, score
+from train_samples import VOCAB, build_model, make_batch, score, train
 
 BATCH = make_batch(3, 2)
 LARGER = TinyConfig(hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64, max_positions=64)
@@ -75,5 +80,41 @@ def test_it_stands_beside_a_whole_model_and_beside_an_adapter(tmp_path):
             assert find_trainer(parts, "teacher.score") == (parts["teacher"], "score")
         many = config_of(tmp_path, rank=4)
         assert list(build_trainers(str(tmp_path / "model"), many, groups, many=True)) == [""]
+
+    run_alone(check)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl"])
+def test_the_likeliest_tokens_teach_the_same_in_any_split_as_their_formula_says(name, tmp_path):
+    build_model(tmp_path / "model")
+    build_teacher(tmp_path / "teacher")
+    config = config_of(tmp_path, top_k=3, temperature=1.0)
+    algorithm = config.algorithm.model_copy(update={"objective": name})
+
+    def check(groups, _):
+        found = taught(Teacher(config, groups))
+        tokens, logs = (np.stack([found[f"top_{what}_{i}"] for i in range(3)], axis=1) for what in ("tokens", "logprobs"))
+        plain = make_batch(3, 2, loss=policy_loss(algorithm))
+        batch = with_teacher(plain, TeacherScores(found["logprobs"], np.zeros(6, bool), tokens.astype(np.int32), logs), algorithm)
+        assert batch.num_targets == 3 * plain.num_targets
+        results = []
+        for settings in ({"max_tokens": 10_000}, {"max_tokens": 20}, {"max_tokens": 64, "share_prefix": False}):
+            trainer = ModelTrainer.build(f"{tmp_path}/model", config=config, groups=groups)
+            results.append(train(trainer, [batch], **settings)[0])
+        model = load_causal_lm(f"{tmp_path}/model", attention="sdpa").double()
+        total = torch.zeros(()).double()
+        for i in range(len(plain)):
+            one, own = plain.select([i]), slice(plain.target_offsets[i], plain.target_offsets[i + 1])
+            every = model(input_ids=torch.from_numpy(one.tokens.astype(np.int64))[None], use_cache=False).logits[0].log_softmax(-1)
+            for m, at in zip(range(own.start, own.stop), one.positions, strict=True):
+                q = torch.from_numpy(logs[m].astype(np.float64)).softmax(0)
+                lp = every[at][tokens[m].astype(np.int64)]
+                outside = (1 - lp.exp().sum()) * (1 - q.min().log())
+                kl = (q * (q.log() - lp)).sum() if name == "forward_kl" else (lp.exp() * (lp - q.log())).sum() + outside
+                total = total + float(plain.columns["loss_weights"][m]) * kl
+        total.backward()
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad) for p in model.parameters()])).item()
+        for result in results:
+            assert result == pytest.approx([total.item(), norm], rel=1e-4)
 
     run_alone(check)
