@@ -31,7 +31,9 @@ def random_batch(loss, *, lengths=(1, 2, 5, 1, 9, 4, 3), seed=0, spread=0.4, equ
     advantages[np.repeat(np.arange(len(lengths)) == 3, lengths)] = 0.0
     columns = {
         "rollout_logprobs": rollout, "prox_logprobs": prox, "advantages": advantages, "loss_weights": rng.uniform(0.1, 1, count),
-        "ref_logprobs": np.minimum(rollout + 0.5 * rng.standard_normal(count), -1e-3), "m2_mask": rng.integers(0, 2, count)}
+        "ref_logprobs": np.minimum(rollout + 0.5 * rng.standard_normal(count), -1e-3), "m2_mask": rng.integers(0, 2, count),
+        "teacher_logprobs": np.log(np.random.default_rng(seed + 1000).uniform(1e-3, 1, count)),
+        "teacher_least": np.full(count, -7.0)}
     masks = np.random.default_rng(seed + 1)
     columns |= {name: masks.integers(0, 2, count) for name in ("detach_mask", "kl_cov_mask")}
     full = {name: np.zeros(len(trained)) for name in columns}
@@ -69,6 +71,8 @@ class _Sequence:
 
         self.rollout, self.advantage = of("rollout_logprobs"), of("advantages")
         self.prox = of("prox_logprobs", lambda m: logprobs[m].item())
+        self.teacher = of("teacher_logprobs", lambda m: math.nan)
+        self.least = of("teacher_least", lambda m: math.nan)
         self.ref, self.m2 = of("ref_logprobs", lambda m: math.nan), of("m2_mask", lambda m: 1.0)
         self.kept_by_cov, self.held_by_cov = of("detach_mask", lambda m: 1.0), of("kl_cov_mask", lambda m: 0.0)
         self.anchor = self.prox if loss.anchor == "prox" else {
@@ -125,6 +129,8 @@ class _Sequence:
                 return math.inf
             p, q = math.exp(self.prox[m]), math.exp(self.rollout[m])
             return max(a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p)))
+        if name == "tv":
+            return math.exp(self.prox[m]) - math.exp(self.rollout[m]) if math.isfinite(self.rollout[m]) else math.inf
         return {"ratio": x, "k1": x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[name]
 
     # -- objective and regularisers -----------------------------------------------------------------------------------------------------
@@ -152,6 +158,11 @@ class _Sequence:
                 return -min(max(ratio.item(), low), high) * a * lp
             case "ppo":
                 return self.clipped(ratio, a)
+            case "forward_kl":
+                return math.exp(self.teacher[m]) * (self.teacher[m] - lp)
+            case "reverse_kl":
+                outside = (1 - lp.exp()) - (1 - math.exp(self.teacher[m]))  # what a token adds to 1 - sum p, as sum q is 1
+                return lp.exp() * (lp - self.teacher[m]) + outside * (1 - self.least[m])
             case "gspo":
                 mean = sum(self.logprobs[n].item() - self.anchor[n] for n in self.logprobs) / len(self.logprobs)
                 s = math.exp(min(max(mean, -LIMIT), LIMIT))

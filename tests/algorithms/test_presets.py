@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from offbeat.algorithms.distillation import TeacherScores, with_teacher
 from offbeat.algorithms.experience import make_batch, with_scores
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.presets import PRESETS
@@ -17,7 +18,7 @@ LIMIT = 10
 
 MEAN_AND_STD = ("grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "gmpo", "tis", "icepop", "mis", "kpop", "m2po")
 MEAN = ("dr_grpo", "dppo", "prime_rl", "aipo", "deepseek_v32")
-OTHERS = ("rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "scale_rl", "max_rl", "opo", "gdpo", "raft")
+OTHERS = ("rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "scale_rl", "max_rl", "opo", "gdpo", "raft", "opd", "sdft")
 AGGREGATIONS = {
     "dr_grpo": "fixed_length", "gspo": "sequence_mean", "sapo": "sequence_mean", "gmpo": "sequence_mean", "luspo": "sequence_sum",
     "scale_rl": "prompt_mean"}
@@ -68,6 +69,8 @@ def outcome(preset, group, sample, rewards, everyone):
         own -= penalty.get(sample.length, 0.0)
     if preset == "reinforce_pp":
         return own
+    if preset in ("opd", "sdft"):
+        return 0.0  # replaced
     if preset == "raft":
         return 1.0 if own > 0 else 0.0
     if preset == "gdpo":
@@ -105,6 +108,10 @@ def slow(preset, groups):
         sums = [outcome(preset, group, sample, [], []) for group in groups for sample in group]
         flat = len(set(sums)) <= 1
         found = {key: [0.0 if flat else (v - mean(sums)) / (std(sums) + 1e-6) for v in values] for key, values in found.items()}
+    if preset in ("opd", "sdft"):  # whose teacher says what the reference of other presets says
+        for group in groups:
+            for sample in group:
+                found[id(sample)] = [max(-20.0, min(20.0, p - q)) for q, p in zip(sample.rollout, sample.ref, strict=True)]
     if preset == "reinforce_pp":
         for group in groups:
             for sample in group:
@@ -143,7 +150,9 @@ def batch_of(preset, groups):
                        max_new_tokens=LIMIT)
     kept = [everyone[i] for i in batch.tokens[batch.offsets[:-1]]]
     ref = np.array([p for sample in kept for p in sample.ref], np.float32)
-    if config.needs_reference:
+    if config.needs_teacher:
+        batch = with_teacher(batch, TeacherScores.of_targets(ref, np.zeros(len(batch), np.bool_)), config)
+    if config.compares_reference:
         batch = with_scores(batch, {"ref_logprobs": ref}, config)
     assert ("ref_logprobs" in batch.columns) == (config.kl_loss != "none")
     return batch, kept

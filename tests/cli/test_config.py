@@ -46,6 +46,12 @@ def test_check_says_that_a_valid_configuration_is_valid(capsys):
     (("--algorithm.preset", "kpop"), "nothing", "algorithm.filters alone limits what stale samples do"),
     (("--algorithm.preset", "deepseek_v32", "--algorithm.entropy_coefficient", "0.1", "--algorithm.num_minibatches", "2"),
      "log-probabilities before the first update and log-probabilities under the reference policy and the entropy of each token", ""),
+    (("--algorithm.preset", "sdft"), "log-probabilities under the reference with the answer in its context, a longer prompt", ""),
+    (("--algorithm.preset", "opd", "--teacher.path", "big"), "log-probabilities under the teacher big on the train ranks",
+     'the frozen teacher takes its weights\' memory on every train rank, or a shard of it with train.strategy = "fsdp"'),
+    (("--algorithm.preset", "opd", "--algorithm.objective", "reverse_kl", "--algorithm.filters", "[]", "--teacher.url", "http://a",
+      "--teacher.top_k", "20"), "log-probabilities and the 20 likeliest tokens under the teacher at http://a, one request for each sample",
+     "renormalised over them; the reverse KL on them is biased; the engine sends as many numbers"),
 ])
 def test_check_says_what_a_step_computes_and_which_settings_cannot_act(capsys, settings, computed, note):
     assert call("check", *settings) == 0

@@ -51,11 +51,12 @@ def test_a_wrong_value_under_an_earlier_name_is_refused(old):
 
 @pytest.mark.parametrize("term", [
     {"kl_loss": "k3"}, {"reward_kl": 0.1}, {"entropy_coefficient": 0.1}, {"entropy_target": 0.2}, {"drift_coefficient": 0.1},
-    {"cov_control": "clip"}])
+    {"cov_control": "clip"}, {"imitation_coefficient": 0.1}, {"teacher": "model"}])
 def test_sequences_of_advantage_0_stay_where_a_term_acts_on_them(term):
     assert not AlgorithmConfig(**term).drop_zero_advantage
     assert AlgorithmConfig(**term, drop_zero_advantage=True).drop_zero_advantage  # refused by the whole configuration
-    assert AlgorithmConfig(**dict.fromkeys(term, "none" if {"kl_loss", "cov_control"} & term.keys() else 0)).drop_zero_advantage
+    words = {"kl_loss", "cov_control", "teacher"}
+    assert AlgorithmConfig(**dict.fromkeys(term, "none" if words & term.keys() else 0)).drop_zero_advantage
 
 
 @pytest.mark.parametrize(("values", "needs"), [
@@ -69,10 +70,14 @@ def test_sequences_of_advantage_0_stay_where_a_term_acts_on_them(term):
     ({"cov_control": "clip"}, "prox"), ({"cov_control": "kl", "objective": "importance_sampling", "num_minibatches": 2}, "prox"),
     ({"objective": "a.py:f"}, ""), ({"objective": "a.py:f", "num_minibatches": 2}, "prox"),
     ({"objective": "a.py:f", "objective_reads": ["reference", "entropy"]}, "reference entropy"),
+    ({"entropy_coefficient": 0.1}, "entropy"), ({"preset": "opd"}, "teacher"), ({"preset": "sdft"}, "reference teacher"),
+    ({"preset": "sdft", "teacher": "policy", "num_minibatches": 2}, "prox teacher"),
+    ({"preset": "opd", "objective": "forward_kl", "filters": [], "num_minibatches": 2}, "teacher"),
 ])
 def test_a_step_computes_what_the_settings_need(values, needs):
     config = AlgorithmConfig(**values)
-    found = {"prox": config.needs_prox_pass, "reference": config.needs_reference, "entropy": config.needs_entropy}
+    found = {"prox": config.needs_prox_pass, "reference": config.needs_reference, "entropy": config.needs_entropy,
+             "teacher": config.needs_teacher}
     assert [name for name, needed in found.items() if needed] == needs.split()
 
 

@@ -97,7 +97,7 @@ def test_override_values_are_read_as_toml_or_taken_as_they_stand(key, text, valu
             "run.name is not allowed to be 'a b'; use letters, digits, '.', '_' and '-', starting with a letter or digit",
         ),
         ("algorithm.filters", '[{metric = "k4"}]',
-         "algorithm.filters.metric must be one of 'ratio', 'k1', 'k2', 'k3', 'binary_kl', 'opsm', 'm2', got 'k4'"),
+         "algorithm.filters.metric must be one of 'ratio', 'k1', 'k2', 'k3', 'binary_kl', 'tv', 'opsm', 'm2', got 'k4'"),
         ("algorithm.filters", "[{high = 2.0}]", "algorithm.filters.0.metric is missing; give it"),
         ("algorithm.filters", "[3]",
          "algorithm.filters.0 must be a table of settings, got 3; write [algorithm.filters.0] and its settings below"),

@@ -9,12 +9,15 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.load import dump_toml, load_config
 from offbeat.config.presets import PRESETS
 
+NEEDED = {"opd": (("teacher.path", "somebody/larger"),)}
+"""What a preset needs besides its row."""
+
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_alone_is_a_valid_configuration_that_survives_its_file(preset, tmp_path):
-    config = load_config(None, [("algorithm.preset", preset)])
+def test_a_preset_with_what_it_needs_is_a_valid_configuration_that_survives_its_file(preset, tmp_path):
+    config = load_config(None, [("algorithm.preset", preset), *NEEDED.get(preset, ())])
     (tmp_path / "run.toml").write_text(dump_toml(config))
     assert load_config(str(tmp_path / "run.toml")) == config
 

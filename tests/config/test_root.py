@@ -7,6 +7,8 @@ from pydantic import ValidationError
 
 from offbeat.config.root import Config
 
+TOP_K = {"preset": "opd", "objective": "forward_kl", "filters": []}
+
 
 def test_folders_follow_from_names():
     config = Config.model_validate({"run": {"dir": "out", "name": "first"}})
@@ -65,6 +67,28 @@ def test_folders_follow_from_names():
         ({"algorithm": {"cov_control": "clip", "cov_low": 5.0}}, "algorithm.cov_low must be below cov_high = 5, got 5"),
         ({"algorithm": {"cov_control": "clip", "drop_zero_advantage": True}},
          "algorithm.drop_zero_advantage must be false with algorithm.cov_control"),
+        ({"algorithm": {"preset": "opd"}}, "teacher.path or teacher.url must be given with algorithm.teacher = 'model'"),
+        ({"algorithm": {"preset": "opd"}, "teacher": {"path": "a", "url": "http://b"}}, "teacher.path and teacher.url exclude each other"),
+        ({"teacher": {"path": "a"}}, "teacher.path must be empty with algorithm.teacher = 'none', which asks no other model, got 'a'"),
+        ({"algorithm": {"preset": "sdft"}, "teacher": {"url": "http://b"}}, "teacher.url must be empty with algorithm.teacher = 'ref"),
+        ({"algorithm": {"preset": "opd"}, "teacher": {"url": "localhost:1"}}, "teacher.url must begin with http:// or https://, got"),
+        ({"algorithm": {"preset": "opd"}, "teacher": {"url": "http://b"}, "rollout": {"temperature": 0.7}},
+         "rollout.temperature must be 1 with teacher.url, got 0.7"),
+        ({"algorithm": {"preset": "opd"}, "teacher": {"path": "a", "top_k": 5}},
+         "teacher.top_k must be 0 with algorithm.objective = 'importance_sampling', got 5"),
+        ({"algorithm": TOP_K, "teacher": {"path": "a"}}, "teacher.top_k must be at least 1 with algorithm.objective = 'forward_kl'"),
+        ({"algorithm": TOP_K | {"teacher": "policy"}}, "algorithm.teacher must be 'model' with algorithm.objective = 'forward_kl'"),
+        ({"algorithm": TOP_K | {"teacher_credit": "added"}, "teacher": {"path": "a", "top_k": 5}},
+         "algorithm.teacher_credit must be 'alone' with algorithm.objective = 'forward_kl'"),
+        ({"algorithm": {"preset": "opd", "objective": "forward_kl"}, "teacher": {"path": "a", "top_k": 5}},
+         r"algorithm.filters must be off with algorithm.objective = 'forward_kl', .* set it to \[\]"),
+        ({"algorithm": TOP_K | {"kl_loss": "k3"}, "teacher": {"path": "a", "top_k": 5}}, "algorithm.kl_loss must be off .* to 'none'"),
+        ({"algorithm": TOP_K | {"entropy_coefficient": 0.1}, "teacher": {"path": "a", "top_k": 5}},
+         "algorithm.entropy_coefficient must be off .* to 0"),
+        ({"algorithm": {"preset": "raft", "teacher": "model"}, "teacher": {"path": "a"}},
+         "algorithm.teacher must be 'none' with algorithm.objective = 'cross_entropy'"),
+        ({"algorithm": {"preset": "opd", "drop_zero_advantage": True}, "teacher": {"path": "a"}},
+         "algorithm.drop_zero_advantage must be false with algorithm.teacher"),
         ({"rollout": {"temperature": 0}}, "greater than 0"),
         ({"rollout": {"stop": ["a", ""]}}, "rollout.stop must not hold an empty string"),
         ({"rollout": {"reward_timeout_s": 600}}, "rollout.episode_timeout_s must be above rollout.reward_timeout_s = 600, got 600"),

@@ -46,6 +46,9 @@ PRESETS = {
     "clip_cov": replace(PPO, filters=(FilterSpec("clip_cov", low=1.0, high=5.0, share=2e-4),)),
     "kl_cov": own("importance_sampling", regularisers=(RegulariserSpec("kl_cov", 1.0, 2e-3),)),
     "m2po": own("importance_sampling", "rollout", filters=(FilterSpec("m2", high=0.04),)),
+    "opd": own("importance_sampling", "rollout", filters=(FilterSpec("tv", low=-0.02, high=0.3),)),
+    "forward_kl": own("forward_kl", "rollout"),
+    "reverse_kl": own("reverse_kl", "rollout"),
     "deepseek_v32": replace(
         PPO, filters=(FilterSpec("opsm", "sequence", high=0.1),), regularisers=(RegulariserSpec("ratio_k3", 0.3),)),
     "reinforce_pp_baseline": replace(PPO, regularisers=(RegulariserSpec("k2", 0.3), RegulariserSpec("k3", 0.2))),
@@ -357,7 +360,9 @@ def test_cross_entropy_is_the_weighted_negative_logprob():
 
 def test_no_targets_have_no_losses():
     for spec in (*LOSSES_OF_ALL, *PRESETS.values()):
-        columns = dict.fromkeys((*make_datums(3).columns, "m2_mask", "detach_mask", "kl_cov_mask", "ref_logprobs"), np.zeros(0))
+        columns = dict.fromkeys((
+            *make_datums(3).columns, "m2_mask", "detach_mask", "kl_cov_mask", "ref_logprobs", "teacher_logprobs", "teacher_least"),
+            np.zeros(0))
         nothing = replace(make_datums(3, losses=LOSSES_OF_ALL[:1]).select([]), losses=(spec,), columns=columns)
         found = target_losses(torch.zeros(0, requires_grad=True), nothing, np.zeros(0, np.int64), entropy=torch.zeros(0), report=True)
         assert found.losses.shape == (0,)

@@ -12,7 +12,7 @@ from offbeat.losses.targets import Targets
 CLIP = {"clip_low": 0.8, "clip_high": 1.2}
 ALL = torch.ones(400, dtype=torch.bool)
 
-POLICY_OBJECTIVES = [name for name in OBJECTIVES if name != "value"]
+POLICY_OBJECTIVES = [name for name in OBJECTIVES if name not in ("value", "forward_kl", "reverse_kl")]
 
 
 def targets_of(*, sequences=None, spread=0.5, **constants):
@@ -142,3 +142,42 @@ def test_a_value_is_worth_half_its_squared_error_and_no_less_for_a_move_past_the
         assert losses.tolist() == pytest.approx(expected)
         (gradient,) = torch.autograd.grad(losses.sum(), values)
         assert gradient.tolist() == slopes
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_over_all_tokens_the_divergences_from_a_teacher_have_their_values_and_gradients(temperature):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, 7, generator=generator).double().requires_grad_()
+    teacher = torch.randn(5, 7, generator=generator).double().div(temperature).log_softmax(-1)
+    own, counted = logits.log_softmax(-1), torch.ones(35, dtype=torch.bool)
+    numbers = torch.zeros(0, dtype=torch.int64)
+    for name, expected in (("forward_kl", teacher.exp() * (teacher - own)), ("reverse_kl", own.exp() * (own - teacher))):
+        flat = own.flatten()
+        targets = Targets(flat, flat, flat, flat, torch.ones(35).double(), counted, numbers, {}, {
+            "teacher_logprobs": teacher.flatten(), "teacher_least": teacher.min(1, keepdim=True).values.expand(5, 7).flatten()})
+        found = OBJECTIVES[name](targets, counted)
+        torch.testing.assert_close(found.view(5, 7).sum(1), expected.sum(1))
+        (mine,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
+        (theirs,) = torch.autograd.grad(expected.sum(), logits, retain_graph=True)
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl"])
+def test_over_some_tokens_the_divergences_are_least_where_the_policy_has_the_teachers_probabilities(name):
+    teacher = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)  # of three of five tokens, renormalised
+    columns = {"teacher_logprobs": teacher.log(), "teacher_least": teacher.log().min().expand(3)}
+    counted = torch.ones(3, dtype=torch.bool)
+
+    def loss_and_slope(logits):
+        leaf = logits.clone().requires_grad_()
+        own = leaf.log_softmax(-1)[:3]
+        targets = Targets(own, own, own, own, torch.ones(3).double(), counted, torch.zeros(0, dtype=torch.int64), {}, columns)
+        loss = OBJECTIVES[name](targets, counted).sum()
+        return loss.item(), torch.autograd.grad(loss, leaf)[0].norm().item()
+
+    same = torch.cat([teacher.log(), torch.full((2,), -60.0).double()])
+    assert loss_and_slope(same) == pytest.approx((0, 0), abs=1e-9)
+    generator = torch.Generator().manual_seed(2)
+    for spread in (0.1, 1.0, 5.0):
+        loss, slope = loss_and_slope(same.clamp(min=-8) + spread * torch.randn(5, generator=generator).double())
+        assert loss > 1e-4 and slope > 1e-4

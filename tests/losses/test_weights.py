@@ -73,6 +73,8 @@ def test_long_sequences_have_finite_products():
     (FilterSpec("k1", low=-1.0, high=0.4), [1, 0, 1, 1]),
     (FilterSpec("k2", high=0.5), [1, 0, 1, 1]),
     (FilterSpec("k3", high=0.3), [1, 0, 1, 0]),
+    (FilterSpec("tv", low=-0.05), [1, 1, 1, 0]),
+    (FilterSpec("tv", low=-0.05, high=0.12), [1, 1, 0, 0]),
     (FilterSpec("k1", "sequence", "mean", high=0.1), [0, 0, 1, 1]),
     (FilterSpec("k1", "sequence", "sum", low=-0.7), [1, 1, 1, 1]),
     (FilterSpec("k1", "sequence", "max", high=0.3), [0, 0, 0, 0]),

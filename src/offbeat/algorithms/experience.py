@@ -105,7 +105,7 @@ def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: Algorith
             token of a sequence that was cut off, and 0 for others.
     """
     penalties = np.zeros(batch.num_targets)
-    if config.needs_reference:
+    if config.compares_reference:
         ref_logprobs = scores["ref_logprobs"]
         if config.loss_reads_reference or config.kl_target:
             batch = batch.with_columns(ref_logprobs=ref_logprobs)

@@ -72,6 +72,8 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     "dppo": Objective(
         constants={"clip_low": Constant(0.2), "clip_high": Constant(0.2), "divergence": Constant("tv", words=("tv", "kl"))},
         bounds="distance"),
+    "forward_kl": Objective(("teacher_logprobs",), uses_anchor=False),
+    "reverse_kl": Objective(("teacher_logprobs", "teacher_least"), uses_anchor=False),
     "value": Objective(("values", "returns"), {"clip": Constant(0.0)}, uses_anchor=False),
 })
 """All objectives by name. Where they bound a ratio, `clip_low` and `clip_high` are the smallest and the largest unclipped ratio."""

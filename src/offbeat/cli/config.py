@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Iterator, Sequence
 
-from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.docs import render_docs
 from offbeat.config.load import dump_toml, load_config
 from offbeat.config.presets import PRESETS
+from offbeat.config.root import Config
 from offbeat.controller.own_code import check_own_code
 
 _DESCRIPTION = """\
@@ -58,18 +58,20 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         tried = check_own_code(config)
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
-        print("\n".join([*_about(config.algorithm), *tried]))
+        print("\n".join([*_about(config), *tried]))
     return 0
 
 
-def _about(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _about(config: Config) -> Iterator[str]:
     """Yield lines on the chosen algorithm: what each of its steps computes, and which of its settings cannot act."""
+    algorithm = config.algorithm
     source = PRESETS[algorithm.preset].source
     name = f"{algorithm.preset} ({'arXiv:' if source[0].isdigit() else ''}{source})"
     computed = [what for what, needed in (
         ("log-probabilities before the first update", algorithm.needs_prox_pass),
-        ("log-probabilities under the reference policy", algorithm.needs_reference),
+        ("log-probabilities under the reference policy", algorithm.compares_reference),
         ("values, before and in an update of the critic", algorithm.needs_critic),
+        (_teacher(config), algorithm.needs_teacher),
         ("the entropy of each token", algorithm.needs_entropy)) if needed]
     yield f"algorithm {name}: besides the update's own forward pass, a step computes {' and '.join(computed) or 'nothing'}"
     if algorithm.ratio_is_one:
@@ -78,3 +80,18 @@ def _about(algorithm: AlgorithmConfig) -> Iterator[str]:
         who = {0: "nothing limits", 1: f"{''.join(acting)} alone limits"}.get(len(acting), f"{' and '.join(acting)} limit")
         yield (f"note: with algorithm.num_minibatches = 1, the ratio to the proximal policy is 1 and no clip acts; {who} what stale samples"
                " do")
+    if top_k := config.teacher.top_k:
+        cost = "the teacher's logits of a whole micro-batch are held at once" if config.teacher.path else "the engine sends as many numbers"
+        bias = " the reverse KL on them is biased;" if algorithm.objective == "reverse_kl" else ""
+        yield f"note: each token is trained on as {top_k} targets, the teacher's likeliest, renormalised over them;{bias} {cost}"
+    if config.teacher.path:
+        yield "note: the frozen teacher takes its weights' memory on every train rank, or a shard of it with train.strategy = \"fsdp\""
+
+
+def _teacher(config: Config) -> str:
+    """Say in which way a step's samples are scored by the teacher."""
+    teacher = config.teacher
+    if config.algorithm.teaches_itself:
+        return f"log-probabilities under the {config.algorithm.teacher} with the answer in its context, a longer prompt"
+    who = f"the teacher {teacher.path} on the train ranks" if teacher.path else f"the teacher at {teacher.url}, one request for each sample"
+    return f"log-probabilities{f' and the {teacher.top_k} likeliest tokens' if teacher.top_k else ''} under {who}"

@@ -12,19 +12,23 @@ from offbeat.config.presets import PRESETS
 BATCH_STATISTICS = ("batch_std", "tokens", "sequences")
 """Values of `scale` and `whiten` that need the rewards of the whole batch."""
 
-OBJECTIVE_NAMES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "importance_sampling", "reinforce", "cross_entropy")
+TOP_K_OBJECTIVES = ("forward_kl", "reverse_kl")
+"""Objectives that compare with the teacher's likeliest tokens instead of sampled ones."""
+
+OBJECTIVE_NAMES = (
+    "ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "importance_sampling", "reinforce", "cross_entropy", *TOP_K_OBJECTIVES)
 """Objectives that a run may name; a name with a colon is a function of the user's own."""
 
-_WITHOUT_RATIO = ("reinforce", "cross_entropy")
+_WITHOUT_RATIO = ("reinforce", "cross_entropy", *TOP_K_OBJECTIVES)
 _OLD_NAMES = ("scale_by_std", "behave_weight", "behave_cap")
 
 
 class FilterConfig(Section):
     """A rule that takes tokens or sequences out of the loss; no denominator changes. Bounds belong to what is kept."""
 
-    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "opsm", "m2"] = field(
-        ..., "What is measured between proximal and behaviour policy: the ratio, an estimate of KL, the larger of two Bernoulli KLs; or the"
-        " rule of OPSM or of M2PO.")
+    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "tv", "opsm", "m2"] = field(
+        ..., "What is measured between proximal and behaviour policy: the ratio, an estimate of KL, the larger of two Bernoulli KLs, the"
+        " difference of probabilities; or the rule of OPSM or of M2PO.")
     level: Literal["token", "sequence"] = field("token", "Whether single tokens or whole sequences are dropped.")
     aggregate: Literal["mean", "sum", "max"] = field("mean", "How tokens become one number for a sequence; ratios do as logarithms.")
     low: float = field(-1e9, "Smallest value that is kept; the default keeps all, since log-ratios are limited to 20.")
@@ -144,9 +148,16 @@ class AlgorithmConfig(Section):
     reference: Literal["initial"] = field("initial", "Policy that kl_loss and reward_kl compare with: the model that the run began with.")
     reference_refresh_steps: int = field(0, "Steps after which the reference becomes the current policy; 0 is never.", ge=0)
 
+    teacher: Literal["none", "model", "policy", "reference"] = field(
+        "none", "Whom the policy learns from besides rewards: nobody; the model of [teacher]; or, with the answer in its context, the"
+        " policy itself as it is or as the reference is.")
+    teacher_credit: Literal["alone", "added"] = field(
+        "alone", "Whether log(teacher / policy) is a token's advantage instead of the task's, or is added to it.")
+    teacher_coefficient: float = field(1.0, "Factor of log(teacher / policy) in the advantage.", gt=0)
+
     drop_zero_advantage: bool = field(
         True, "Leave out sequences whose advantage is exactly 0; they have no gradient but keep their share of the denominators. Off by"
-        " default with a critic, and where kl_loss, reward_kl, entropy, drift, imitation or cov_control act on all tokens.")
+        " default with a critic or a teacher, and where kl_loss, reward_kl, entropy, drift, imitation or cov_control act on all tokens.")
     num_minibatches: int = field(1, "Optimizer steps per batch; more than one recomputes proximal log-probabilities first.", ge=1)
 
     @property
@@ -160,8 +171,8 @@ class AlgorithmConfig(Section):
         return self.kl_loss != "none" or "reference" in self.objective_reads
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether a step needs log-probabilities under the reference policy."""
+    def compares_reference(self) -> bool:
+        """Whether a step needs log-probabilities of its samples under the reference policy."""
         return self.loss_reads_reference or self.reward_kl > 0
 
     @property
@@ -170,9 +181,24 @@ class AlgorithmConfig(Section):
         return self.centre == "critic"
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether there is a reference policy."""
+        return self.compares_reference or self.teacher == "reference"
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a step needs log-probabilities under a teacher."""
+        return self.teacher != "none"
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether the teacher is the policy, or what it was, with the answer in its context."""
+        return self.teacher in ("policy", "reference")
+
+    @property
     def needs_scores(self) -> bool:
         """Whether a batch is scored by forward passes of their own before it is trained on."""
-        return self.needs_reference or self.compares_targets or self.needs_critic
+        return self.compares_reference or self.compares_targets or self.needs_critic or self.needs_teacher
 
     @property
     def needs_entropy(self) -> bool:
@@ -240,7 +266,7 @@ class AlgorithmConfig(Section):
 def _terms_on_all_tokens(values: Mapping[str, Any]) -> tuple[str, ...]:
     off = {
         "kl_loss": "none", "reward_kl": 0, "entropy_coefficient": 0, "entropy_target": 0, "drift_coefficient": 0,
-        "imitation_coefficient": 0, "cov_control": "none"}
+        "imitation_coefficient": 0, "cov_control": "none", "teacher": "none"}
     return tuple(name for name, nothing in off.items() if values.get(name, nothing) != nothing)
 
 

@@ -113,6 +113,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
     "deepseek_v32": Preset(
         "2512.02556", "When the policy must stay near the reference: an unbiased KL term, and stale answers that failed are dropped.",
         {**_FREE, **_UNSCALED, "filters": ({"metric": "opsm", "level": "sequence", "high": 0.5},), "kl_loss": "ratio_k3"}),
+    "opd": Preset(
+        "2306.13649", "To bring what a larger model can do into a smaller one, on the smaller one's own answers: every token has a signal;"
+        " set teacher.path or teacher.url.", {
+            **_BEHAVIOUR, **_UNSCALED, "centre": "none", "objective": "importance_sampling",
+            "filters": ({"metric": "tv", "low": -0.2},), "teacher": "model"}),
+    "sdft": Preset(
+        "2601.19897", "To learn from answers of a dataset without forgetting much else: the policy, shown the answer, teaches itself on its"
+        " own samples.", {
+            **_BEHAVIOUR, **_UNSCALED, "centre": "none", "objective": "importance_sampling",
+            "filters": ({"metric": "tv", "low": -0.2},), "teacher": "reference"}),
     "raft": Preset(
         "2304.06767", "As a simple and stable baseline: imitate the answers whose reward is above `imitate_above`, ignore the others.",
         {**_FREE, **_UNSCALED, "centre": "none", "objective": "cross_entropy"}),

@@ -50,6 +50,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("evaluate", "every_steps timeout_s"),
         *_of("cluster", "launcher ray_address devices_per_worker start_timeout_s stop_timeout_s"),
         *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),
+        *_of("teacher", "max_concurrent timeout_s max_retries"),
         *_of("telemetry", "console rollouts_every_steps trace sinks"),
         *(key for key, _ in settings() if key.startswith("serve.")),  # no run reads these
     ],
@@ -64,6 +65,7 @@ _TABLE: dict[Change, list[str]] = {
              " stop_token_ids"),
         *_of("inference", "engine forward max_context"),
         "weights.interrupt",
+        *_of("teacher", "path url engine top_k template"),
         *_of("evaluate", "num_prompts temperature"),
     ],
     Change.REFUSED: ["run.seed", "data.shuffle", *_of("model.lora", "rank alpha targets")],
@@ -83,7 +85,7 @@ CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for
 _NOT_OF: dict[Part, tuple[str, ...]] = {
     "rl": ("sft.",),
     "sft": (
-        "run.total_steps", "algorithm.", "critic.", "train.optimizer.", "rollout.group_size", "rollout.consumer_batch_size",
+        "run.total_steps", "algorithm.", "critic.", "teacher.", "train.optimizer.", "rollout.group_size", "rollout.consumer_batch_size",
         "rollout.max_head", "rollout.on_stale", "rollout.temperature", "rollout.workflow", "rollout.reward", "rollout.should_accept",
         "weights.interrupt"),
 }

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.algorithms import TOP_K_OBJECTIVES, AlgorithmConfig
 from offbeat.config.base import Section, field
 from offbeat.config.checkpoint import CheckpointConfig
 from offbeat.config.cluster import ClusterConfig
@@ -18,6 +18,7 @@ from offbeat.config.model import ModelConfig
 from offbeat.config.rollout import RolloutConfig
 from offbeat.config.run import RunConfig
 from offbeat.config.service import ServeConfig
+from offbeat.config.teacher import TeacherConfig
 from offbeat.config.telemetry import TelemetryConfig
 from offbeat.config.train import SftConfig, TrainConfig
 from offbeat.config.weights import WeightsConfig
@@ -31,6 +32,7 @@ class Config(Section):
     data: DataConfig = field(DataConfig(), "Prompts and answers.")
     algorithm: AlgorithmConfig = field(AlgorithmConfig(), "The objective.")
     critic: CriticConfig = field(CriticConfig(), "The critic.")
+    teacher: TeacherConfig = field(TeacherConfig(), "Distillation.")
     train: TrainConfig = field(TrainConfig(), "The ranks that learn.")
     sft: SftConfig = field(SftConfig(), "Supervised fine-tuning.")
     rollout: RolloutConfig = field(RolloutConfig(), "Rollouts.")
@@ -101,6 +103,7 @@ class Config(Section):
         self._check_loss()
         self._check_own_code()
         self._check_control()
+        self._check_teacher()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         return self
@@ -219,6 +222,54 @@ class Config(Section):
             raise ValueError(
                 "algorithm.num_minibatches must be at least 2 with algorithm.cov_control = 'kl', got 1; the only update starts at the"
                 " proximal policy, so the term cannot act")
+
+    def _check_teacher(self) -> None:
+        algorithm, teacher = self.algorithm, self.teacher
+        if teacher.path and teacher.url:
+            raise ValueError(f"teacher.path and teacher.url exclude each other, got {teacher.path!r} and {teacher.url!r}; give one")
+        given = [name for name in ("path", "url") if getattr(teacher, name)]
+        if algorithm.teacher == "model" and not given:
+            raise ValueError(
+                "teacher.path or teacher.url must be given with algorithm.teacher = 'model'; name a model with the policy's tokenizer")
+        if algorithm.teacher != "model" and given:
+            raise ValueError(
+                f"teacher.{given[0]} must be empty with algorithm.teacher = '{algorithm.teacher}', which asks no other model, got"
+                f" {getattr(teacher, given[0])!r}; use algorithm.preset = 'opd' to learn from it")
+        if teacher.url and not teacher.url.startswith(("http://", "https://")):
+            raise ValueError(f"teacher.url must begin with http:// or https://, got {teacher.url!r}")
+        if teacher.url and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature must be 1 with teacher.url, got {self.rollout.temperature:g}; an engine scores at temperature 1, and"
+                " only equal temperatures can be compared, so use teacher.path")
+        self._check_top_k()
+        if algorithm.needs_teacher and algorithm.objective == "cross_entropy":
+            raise ValueError(
+                f"algorithm.teacher must be 'none' with algorithm.objective = 'cross_entropy', which reads no advantages, got"
+                f" '{algorithm.teacher}'; use importance_sampling, or forward_kl with teacher.top_k")
+
+    def _check_top_k(self) -> None:
+        algorithm, top_k = self.algorithm, self.teacher.top_k
+        if algorithm.objective not in TOP_K_OBJECTIVES:
+            if top_k:
+                raise ValueError(
+                    f"teacher.top_k must be 0 with algorithm.objective = '{algorithm.objective}', got {top_k}; forward_kl and reverse_kl"
+                    " learn the teacher's likeliest tokens")
+            return
+        name = f"algorithm.objective = '{algorithm.objective}'"
+        if algorithm.teacher != "model":
+            raise ValueError(
+                f"algorithm.teacher must be 'model' with {name}, got '{algorithm.teacher}'; the likeliest tokens are those of the model of"
+                " [teacher]")
+        if not top_k:
+            raise ValueError(f"teacher.top_k must be at least 1 with {name}, got 0; 20 is usual")
+        if algorithm.teacher_credit == "added":
+            raise ValueError(f"algorithm.teacher_credit must be 'alone' with {name}, which reads no advantages, got 'added'")
+        samples = {"weight": algorithm.weight != "none", "filters": bool(algorithm.filters)}
+        samples |= dict.fromkeys(set(algorithm.terms_on_all_tokens) - {"teacher"}, True)
+        if acting := sorted(name for name, acts in samples.items() if acts):
+            raise ValueError(
+                f"algorithm.{acting[0]} must be off with {name}, which compares no sampled tokens; set it to"
+                f" {'[]' if acting[0] == 'filters' else '0' if acting[0] not in ('weight', 'kl_loss') else repr('none')}")
 
     def _check_rollouts(self) -> None:
         rollout = self.rollout

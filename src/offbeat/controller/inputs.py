@@ -78,7 +78,7 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
     Raises:
         ModelError: the folder holds no model or tokenizer, or the tokenizer has no template for a chat.
         DataError: the data cannot be used, or a row is too long for the model.
-        ConfigError: lengths contradict each other, or a configured end of samples is impossible.
+        ConfigError: lengths contradict each other, a configured end of samples is impossible, or the teacher does not fit.
     """
     base = read_base(config)
     context = min(base.context, config.inference.max_context or base.context)
@@ -88,6 +88,8 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         check_lengths(rows, base.tokenizer, config.data, context=context, max_new_tokens=sampling.max_new_tokens)
         for rows in ((heldout,) if supervised else (train, heldout)))
     _check_limits(config, context=context, longest=longest, trains=trains and not supervised)
+    if trains and not supervised and config.teacher.path:
+        _check_teacher(config, base, context=context)
     supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
     num_dropped = supervision.check(train) if supervised or config.run.warm_up else 0
     return RunInputs(
@@ -131,6 +133,24 @@ def _check_limits(config: Config, *, context: int, longest: int, trains: bool) -
         raise ConfigError(
             f"train.max_tokens_per_microbatch must be at least {most}, for a prompt of {max(longest, allowed)} tokens and"
             f" rollout.max_new_tokens = {answer}, got {row}; raise it, or lower rollout.max_new_tokens")
+
+
+def _check_teacher(config: Config, base: Base, *, context: int) -> None:
+    """Refuse a teacher folder whose token ids mean something else than the policy's, or which cannot take its samples."""
+    path = config.teacher.path
+    folder = check_model_folder(path)
+    ours, theirs = base.tokenizer, load_tokenizer(str(folder))
+    ids = theirs.hf.get_vocab()
+    differing = min((index for token, index in ours.hf.get_vocab().items() if ids.get(token) != index), default=None)
+    if differing is not None or ours.encode(_PROBE_TEXT) != theirs.encode(_PROBE_TEXT):
+        which = "" if differing is None else f", as the token {ours.hf.convert_ids_to_tokens(differing)!r} shows"
+        raise ConfigError(
+            f"teacher.path = {path!r} has another tokenizer than the policy{which}; log-probabilities are compared token by token, so give"
+            " a model of the policy's family")
+    if (longest := read_context_length(str(folder))) < context:
+        raise ConfigError(
+            f"teacher.path = {path!r} has a context of {longest} tokens, and samples may have {context}; set inference.max_context to"
+            f" {longest} or less, or give another model")
 
 
 def read_base(config: Config) -> Base:

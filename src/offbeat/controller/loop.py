@@ -46,7 +46,7 @@ from offbeat.data.functions import at_step
 from offbeat.data.trajectory import Group
 from offbeat.fleet.publication import PublishReport
 from offbeat.telemetry.advice import PublishingAdvice
-from offbeat.telemetry.tracker import combine
+from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
 
 
@@ -134,11 +134,12 @@ class _Training:
         with span("advantage", "controller"):
             with at_step(step.global_step):
                 batch = make_batch(groups, config=algorithm, max_new_tokens=config.rollout.max_new_tokens)
-        made_s, scored_s = clock.lap(), 0.0
+        made_s, scored_s, scored = clock.lap(), 0.0, StatsPart()
         if algorithm.needs_scores:
             with span("score", "controller", step=step.global_step):
-                batch = await score_batch(
-                    batch, self._parts.trainers, algorithm, critic=self._parts.critic, seed=config.run.seed + step.global_step)
+                batch, scored = await score_batch(
+                    batch, self._parts, algorithm, seed=config.run.seed + step.global_step,
+                    row_of=lambda group: self._stream.row(groups[group].prompt_id))
             scored_s = clock.lap()
         with span("train", "controller", step=step.global_step):
             stats = await self._train(batch, step)
@@ -149,7 +150,7 @@ class _Training:
             "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
             "step/publish_s": gate_s + clock.lap()}
         diverged = [reference_stats(batch)] if algorithm.kl_target else []
-        part = combine([batch_stats(groups, version=step.version), rollouts.take_stats(), *diverged])
+        part = combine([batch_stats(groups, version=step.version), rollouts.take_stats(), scored, *diverged])
         parts = await self._parts.peers.gather("export_stats", part)
         stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)
         self._coefficients = self._coefficients.after(stats, config.algorithm)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs
+from offbeat.controller.teaching import Teacher
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.row import Row
@@ -120,6 +121,7 @@ class RunParts:
         num_heads: number of processes that draw data and roll out.
         head: index of the head whose data this process continues with; 0 if it draws none.
         critic: the same ranks as trainers of the critic, if the algorithm has one.
+        teacher: scores batches; None where the algorithm has none.
     """
 
     config: Config
@@ -133,3 +135,4 @@ class RunParts:
     num_heads: int = 1
     head: int = 0
     critic: Trainers | None = None
+    teacher: Teacher | None = None

@@ -7,28 +7,44 @@ computed here, over the whole batch, so that neither ranks nor micro-batches nor
 import numpy as np
 
 from offbeat.algorithms.critic import with_end_targets
+from offbeat.algorithms.distillation import teacher_stats, with_teacher
 from offbeat.algorithms.experience import with_scores
 from offbeat.algorithms.objectives import policy_loss
 from offbeat.algorithms.selection import choose_tokens
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.controller.parts import RunParts
+from offbeat.controller.teaching import RowOf
 from offbeat.data.batch import Batch
 from offbeat.ranks.trainers import Trainers
+from offbeat.telemetry.tracker import StatsPart
 
 
 async def score_batch(
-    batch: Batch, trainers: Trainers, config: AlgorithmConfig, *, seed: int, critic: Trainers | None = None,
-) -> Batch:
-    """Return a batch of `make_batch` with everything that its training step reads; `seed` is of what is chosen at random."""
+    batch: Batch, parts: RunParts, config: AlgorithmConfig, *, seed: int, row_of: RowOf,
+) -> tuple[Batch, StatsPart]:
+    """Return a batch of `make_batch` with everything that its training step reads, and statistics of the scores.
+
+    Args:
+        config: of this step.
+        seed: of what is chosen at random.
+        row_of: gives the row of a group id.
+    """
     scores: dict[str, np.ndarray] = {}
-    if config.needs_reference:
+    stats, trainers = StatsPart(), parts.trainers
+    if config.compares_reference:
         scores["ref_logprobs"] = (await trainers.score(batch, of="reference")).columns["logprobs"]
-    if critic is not None:
-        scores |= await _values(batch, critic)
+    if parts.critic is not None:
+        scores |= await _values(batch, parts.critic)
     batch = with_scores(batch, scores, config)
+    if config.needs_teacher:
+        assert parts.teacher is not None, "a run that needs a teacher has one"
+        taught = await parts.teacher.score(batch, row_of)
+        stats = teacher_stats(batch, taught)
+        batch = with_teacher(batch, taught, config)
     if config.compares_targets:
         prox_logprobs = (await trainers.score(batch)).columns["logprobs"]
         batch = batch.with_columns(**choose_tokens(policy_loss(config), batch, prox_logprobs=prox_logprobs, seed=seed))
-    return batch
+    return batch, stats
 
 
 async def _values(batch: Batch, critic: Trainers) -> dict[str, np.ndarray]:

@@ -47,6 +47,7 @@ class FilterSpec:
         k2         x^2 / 2
         k3         exp(x) - 1 - x, an estimate of KL(rollout || prox)
         binary_kl  the larger of the two divergences between the Bernoulli distributions with probabilities exp(prox) and exp(rollout)
+        tv         exp(prox) - exp(rollout), the change of the target's probability
         opsm       the mean of rollout_logprobs - lp over the sequence; only targets with A < 0 are dropped, and only `high` counts
         m2         `high` bounds the mean of x^2 over all harmful targets of the batch; see `algorithms.selection`
         clip_cov   the covariance of log-probability and advantage; of targets strictly between `low` and `high`, a random `share` of the
@@ -58,7 +59,7 @@ class FilterSpec:
         share: of clip_cov.
     """
 
-    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "opsm", "m2", "clip_cov"]
+    metric: Literal["ratio", "k1", "k2", "k3", "binary_kl", "tv", "opsm", "m2", "clip_cov"]
     level: Literal["token", "sequence"] = "token"
     aggregate: Literal["mean", "sum", "max"] = "mean"
     low: float = -math.inf
@@ -117,8 +118,8 @@ class Batch:
         positions: [M] int64, ascending, indices into `tokens`: the token whose output predicts each target.
         targets: [M] int32, token ids.
         columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
-            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, and the masks `ratio_mask`, `m2_mask`, `detach_mask`, `kl_cov_mask` and
-            `imitate_mask` (1 or 0); for a critic `values` (before its update) and `returns`.
+            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `teacher_logprobs`, `teacher_least`, and the masks `ratio_mask`,
+            `m2_mask`, `detach_mask`, `kl_cov_mask` and `imitate_mask` (1 or 0); for a critic `values` (before its update) and `returns`.
         sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
             `prefix_lens` tokens; for a critic `truncated` (1 or 0); `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if
             there are several.

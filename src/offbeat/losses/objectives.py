@@ -12,13 +12,16 @@ With lp the trained log-probability, q the anchor, A the advantage, r = exp(lp -
     sapo                 -(4 / tau) * sigmoid(tau * (r - 1)) * A, with tau_high where A > 0, else tau_low
     gmpo                 -exp(mean of x over the sequence) * A, x = min(lp - q, clip_high) where A > 0, else max(lp - q, -clip_low)
     dppo                 -r * A, and 0 where A and the move from q to lp have one sign and the divergence is above clip_high or clip_low
+    forward_kl           q * (log q - lp), q the teacher's probability of the target, one of several targets at a position
+    reverse_kl           p * (log p - log q) + (q - p) * (1 - log q_least), p = exp(lp), q_least that of the least likely of these targets
     value                max((v - R)^2, (old + clip(v - old) - R)^2) / 2, with v the value, old that before the update, R the return
 
 Only the targets that are `trained` count; all others have the loss 0 without gradient, whatever their values are. No denominator is
 applied: those are in the batch's loss weights.
 
 Source: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; cispo, arXiv:2506.13585; dro, arXiv:2405.19107; gspo, arXiv:2507.18071 (its
-token variant); sapo, arXiv:2511.20347; gmpo, arXiv:2507.20673; dppo, arXiv:2602.04879; value with a clip, arXiv:2005.12729.
+token variant); sapo, arXiv:2511.20347; gmpo, arXiv:2507.20673; dppo, arXiv:2602.04879; forward_kl and reverse_kl,
+arXiv:2306.13649; value with a clip, arXiv:2005.12729.
 """
 
 from collections.abc import Callable
@@ -92,6 +95,23 @@ def dppo(targets: Targets, trained: Tensor) -> Tensor:
     return -only(~(low | high), _ratios(targets, trained)) * targets.advantages
 
 
+def forward_kl(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the summand of KL(teacher || current) that belongs to the target."""
+    teacher = only(trained, targets.columns["teacher_logprobs"])
+    return teacher.exp() * (teacher - only(trained, targets.logprobs))
+
+
+def reverse_kl(targets: Targets, trained: Tensor) -> Tensor:
+    """Compute the summand of KL(current || teacher) that belongs to the target, one of K at a position.
+
+    The second term adds 1 - log q_least for all probability that is not on the K tokens, and so nothing if they are all there are. Without
+    it that probability would be free, and p = q / e the minimum; with it p = q is.
+    """
+    own, teacher, least = (
+        only(trained, values) for values in (targets.logprobs, targets.columns["teacher_logprobs"], targets.columns["teacher_least"]))
+    return own.exp() * (own - teacher) + (teacher.exp() - own.exp()) * (1 - least)
+
+
 def value(targets: Targets, trained: Tensor) -> Tensor:
     """Compute half the squared error of a critic's values, which are in the place of log-probabilities; a move past `clip` is no gain."""
     returns = targets.columns["returns"]
@@ -105,7 +125,8 @@ def value(targets: Targets, trained: Tensor) -> Tensor:
 
 OBJECTIVES: dict[str, Callable[[Targets, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy, "reinforce": reinforce, "importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo,
-    "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo, "value": value}
+    "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo, "forward_kl": forward_kl, "reverse_kl": reverse_kl,
+    "value": value}
 """Functions of M targets and [M] bool, which of them are trained; each returns [M] losses with gradient."""
 
 

@@ -88,6 +88,9 @@ def _is_dropped(targets: Targets, rule: FilterSpec, m2_mask: Tensor | None) -> T
             values = torch.maximum(bernoulli_kl(targets.prox, targets.rollout), bernoulli_kl(targets.rollout, targets.prox))
             values = torch.where(torch.isfinite(targets.prox), values, 0.0)
             values = torch.where(torch.isfinite(targets.rollout), values, torch.inf)
+        case "tv":
+            values = torch.where(torch.isfinite(targets.prox), targets.prox.exp() - targets.rollout.exp(), 0.0)
+            values = torch.where(torch.isfinite(targets.rollout), values, torch.inf)
     if rule.level == "sequence":
         values = targets.over_sequences(values, rule.aggregate)
     if rule.metric == "ratio":

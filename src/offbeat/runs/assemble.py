@@ -21,6 +21,7 @@ from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.teacher import open_teacher
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
 from offbeat.weights.adapters import policy_adapter
@@ -35,6 +36,7 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
     if inputs.build is not None:
         inputs.tokenizer.save(inputs.model)
     async with AsyncExitStack() as stack:
+        teacher = await open_teacher(stack, config, inputs)
         launcher = await stack.enter_async_context(make_launcher(config))
         ranks, (engines, rewards) = await both(
             WorkerRanks.start(launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir),
@@ -46,7 +48,7 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
         source = EngineRollouts(config, record, inputs, policy.generate, rewards)
         yield RunParts(
             config, record, inputs, trainers, policy.publisher, source, SingleProcess(), policy.watch,
-            critic=make_critic(ranks, config, record))
+            critic=make_critic(ranks, config, record), teacher=teacher(ranks, record.on_span))
 
 
 def make_critic(ranks: Ranks, config: Config, record: RunRecord) -> Trainers | None:

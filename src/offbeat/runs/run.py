@@ -327,7 +327,9 @@ def move_aside(config: Config) -> Path:
     Raises:
         ConfigError: another process is running it, or the run that is to begin reads from it.
     """
-    for name, path in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer), ("data.path", config.data.path)):
+    read = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer, "data.path": config.data.path,
+            "teacher.path": config.teacher.path}
+    for name, path in read.items():
         if path and Path(path).resolve().is_relative_to(config.run_dir.resolve()):
             raise ConfigError(f"{name} = {path!r} lies in the folder of the run itself, which begins anew; give run.name a new name")
     number = 1

@@ -31,6 +31,7 @@ from offbeat.rollout.reward_pool import RewardPool
 from offbeat.runs.assemble import make_critic, open_policy
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.teacher import open_teacher
 from offbeat.spmd.peers import EngineNews, Followed, RankPeers, follow, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
 from offbeat.spmd.rollouts import NoRolloutSource, share_limits, share_rows
@@ -40,8 +41,7 @@ from offbeat.sync.sync import Sync
 from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.log import set_up_logging
 from offbeat.telemetry.record import RunRecord
-from offbeat.trainer.trainer import Trainer
-from offbeat.trainer.worker import build_model, build_trainers
+from offbeat.trainer.worker import Part, build_model, build_trainers
 from offbeat.workers.worker import make_launcher
 
 _BEAT_INTERVAL_S = 0.25
@@ -84,6 +84,7 @@ async def _open(
     stack: AsyncExitStack, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord, groups: ProcessGroups,
     thread: SideThread, peers: RankPeers,
 ) -> RunParts:
+    teacher = await open_teacher(stack, config, inputs)
     one_loads = config.rollout.single_rank_load
     own, rows = (config, inputs) if one_loads else (share_limits(config, rank_info), share_rows(inputs, rank_info))
     # Engines start while the trainer loads, but only the trainer may use collectives then, as they must come in the same order on every
@@ -99,11 +100,12 @@ async def _open(
     addresses = await peers.lead("engines", serve, EngineAddresses)
     sharder = Sharder.of(config, model=inputs.model, num_ranks=rank_info.world if one_loads else 1)
     loading = (OneRankLoads if one_loads else HeadsLoad)(groups.sync, sharder)
-    own_rank = OwnRank(own_trainers, loading, thread, host=rank_info.store_host)
-    trainers = Trainers(own_rank, config, on_span=record.on_span)
+    ranks = OwnRank(own_trainers, loading, thread, host=rank_info.store_host)
+    trainers = Trainers(ranks, config, on_span=record.on_span)
     num_heads, head = (1, 0) if one_loads else (rank_info.world, rank_info.rank)
     parts = partial(
-        RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head, critic=make_critic(own_rank, config, record))
+        RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head, critic=make_critic(ranks, config, record),
+        teacher=teacher(ranks, record.on_span))
     if rewards is None:
         return parts(follow(trainers, inputs, config, peers), NoRolloutSource(inputs), watch=_watch_nothing)
     if engines is None:
@@ -134,13 +136,13 @@ async def _watch_nothing() -> None:
 
 async def _build_trainers(
     config: Config, inputs: RunInputs, groups: ProcessGroups, thread: SideThread, peers: RankPeers,
-) -> dict[str, Trainer]:
+) -> dict[str, Part]:
     async def build() -> None:
         if inputs.build is not None:
             inputs.tokenizer.save(inputs.model)
             await asyncio.to_thread(build_model, inputs.build)
 
-    def load() -> dict[str, Trainer]:
+    def load() -> dict[str, Part]:
         with groups.sync.region("load_policy"):  # DDP and FSDP let ranks wait for each other in collectives
             return build_trainers(inputs.model, config, groups)
 

@@ -18,8 +18,7 @@ from offbeat.data.batch import Batch
 from offbeat.ranks.sharding import Sharder
 from offbeat.sync.sync import Sync
 from offbeat.trainer.messages import Policy, Scored, ScoreShare, TrainStep
-from offbeat.trainer.trainer import Trainer
-from offbeat.trainer.worker import find_trainer
+from offbeat.trainer.worker import Part, find_trainer
 
 T = TypeVar("T")
 Score = Callable[[ScoreShare], Scored]
@@ -114,7 +113,7 @@ class OwnRank:
 
     num_called = 1
 
-    def __init__(self, trainers: Mapping[str, Trainer], loading: Loading, thread: SideThread, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, trainers: Mapping[str, Part], loading: Loading, thread: SideThread, *, host: str = "127.0.0.1") -> None:
         """`trainers` are this rank's by part; `host` is rank 0's machine, as engines reach it."""
         self.host = host
         self._trainers = trainers

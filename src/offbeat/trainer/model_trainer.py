@@ -21,6 +21,7 @@ from offbeat.model.logprobs import dummy_row
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer import shards
+from offbeat.trainer.frozen import load_frozen
 from offbeat.trainer.messages import Dtype, Folder, Loaded
 from offbeat.trainer.optim import build_optimizer, set_params
 from offbeat.trainer.policy import load_policy, row_of
@@ -97,10 +98,8 @@ class ModelTrainer(Trainer):
         return state
 
     def _load_reference(self) -> Strategy:
-        """Load the initial weights once more, in shards if the policy is; no gradient ever reaches them."""
-        unchecked = self._config.model_copy(update={"gradient_checkpointing": False})
-        model = load_policy(str(self._model_folder), config=unchecked).requires_grad_(False)
-        return choose(self._config.strategy, model, groups=self.groups, trained=False)
+        """Load the initial weights once more, in shards if the policy is."""
+        return load_frozen(str(self._model_folder), config=self._config, groups=self.groups)
 
     @contextmanager
     def _referring(self) -> Iterator[nn.Module]:

@@ -16,6 +16,7 @@ from offbeat.pulse import work
 from offbeat.sync.mesh import ProcessGroups, connect_store, host_store, join
 from offbeat.sync.peers import own_card
 from offbeat.trainer.bank_trainer import BankTrainer
+from offbeat.trainer.frozen import Teacher
 from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.trainer import Trainer
@@ -23,6 +24,8 @@ from offbeat.trainer.value_trainer import ValueTrainer
 from offbeat.workers.worker import Nothing, Service, answer
 
 _STORE_TIMEOUT_S = 60.0
+
+Part = Trainer | Teacher
 
 
 def build_model(request: BuildRequest) -> None:
@@ -32,26 +35,29 @@ def build_model(request: BuildRequest) -> None:
         eos_token_id=request.eos_token_id, pad_token_id=request.pad_token_id, seed=request.seed)
 
 
-def build_trainers(model: str, config: Config, groups: ProcessGroups, *, many: bool = False) -> dict[str, Trainer]:
+def build_trainers(model: str, config: Config, groups: ProcessGroups, *, many: bool = False) -> dict[str, Part]:
     """Load models, and build the trainers of a run by the part that they train, or that of `many` adapters; collective.
 
     Args:
-        model: folder or hub id of the policy, whose trainer is the part "". That of a critic is "critic".
+        model: folder or hub id of the policy, whose trainer is the part "". The part "critic" is trained beside it, and "teacher" is the
+            frozen model of `teacher.path`.
     """
+    parts: dict[str, Part] = {}
     if many:
-        trainers: dict[str, Trainer] = {"": BankTrainer.build_empty(model, config=config, groups=groups)}
+        parts[""] = BankTrainer.build_empty(model, config=config, groups=groups)
     else:
-        policy = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
-        trainers = {"": policy}
+        policy = parts[""] = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
         if config.algorithm.needs_critic:
-            trainers["critic"] = ValueTrainer.build_critic(
+            parts["critic"] = ValueTrainer.build_critic(
                 config.critic.path or model, config=config, groups=groups,
                 policy=policy if isinstance(policy, ModelTrainer) and not config.critic.path else None)
+        if config.algorithm.teacher == "model" and config.teacher.path:
+            parts["teacher"] = Teacher(config, groups)
     gc.freeze()  # what libraries have loaded stays forever; each collection that walks it costs 0.1 s
-    return trainers
+    return parts
 
 
-def find_trainer(trainers: Mapping[str, Trainer], method: str) -> tuple[Trainer, str]:
+def find_trainer(trainers: Mapping[str, Part], method: str) -> tuple[Part, str]:
     """Return the trainer that a method's name, "name" or "part.name", means, and the name of its verb.
 
     Raises:
@@ -72,7 +78,7 @@ class TrainWorker(Service):
         self._store = None
         self._groups: ProcessGroups | None = None
         self._request: JoinRequest | None = None
-        self._trainers: dict[str, Trainer] = {}
+        self._trainers: dict[str, Part] = {}
 
     def handle(self, method: str, payload: bytes) -> bytes:
         """Answer one call; if it fails, the other ranks are told at their next sync point, or where they wait."""

@@ -1,0 +1,63 @@
+"""Chooses the teacher of a run, and connects to it if it is an engine. Torch-free."""
+
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from offbeat.config.root import Config
+from offbeat.controller.inputs import RunInputs
+from offbeat.controller.teaching import Contexts, EngineTeacher, RankTeacher, SelfTeacher, Teacher
+from offbeat.data.dataset import render
+from offbeat.inference.client import EngineClient, EngineSession
+from offbeat.inference.dialects.base import Dialect
+from offbeat.inference.dialects.embedded import EmbeddedDialect
+from offbeat.inference.dialects.sglang import SGLangDialect
+from offbeat.inference.dialects.vllm import VllmDialect
+from offbeat.ranks.ranks import Ranks
+from offbeat.ranks.trainers import OnSpan, Trainers
+
+_KEY_VARIABLE = "OFFBEAT_TEACHER_API_KEY"
+
+MakeTeacher = Callable[[Ranks, OnSpan], Teacher | None]
+
+
+async def open_teacher(stack: AsyncExitStack, config: Config, inputs: RunInputs) -> MakeTeacher:
+    """Return what gives the run's teacher once there are ranks. An engine is tried at once, before anything is started.
+
+    Raises:
+        ConfigError: the engine at `teacher.url` does not answer, or has another tokenizer.
+    """
+    teacher = config.teacher
+    engine = await _open_engine(stack, config, inputs) if config.algorithm.teacher == "model" and teacher.url else None
+
+    def make(ranks: Ranks, on_span: OnSpan) -> Teacher | None:
+        match config.algorithm.teacher:
+            case "none":
+                return None
+            case "model":
+                return engine or RankTeacher(Trainers(ranks, config, part="teacher", on_span=on_span), top_k=teacher.top_k)
+            case of:
+                max_tokens = min(inputs.supervision.context, config.train.max_tokens_per_microbatch + 1)
+                contexts = Contexts(inputs.tokenizer, config.data, teacher.template, max_tokens)
+                return SelfTeacher(Trainers(ranks, config, on_span=on_span), contexts, of=of)
+
+    return make
+
+
+async def _open_engine(stack: AsyncExitStack, config: Config, inputs: RunInputs) -> EngineTeacher:
+    http = await stack.enter_async_context(EngineSession())
+    client = EngineClient(
+        "the teacher", config.teacher.url, http.session, dialect=_dialect(config), api_key=os.environ.get(_KEY_VARIABLE, ""))
+    engine = EngineTeacher(client, config.teacher)
+    await engine.check(inputs.tokenizer, tuple(render(inputs.train.row(0), inputs.tokenizer, config.data)))
+    return engine
+
+
+def _dialect(config: Config) -> Dialect:
+    match config.teacher.engine:
+        case "embedded":
+            return EmbeddedDialect()
+        case "vllm":
+            return VllmDialect(model="", whole_weights=False, lora=False)
+        case "sglang":
+            return SGLangDialect()
