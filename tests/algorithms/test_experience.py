@@ -310,6 +310,14 @@ def test_each_named_reward_has_metrics_of_its_own():
     assert metrics["reward/mean"] == pytest.approx((1.5 + 0.5 + 1.0 + 1.0) / 4)
 
 
+def test_groups_of_equal_sums_are_flat_unless_named_rewards_are_separate():
+    groups = [group(trajectory(1, {"right": 1.0, "form": 0.0}), trajectory(1, {"right": 0.0, "form": 1.0}))]
+    shares = [
+        batch_metrics([batch_stats(groups, version=0, separate_rewards=separate)])["reward/zero_advantage_group_share"]
+        for separate in (False, True)]
+    assert shares == [1, 0]
+
+
 def test_metrics_of_nothing_leave_means_out():
     assert batch_metrics([batch_stats([], version=5)]) == {"rollout/generated_tokens": 0.0}
     silent = replace(trajectory(1, 0.0, reason="reward failed: x"), loss_mask=np.zeros(3, bool))

@@ -1,11 +1,10 @@
 """Which groups dynamic sampling rejects, by hand, and its bound."""
 
 import numpy as np
-import pytest
 
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.rollout.dynamic import DynamicSampling, reward_range
+from offbeat.rollout.dynamic import DynamicSampling
 
 
 def group(*rewards: object) -> Group:
@@ -13,17 +12,10 @@ def group(*rewards: object) -> Group:
     return Group("0:0", 0, tuple(Trajectory(empty, empty, empty, empty, reward) for reward in rewards))  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(("rewards", "largest"), [
-    ((1.0, 1.0), 0.0), ((0.5, -1.0, 0.0), 1.5), ((1.0, float("nan"), 1.0), 0.0), ((float("nan"),), 0.0),
-    (({"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 1.0}), 0.0),
-])
-def test_the_range_is_over_usable_samples(rewards: tuple, largest: float) -> None:
-    assert reward_range(group(*rewards), separate=False) == largest
-
-
 def test_separate_rewards_may_differ_where_their_sums_are_equal() -> None:
-    assert reward_range(group({"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 1.0}), separate=True) == 1
-    assert reward_range(group({"right": 1.0, "form": 0.0}, {"right": 1.0}), separate=True) == 0
+    group_of_parts = group({"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 1.0})
+    for preset, rejected in (("dapo", True), ("gdpo", False)):
+        assert bool(DynamicSampling(AlgorithmConfig(preset=preset), batch_size=4).rejects(group_of_parts)) == rejected
 
 
 def test_a_judges_scores_are_equal_to_a_tolerance() -> None:

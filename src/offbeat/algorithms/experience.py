@@ -136,11 +136,12 @@ def split_minibatches(batch: Batch, num_minibatches: int, *, seed: int) -> list[
     return [batch.select(np.flatnonzero(np.isin(batch.group_ids, order[i::count]))) for i in range(count)]
 
 
-def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
+def batch_stats(groups: Sequence[Group], *, version: Version, separate_rewards: bool = False) -> StatsPart:
     """Collect statistics of a batch of groups, which add up over the processes that drew one; `batch_metrics` finishes them.
 
     Args:
         version: version of the step that trains on it; staleness is its distance to the oldest token of each trajectory.
+        separate_rewards: whether a group has an advantage of 0 only if each of its named rewards is the same for all, not just their sum.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories if t.unusable is None], dtype=np.float64)
@@ -160,7 +161,7 @@ def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
         tracker.stat(
             mean=rewards, mean_square=rewards**2, positive_share=rewards > 0,
             failed_share=np.array([t.unusable == "reward failed" for t in trajectories]),
-            zero_advantage_group_share=np.array([_is_flat(g) for g in groups if g.trajectories]))
+            zero_advantage_group_share=np.array([g.reward_range(separate=separate_rewards) == 0 for g in groups if g.trajectories]))
         for name, by_group in _named_rewards(groups).items():
             values = np.concatenate(by_group)
             tracker.stat({
@@ -180,10 +181,6 @@ def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
         mean = square.removesuffix("_square")
         metrics[f"{mean.removesuffix('mean')}std"] = max(metrics.pop(square) - metrics[mean] ** 2, 0.0) ** 0.5
     return metrics
-
-
-def _is_flat(group: Group) -> bool:
-    return len({t.reward for t in group.usable}) <= 1
 
 
 def _named_rewards(groups: Sequence[Group]) -> dict[str, list[np.ndarray]]:

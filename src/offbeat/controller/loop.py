@@ -137,7 +137,8 @@ class _Training:
         with span("publish", "controller", version=step.next_version):
             await self._publish(step.next_version, rollouts.advance)
         times = {"step/rollout_wait_s": waited_s, **score_times, "step/train_s": trained_s, "step/publish_s": gate_s + clock.lap()}
-        part = combine([batch_stats(groups, version=step.version), rollouts.take_stats()])
+        part = combine([
+            batch_stats(groups, version=step.version, separate_rewards=config.algorithm.separate_rewards), rollouts.take_stats()])
         parts = await self._parts.peers.gather("export_stats", part)
         return groups, stats | batch_metrics(parts) | times
 

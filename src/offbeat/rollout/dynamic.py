@@ -34,7 +34,7 @@ class DynamicSampling:
     def rejects(self, group: Group) -> str:
         """Return why a group is rejected; empty if it is kept."""
         self._counts["drawn"] += 1
-        if reward_range(group, separate=self._config.separate_rewards) > self._config.equal_rewards_tolerance:
+        if group.reward_range(separate=self._config.separate_rewards) > self._config.equal_rewards_tolerance:
             return ""
         if self.num_rejected >= self.max_rejected:
             self._counts["kept_flat"] += 1
@@ -62,16 +62,3 @@ class DynamicSampling:
                 f"{self.num_rejected} groups of equal rewards were rejected for one step, as many as algorithm.max_draw_batches ="
                 f" {self._config.max_draw_batches:g} allows; its batch is filled with what comes (sampling/kept_flat_groups counts, this is"
                 " told once)")
-
-
-def reward_range(group: Group, *, separate: bool) -> float:
-    """Return the largest reward of a group's usable samples less the smallest; 0 if there are none.
-
-    Args:
-        separate: take the largest range over the samples' named rewards, as equal sums may be made of different parts.
-    """
-    by_name: dict[str, list[float]] = {}
-    for trajectory in group.usable:
-        for name, reward in (trajectory.named_rewards if separate and trajectory.named_rewards else {"": trajectory.reward}).items():
-            by_name.setdefault(name, []).append(reward)
-    return max((max(rewards) - min(rewards) for rewards in by_name.values()), default=0.0)
