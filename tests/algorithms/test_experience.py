@@ -296,6 +296,27 @@ def test_metrics_of_parts_are_those_of_the_whole():
     assert batch_metrics(parts) == pytest.approx(batch_metrics([batch_stats(groups, version=4)]))
 
 
+def test_each_named_reward_has_metrics_of_its_own():
+    def named(right, form):
+        return trajectory(1, {"right": right, "form": form} if form is not None else {"right": right})
+
+    groups = [group(named(1.0, 0.5), named(0.0, 0.5)), group(named(1.0, 0.0), named(1.0, None))]
+    metrics = batch_metrics([batch_stats(groups[:1], version=0), batch_stats(groups[1:], version=0)])
+    assert {name: value for name, value in metrics.items() if "right_" in name and name.startswith("reward/")} == pytest.approx(
+        {"reward/right_mean": 0.75, "reward/right_std": 3**0.5 / 4, "reward/right_flat_group_share": 0.5})
+    assert (metrics["reward/form_mean"], metrics["reward/form_flat_group_share"]) == pytest.approx((1 / 3, 1.0))
+    assert metrics["reward/form_std"] == pytest.approx(np.std([0.5, 0.5, 0.0]))
+    assert metrics["reward/mean"] == pytest.approx((1.5 + 0.5 + 1.0 + 1.0) / 4)
+
+
+def test_groups_of_equal_sums_are_flat_unless_named_rewards_are_separate():
+    groups = [group(trajectory(1, {"right": 1.0, "form": 0.0}), trajectory(1, {"right": 0.0, "form": 1.0}))]
+    shares = [
+        batch_metrics([batch_stats(groups, version=0, separate_rewards=separate)])["reward/zero_advantage_group_share"]
+        for separate in (False, True)]
+    assert shares == [1, 0]
+
+
 def test_metrics_of_nothing_leave_means_out():
     assert batch_metrics([batch_stats([], version=5)]) == {"rollout/generated_tokens": 0.0}
     silent = replace(trajectory(1, 0.0, reason="reward failed: x"), loss_mask=np.zeros(3, bool))

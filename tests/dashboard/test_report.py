@@ -126,6 +126,17 @@ def test_metrics_without_anything_else_are_drawn(tmp_path):
     assert page.count("<svg") == 1
 
 
+def test_rewards_by_name_share_a_chart_whatever_their_names(tmp_path):
+    names = ["right", "<script>alert(1)</script>", 'a "quoted" $name', "form", "length"]
+    named = {f"reward/{name}_mean": 0.25 for name in names}
+    rows = [{"global_step": step, "reward/mean": 0.5, "time_s": 1.0} | named for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(tmp_path).read_text()
+    parse(page)
+    assert page.count("<svg") == 2 and "Rewards by name" in page and '<i class="c1"></i>right</span>' in page
+    assert "<script>alert" not in page
+
+
 def test_what_users_wrote_cannot_become_markup_or_placeholders(tmp_path):
     nasty = '<script>alert(1)</script> $name ${x} "quoted"'
     (tmp_path / "config.toml").write_text(f"[data]\ntask = '{nasty}'\n")

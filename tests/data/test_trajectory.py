@@ -82,6 +82,15 @@ def test_a_trajectory_without_a_reward_says_why_and_is_not_usable(reward, why: s
     assert (group.usable, group.rewards.tolist()) == ((ONE,), [1.0])
 
 
+@pytest.mark.parametrize(("rewards", "of_sums", "of_parts"), [
+    ((1.0, 1.0), 0.0, 0.0), ((0.5, -1.0, 0.0), 1.5, 1.5), ((1.0, float("nan"), 1.0), 0.0, 0.0), ((float("nan"),), 0.0, 0.0), ((), 0.0, 0.0),
+    (({"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 1.0}), 0.0, 1.0), (({"right": 1.0, "form": 0.5}, {"right": 1.0}), 0.5, 0.0),
+])
+def test_the_range_of_a_groups_rewards_is_over_usable_samples_of_sums_or_of_parts(rewards, of_sums: float, of_parts: float) -> None:
+    group = Group("0:0", 0, tuple(replace(ONE, reward=reward) for reward in rewards))
+    assert (group.reward_range(separate=False), group.reward_range(separate=True)) == (of_sums, of_parts)
+
+
 def test_a_trajectory_needs_a_row_up_to_its_last_generated_token() -> None:
     assert (ONE.row_tokens, EMPTY.row_tokens) == (5, 0)
     assert replace(ONE, loss_mask=np.array([0, 0, 0, 1, 0, 0])).row_tokens == 3

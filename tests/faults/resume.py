@@ -48,6 +48,7 @@ GIVEN: Mapping[str, str] = {
     "data.heldout_size": "5", "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
     "weights.channel": "collective", "weights.dir": "WEIGHTS",
     "inference.max_cache_bytes": "100000000", "train.strategy": "fsdp", "train.num_ranks": "2",
+    "curriculum.normal_weight": "0.5", "curriculum.unseen_weight": "0.5",
     "algorithm.clip_low": "0.1", "rollout.top_k": "5", "train.optimizer.beta1": "0.8", "train.optimizer.beta2": "0.9",
 }
 """Values that mean something; other settings get the next value that is allowed."""
@@ -61,6 +62,7 @@ ELSEWHERE = {
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",
     "algorithm.anchor": "needs another weight, too", "algorithm.constants": "belong to an objective",
     "algorithm.reference": "has one value",
+    "curriculum.pools": "needs rows that come again", "curriculum.leave_at": "needs rows that come again",
     "data.heldout_path": "stands below", "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
 }
 """Settings without a row of their own, and why."""

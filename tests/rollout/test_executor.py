@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import ListDataset, PromptStream
 from offbeat.data.reward import FailedReward
@@ -29,6 +31,7 @@ from offbeat.errors import (
 )
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.door import Door
+from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor, Settled
 from offbeat.rollout.staleness import Gate
@@ -86,6 +89,7 @@ class Play:
     unusable: list[tuple[str, list[str]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     accept: Callable[[Group], bool] = lambda _group: True
+    dynamic: DynamicSampling | None = None
     door: Door = Door(TOKENIZER.vocab_size)
     score: Callable[[Sequence[str], Row], Awaitable[list[float]]] = no_score
     workflow: Callable[[Episode], Awaitable[Sequence[Trajectory]]] = single_turn
@@ -96,7 +100,7 @@ class Play:
 
         return RolloutExecutor(
             gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, sampling=Sampling(8),
-            accept=self.accept, door=self.door, on_rejected=self.rejected.append,
+            accept=self.accept, dynamic=self.dynamic, door=self.door, on_rejected=self.rejected.append,
             on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append)
 
     async def advance(self, executor: RolloutExecutor, version: int) -> None:
@@ -237,6 +241,78 @@ def test_what_should_accept_refuses_is_recorded_and_replaced() -> None:
             assert [int(group.prompt_id.split(":")[1]) % 2 for group in groups] == [0, 0, 0]
         assert play.rejected
         assert {settled.rejected for settled in play.rejected} == {"not accepted by should_accept"}
+
+    run(body)
+
+
+def dynamic(play: Play, *, batches: float, num_rejected: int = 0) -> DynamicSampling:
+    config = AlgorithmConfig(dynamic_sampling=True, max_draw_batches=batches)
+    return DynamicSampling(config, batch_size=play.gate.batch_size, num_rejected=num_rejected, warn=play.warnings.append)
+
+
+async def odd_rows_differ(completions: Sequence[str], row: Row) -> list[float]:
+    return [float(i * (int(row.answer) % 2)) for i, _ in enumerate(completions)]
+
+
+def test_groups_of_equal_rewards_are_recorded_and_replaced_beside_a_filter() -> None:
+    async def body() -> None:
+        play = make(eta=0)
+        play.dynamic, play.score = dynamic(play, batches=10), odd_rows_differ
+        play.accept = lambda group: group.prompt_id != "0:1"
+        async with play.executor() as executor:
+            for version in range(3):
+                groups = await executor.prepare_batch()
+                assert all(np.ptp(group.rewards) == 1 for group in groups)
+                assert executor.num_flat_rejected == 0
+                await play.advance(executor, version + 1)
+            stats = executor.take_stats().values()
+        reasons = {settled.prompt_id: (settled.kind, settled.rejected) for settled in play.rejected}
+        assert reasons.pop("0:1") == ("not accepted", "not accepted by should_accept")
+        assert set(reasons.values()) == {("equal rewards", "all rewards are equal: 0")}
+        assert stats["sampling/rejected_groups"] == len(reasons) and stats["sampling/kept_flat_groups"] == 0
+        assert stats["sampling/drawn_groups"] - len(reasons) >= 9
+        assert stats["rollout/rejected_share"] > 0 and not any("equal" in name for name in stats)
+        assert play.warnings == []
+
+    run(body)
+
+
+def test_a_run_whose_prompts_are_all_solved_goes_on_after_the_bound_and_says_so_once() -> None:
+    async def body() -> None:
+        # The first group is kept after 0.8 s, so the run would give up if those rejected before were no progress.
+        play = make(eta=0, batch=2, running=1, batch_timeout_s=0.7)
+        play.dynamic = dynamic(play, batches=5, num_rejected=1)  # as a checkpoint says
+
+        async def score(completions: Sequence[str], row: Row) -> list[float]:
+            await asyncio.sleep(0.1 if int(row.answer) < 8 else 0)
+            return [1.0] * len(completions)
+
+        play.score = score
+        async with play.executor() as executor:
+            for version in range(3):
+                assert len(await executor.prepare_batch()) == 2
+                await play.advance(executor, version + 1)
+            stats = executor.take_stats().values()
+        assert [settled.kind for settled in play.rejected] == ["equal rewards"] * (7 + 8 + 8)
+        assert (stats["sampling/drawn_groups"], stats["sampling/kept_flat_groups"]) == (29, 6)
+        assert len(play.warnings) == 1 and "8 groups of equal rewards were rejected for one step, as many as" in play.warnings[0]
+
+    run(body)
+
+
+def test_a_curriculum_hears_of_a_group_once_it_is_trained_on_or_refused() -> None:
+    async def body() -> None:
+        play = make(eta=0, batch=2, running=4, rows=ROWS[:8])
+        play.stream = PromptStream(ListDataset(ROWS[:8]), seed=0, shuffle=False, curriculum=CurriculumConfig(leave_at=1.0))
+        play.dynamic, play.score = dynamic(play, batches=10), odd_rows_differ
+        async with play.executor() as executor:
+            trained = [group.prompt_id for group in await executor.prepare_batch()]
+            state = play.stream.state().curriculum
+            assert state is not None
+            refused = [settled.prompt_id for settled in play.rejected]
+            assert state.means == {int(name[2:]): 0.5 for name in trained} | {int(name[2:]): 0.0 for name in refused}
+            stats = executor.take_stats().values()
+        assert stats["curriculum/hard_prompts"] == len(refused) and stats["curriculum/unseen_prompts"] == 8 - len(trained) - len(refused)
 
     run(body)
 

@@ -89,6 +89,16 @@ def test_what_a_workflow_makes_too_long_is_left_out_or_rejected_with_its_reason(
     assert "a prompt of 64 tokens and max_new_tokens = 5 are more than the context of 64" in rejected[0]["reason"]
 
 
+@pytest.mark.parametrize(("preset", "num_rejected"), [("dapo", 3), ("grpo", 0)])
+def test_dynamic_sampling_goes_on_with_what_a_checkpoint_counted(preset: str, num_rejected: int, tmp_path: Path, model_dir: str) -> None:
+    config = small_config(tmp_path, model_dir, algorithm__preset=preset)
+    inputs = read_inputs(config)
+    with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
+        source = EngineRollouts(config, record, inputs, generate, SimpleNamespace(score=score))
+        rollouts = source.rollouts(PromptStream(inputs.train, seed=0), version=0, last_version=1, num_flat_rejected=3)
+    assert rollouts.num_flat_rejected == num_rejected
+
+
 def test_a_row_as_long_as_a_micro_batch_is_trained_on(tmp_path: Path, model_dir: str) -> None:
     config = small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="8")
     groups, events = play(config, tmp_path)

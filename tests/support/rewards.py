@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,15 @@ def equal(completion, row):
 
 def by_name(completion, row):
     return {"right": completion == row.answer, "short": 0.5 / len(completion) if completion else math.nan}
+
+
+_CALLS = Counter()
+
+
+def varies_on_odd(completion, row):
+    """By name; samples of even rows are all right, and of odd rows every second one."""
+    _CALLS[row.answer] += 1
+    return {"right": int(row.answer) % 2 == 0 or _CALLS[row.answer] % 2, "form": 0}
 
 
 def raises_on_x(completion, row):

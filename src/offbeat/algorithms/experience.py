@@ -19,11 +19,12 @@ from offbeat.algorithms.shaping import shaped_rewards
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.batch import Batch, bounds, gather_ranges
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.errors import DataError
+from offbeat.errors import DataError, printable
 from offbeat.telemetry.tracker import StatsPart, StatsTracker, combine
 from offbeat.types import PROMPT_VERSION, Version
 
 _MAX_LOG_RATIO = 20.0
+_LONGEST_NAME = 60
 
 
 def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> Batch:
@@ -164,11 +165,12 @@ def split_minibatches(batch: Batch, num_minibatches: int, *, seed: int) -> list[
     return [batch.select(np.flatnonzero(np.isin(batch.group_ids, order[i::count]))) for i in range(count)]
 
 
-def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
+def batch_stats(groups: Sequence[Group], *, version: Version, separate_rewards: bool = False) -> StatsPart:
     """Collect statistics of a batch of groups, which add up over the processes that drew one; `batch_metrics` finishes them.
 
     Args:
         version: version of the step that trains on it; staleness is its distance to the oldest token of each trajectory.
+        separate_rewards: whether a group has an advantage of 0 only if each of its named rewards is the same for all, not just their sum.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories if t.unusable is None], dtype=np.float64)
@@ -188,7 +190,12 @@ def batch_stats(groups: Sequence[Group], *, version: Version) -> StatsPart:
         tracker.stat(
             mean=rewards, mean_square=rewards**2, positive_share=rewards > 0,
             failed_share=np.array([t.unusable == "reward failed" for t in trajectories]),
-            zero_advantage_group_share=np.array([_is_flat(g) for g in groups if g.trajectories]))
+            zero_advantage_group_share=np.array([g.reward_range(separate=separate_rewards) == 0 for g in groups if g.trajectories]))
+        for name, by_group in _named_rewards(groups).items():
+            values = np.concatenate(by_group)
+            tracker.stat({
+                f"{name}_mean": values, f"{name}_mean_square": values**2,
+                f"{name}_flat_group_share": np.array([np.ptp(rewards) == 0 for rewards in by_group])})
     return tracker.take()
 
 
@@ -196,16 +203,24 @@ def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
     """Compute the metrics of a batch from the `batch_stats` of all processes that drew a part of it.
 
     Returns:
-        Metrics by name. Means and shares are over trajectories, except `zero_advantage_group_share`; those of nothing are left out.
+        Metrics by name. Means and shares are over trajectories, except shares of groups; those of nothing are left out.
     """
     metrics = combine(parts).values()
-    if (mean_square := metrics.pop("reward/mean_square", None)) is not None:
-        metrics["reward/std"] = max(mean_square - metrics["reward/mean"] ** 2, 0.0) ** 0.5
+    for square in [name for name in metrics if name.startswith("reward/") and name.endswith("mean_square")]:
+        mean = square.removesuffix("_square")
+        metrics[f"{mean.removesuffix('mean')}std"] = max(metrics.pop(square) - metrics[mean] ** 2, 0.0) ** 0.5
     return metrics
 
 
-def _is_flat(group: Group) -> bool:
-    return len({t.reward for t in group.usable}) <= 1
+def _named_rewards(groups: Sequence[Group]) -> dict[str, list[np.ndarray]]:
+    """Return the named rewards of usable trajectories: by name, an array [n] float64 for each group that has some."""
+    found: dict[str, list[np.ndarray]] = {}
+    for group in groups:
+        names = dict.fromkeys(name for t in group.usable for name in t.named_rewards)
+        for name in names:
+            values = np.array([t.named_rewards[name] for t in group.usable if name in t.named_rewards], dtype=np.float64)
+            found.setdefault(printable(name, most=_LONGEST_NAME), []).append(values)
+    return found
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> tuple[list[str], np.ndarray]:

@@ -81,6 +81,13 @@ class AlgorithmConfig(Section):
         ge=0, le=1)
     mask_truncated: bool = field(
         False, "Do not train on samples that were cut off at max_new_tokens; they still count in their group's baseline.")
+    dynamic_sampling: bool = field(
+        False, "Reject groups whose rewards are all equal, and draw other prompts in their place until the batch is full.")
+    equal_rewards_tolerance: float = field(
+        1e-6, "Largest difference of rewards that dynamic_sampling takes for equal; judges' scores may need more.", ge=0)
+    max_draw_batches: float = field(
+        10.0, "Batches of groups that a step draws at most with dynamic_sampling; having rejected all but one of them, it takes what comes,"
+        " so a run whose prompts are all solved, or all hopeless, goes on.", ge=1)
 
     anchor: Literal["prox", "rollout"] = field(
         "prox", "Policy in the denominator of the ratio: the trainer's at the start of the step, or the one that sampled.")

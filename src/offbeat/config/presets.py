@@ -46,9 +46,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
         "2501.03262", "When prompts differ in difficulty but a group's deviation is too noisy a scale: centred by group, scaled by batch.",
         {**_FREE, **_UNSCALED, "whiten": "tokens", "kl_loss": "k2", "kl_coefficient": 0.01}),
     "dapo": Preset(
-        "2503.14476", "For long reasoning from verifiable rewards: clips less upwards, so that entropy lasts, and is gentle on answers that"
-        " are cut off; add a rollout.should_accept that rejects groups of equal rewards, which is its dynamic sampling.",
-        {**_FREE, "clip_high": 0.28, "overlong_buffer_share": 0.2, "mask_truncated": True}),
+        "2503.14476", "For long reasoning from verifiable rewards: clips less upwards, so that entropy lasts, is gentle on answers that are"
+        " cut off, and draws other prompts for those whose rewards are all equal.",
+        {**_FREE, "clip_high": 0.28, "overlong_buffer_share": 0.2, "mask_truncated": True, "dynamic_sampling": True}),
     "ppo": Preset(
         "1707.06347", "With one sample per prompt, long episodes or rewards that come on the way: a critic says of every token what it was"
         " worth; costs a second model of the policy's size.", {**_UNSCALED, "centre": "critic"}),

@@ -58,7 +58,7 @@ _TABLE: dict[Change, list[str]] = {
         "run.total_steps",
         *_of("model", "dtype lora.dropout"),
         *_of("data", "chat_template system_prompt max_prompt_tokens"),
-        *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.")) and key not in _ALGORITHM_CODE),
+        *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.", "curriculum.")) and key not in _ALGORITHM_CODE),
         "train.autocast", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
         *_of("rollout", "group_size consumer_batch_size max_head_offpolicyness on_stale max_new_tokens temperature top_p top_k stop"
@@ -85,7 +85,8 @@ CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for
 _NOT_OF: dict[Part, tuple[str, ...]] = {
     "rl": ("sft.",),
     "sft": (
-        "run.total_steps", "algorithm.", "critic.", "teacher.", "train.optimizer.", "rollout.group_size", "rollout.consumer_batch_size",
+        "run.total_steps", "algorithm.", "critic.", "curriculum.", "teacher.", "train.optimizer.", "rollout.group_size",
+        "rollout.consumer_batch_size",
         "rollout.max_head", "rollout.on_stale", "rollout.temperature", "rollout.workflow", "rollout.reward", "rollout.should_accept",
         "weights.interrupt"),
 }

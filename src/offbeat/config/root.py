@@ -11,6 +11,7 @@ from offbeat.config.checkpoint import CheckpointConfig
 from offbeat.config.cluster import ClusterConfig
 from offbeat.config.controller import EvaluateConfig
 from offbeat.config.critic import CriticConfig
+from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.data import DataConfig
 from offbeat.config.dist import DistConfig
 from offbeat.config.inference import InferenceConfig
@@ -30,6 +31,7 @@ class Config(Section):
     run: RunConfig = field(RunConfig(), "The run as a whole.")
     model: ModelConfig = field(ModelConfig(), "The model.")
     data: DataConfig = field(DataConfig(), "Prompts and answers.")
+    curriculum: CurriculumConfig = field(CurriculumConfig(), "Which prompts come again.")
     algorithm: AlgorithmConfig = field(AlgorithmConfig(), "The objective.")
     critic: CriticConfig = field(CriticConfig(), "The critic.")
     teacher: TeacherConfig = field(TeacherConfig(), "Distillation.")
@@ -99,6 +101,7 @@ class Config(Section):
                 f"model.lora.rank must be <= inference.max_adapter_rank = {self.inference.max_adapter_rank}, got {self.model.lora.rank}")
         self._check_who_loads()
         self._check_rollouts()
+        self._check_groups()
         self._check_credit()
         self._check_loss()
         self._check_own_code()
@@ -107,6 +110,21 @@ class Config(Section):
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         return self
+
+    def _check_groups(self) -> None:
+        curriculum = self.curriculum
+        if self.algorithm.dynamic_sampling and self.rollout.group_size == 1:
+            raise ValueError(
+                "algorithm.dynamic_sampling must be false with rollout.group_size = 1, got true; the rewards of a single sample are always"
+                " equal")
+        if curriculum.is_on and self.data.task:
+            name, value = ("pools", "true") if curriculum.pools else ("leave_at", f"{curriculum.leave_at:g}")
+            raise ValueError(
+                f"curriculum.{name} must be {'false' if curriculum.pools else '0'} with data.task = {self.data.task!r}, got {value}; a task"
+                " makes new rows without end, and none comes again; give rows by data.path, or leave it out")
+        if curriculum.hard_up_to > curriculum.normal_up_to:
+            raise ValueError(
+                f"curriculum.hard_up_to must be at most normal_up_to = {curriculum.normal_up_to:g}, got {curriculum.hard_up_to:g}")
 
     def _check_credit(self) -> None:
         algorithm, rollout = self.algorithm, self.rollout

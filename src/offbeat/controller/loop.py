@@ -79,7 +79,9 @@ class _Training:
         self._config = parts.config
         self._record = parts.record
         self._checkpoints = Checkpoints(parts)
-        self._stream = PromptStream(parts.inputs.train, seed=parts.config.run.seed, shuffle=parts.config.data.shuffle)
+        self._stream = PromptStream(
+            parts.inputs.train, seed=parts.config.run.seed, shuffle=parts.config.data.shuffle, curriculum=parts.config.curriculum)
+        self._num_flat_rejected = 0
         self._highlights = begun
         self._proof: dict[str, float] = {}
         self._advice = PublishingAdvice(parts.config)
@@ -98,7 +100,8 @@ class _Training:
             return TrainResult(state.global_step, self._highlights, state.stopped_early)
         await self._publish(state.version)
         await parts.publisher.settle()  # rollouts begin with it
-        rollouts = parts.source.rollouts(self._stream, version=state.version, last_version=state.last_version)
+        rollouts = parts.source.rollouts(
+            self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
         evaluator = Evaluator(rollouts, parts.inputs.heldout, config.timed_evaluate, parts.peers)
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
         if saved is None and evaluator.due(0, last=True):
@@ -150,7 +153,8 @@ class _Training:
             "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
             "step/publish_s": gate_s + clock.lap()}
         diverged = [reference_stats(batch)] if algorithm.kl_target else []
-        part = combine([batch_stats(groups, version=step.version), rollouts.take_stats(), scored, *diverged])
+        own = batch_stats(groups, version=step.version, separate_rewards=algorithm.separate_rewards)
+        part = combine([own, rollouts.take_stats(), scored, *diverged])
         parts = await self._parts.peers.gather("export_stats", part)
         stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)
         self._coefficients = self._coefficients.after(stats, config.algorithm)
@@ -196,9 +200,9 @@ class _Training:
 
     async def _save(self, step: Step, rollouts: Rollouts) -> None:
         with self._record.tracer.span("checkpoint", "controller"):
+            head = HeadState(self._stream.state(), rollouts.in_flight, rollouts.num_flat_rejected)
             await self._checkpoints.save(
-                step.global_step, version=step.next_version, head=HeadState(self._stream.state(), rollouts.in_flight),
-                highlights=self._highlights, coefficients=self._coefficients)
+                step.global_step, version=step.next_version, head=head, highlights=self._highlights, coefficients=self._coefficients)
         self._record.events.record("checkpoint", global_step=step.global_step)
 
     def _resume(self, saved: SavedState) -> None:
@@ -207,6 +211,7 @@ class _Training:
         self._coefficients = Coefficients.of(self._config.algorithm, saved.coefficients)
         head = saved.heads[self._parts.head]
         self._stream.restore(head.stream)
+        self._num_flat_rejected = head.num_flat_rejected
         for prompt_id in head.in_flight:
             self._stream.give_back(prompt_id)
         self._record.resume_after(saved.global_step)

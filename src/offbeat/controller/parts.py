@@ -55,6 +55,9 @@ class Rollouts(Protocol):
     @property
     def in_flight(self) -> tuple[str, ...]: ...
 
+    @property
+    def num_flat_rejected(self) -> int: ...
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
@@ -71,8 +74,12 @@ class Rollouts(Protocol):
 class RolloutSource(Protocol):
     """Where this process plays rollouts and draws data."""
 
-    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> Rollouts:
-        """Return the rollouts that feed the training steps from `version` to `last_version`."""
+    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0) -> Rollouts:
+        """Return the rollouts that feed the training steps from `version` to `last_version`.
+
+        Args:
+            num_flat_rejected: groups that dynamic sampling has rejected already for the first of these steps.
+        """
         ...
 
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:

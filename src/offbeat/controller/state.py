@@ -52,10 +52,12 @@ class HeadState:
     Attributes:
         stream: its prompt stream.
         in_flight: prompts drawn and neither trained on nor rejected; drawn again first.
+        num_flat_rejected: groups that dynamic sampling has rejected for the next step.
     """
 
     stream: StreamState
     in_flight: tuple[str, ...]
+    num_flat_rejected: int = 0
 
 
 @dataclass(frozen=True)

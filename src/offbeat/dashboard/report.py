@@ -140,6 +140,10 @@ def _cards(run: RunFiles) -> list[Card]:
             "Mean over a step's samples; the strong line is the mean of 8 steps.",
         ),
         (
+            Chart("Rewards by name", "", _named_rewards(run)),
+            "Mean of each named reward over a step's samples; the reward is their sum.",
+        ),
+        (
             Chart(
                 "Staleness",
                 "versions",
@@ -209,6 +213,13 @@ def _cards(run: RunFiles) -> list[Card]:
             "Peak, warm-up and decay as configured.",
         ),
     ]
+
+
+def _named_rewards(run: RunFiles) -> list[Series]:
+    names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith("reward/") and name.endswith("_mean"))
+    return [
+        Series(name.removeprefix("reward/").removesuffix("_mean"), run.points(name), f"c{1 + number % 4}")
+        for number, name in enumerate(names)]
 
 
 def _charts_html(run: RunFiles) -> str:

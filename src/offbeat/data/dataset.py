@@ -12,13 +12,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.data import DataConfig
+from offbeat.data.curriculum import Curriculum, CurriculumState
 from offbeat.data.identity import add_to_digest, digest_of, new_digest
 from offbeat.data.row import Row, parse_record
 from offbeat.data.sources import Source, is_file, open_source
 from offbeat.data.tasks import Task, find_task
 from offbeat.data.tokenizer import Tokenizer
+from offbeat.data.trajectory import Group
 from offbeat.errors import DataError, TooLongError
+from offbeat.telemetry.tracker import StatsPart
 
 _MOST_REDRAWS = 1000
 _DIGESTED_ROWS = 16
@@ -195,25 +199,32 @@ class StreamState:
 
     Attributes:
         epoch: number of passes over the dataset completed.
-        position: number of prompts drawn in this epoch.
+        position: number of prompts drawn in this epoch, or passed over by the curriculum.
         returned: ids of prompts drawn and given back, in the order in which they are drawn again.
+        curriculum: how prompts went; None without a curriculum.
     """
 
     epoch: int = 0
     position: int = 0
     returned: tuple[str, ...] = ()
+    curriculum: CurriculumState | None = None
 
 
 class PromptStream:
     """Draws prompts without end: each epoch visits every row once, in a seeded order; prompts that were given back come first.
 
-    Resuming loses nothing if the ids drawn and neither trained on nor rejected are given back after `restore`.
+    A curriculum passes over some of the rows that an epoch visits. Resuming loses nothing if the ids drawn and neither trained on nor
+    rejected are given back after `restore`.
     """
 
-    def __init__(self, dataset: PromptDataset, *, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, dataset: PromptDataset, *, seed: int, shuffle: bool = True, curriculum: CurriculumConfig | None = None) -> None:
         self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
+        self._curriculum: Curriculum | None = None
+        if curriculum is not None and curriculum.is_on:
+            assert dataset.num_rows is not None, "a curriculum needs rows that come again"  # `Config` refuses generated ones
+            self._curriculum = Curriculum(curriculum, num_rows=dataset.num_rows, seed=seed)
         self.restore(StreamState())
 
     def next(self) -> tuple[str, Row]:
@@ -221,11 +232,22 @@ class PromptStream:
         if self._returned:
             prompt_id = self._returned.popleft()
             return prompt_id, self.row(prompt_id)
-        if self._position == self._dataset.num_rows:
-            self._start_epoch(self._epoch + 1, 0)
-        index = self._position if self._order is None else int(self._order[self._position])
-        self._position += 1
-        return f"{self._epoch}:{index}", self._dataset.row(index)
+        while True:
+            if self._position == self._dataset.num_rows:
+                self._start_epoch(self._epoch + 1, 0)
+            index = self._position if self._order is None else int(self._order[self._position])
+            self._position += 1
+            if self._curriculum is None or self._curriculum.draws(index):
+                return f"{self._epoch}:{index}", self._dataset.row(index)
+
+    def note(self, group: Group) -> None:
+        """Tell the curriculum, if there is one, how the group of a drawn prompt went: when it is trained on, or rejected for good."""
+        if self._curriculum is not None:
+            self._curriculum.note(int(group.prompt_id.partition(":")[2]), group.rewards)
+
+    def stats(self) -> StatsPart:
+        """Return the curriculum's statistics; none without one."""
+        return StatsPart() if self._curriculum is None else self._curriculum.stats()
 
     def row(self, prompt_id: str) -> Row:
         """Return the row of a prompt id.
@@ -252,7 +274,8 @@ class PromptStream:
 
     def state(self) -> StreamState:
         """Return the current position of the stream."""
-        return StreamState(self._epoch, self._position, tuple(self._returned))
+        curriculum = None if self._curriculum is None else self._curriculum.state()
+        return StreamState(self._epoch, self._position, tuple(self._returned), curriculum)
 
     def restore(self, state: StreamState) -> None:
         """Continue from `state`, which was taken from a stream over the same dataset and seed.
@@ -267,11 +290,15 @@ class PromptStream:
                 " resume with the same dataset, or start a new run")
         self._returned: deque[str] = deque()
         self._start_epoch(state.epoch, state.position)
+        if self._curriculum is not None:
+            self._curriculum.restore(state.curriculum or CurriculumState())
         for prompt_id in state.returned:
             self.give_back(prompt_id)
 
     def _start_epoch(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
+        if self._curriculum is not None:
+            self._curriculum.start_epoch(epoch)
         self._order: np.ndarray | None = None
         # An endless dataset is random already, and has no permutation.
         if self._shuffle and self._dataset.num_rows is not None:

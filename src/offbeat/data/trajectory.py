@@ -175,3 +175,15 @@ class Group:
     def rewards(self) -> np.ndarray:
         """Rewards of the usable trajectories, [n] float32."""
         return np.array([t.reward for t in self.usable], dtype=np.float32)
+
+    def reward_range(self, *, separate: bool) -> float:
+        """Return the largest reward of the usable trajectories less the smallest; 0 if there are none.
+
+        Args:
+            separate: take the largest range of one named reward, as equal sums may be made of different parts.
+        """
+        by_name: dict[str, list[float]] = {}
+        for trajectory in self.usable:
+            for name, reward in (trajectory.named_rewards if separate and trajectory.named_rewards else {"": trajectory.reward}).items():
+                by_name.setdefault(name, []).append(reward)
+        return max((max(rewards) - min(rewards) for rewards in by_name.values()), default=0.0)

@@ -39,11 +39,12 @@ from offbeat.inference.sampling import Sampling
 from offbeat.phase import phase
 from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.door import ANY, Door, members
+from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.holdup import HoldupGuard
 from offbeat.rollout.outcomes import Failure, Kind, Outcomes, failure_of, failure_to_ask
 from offbeat.rollout.staleness import Gate
-from offbeat.telemetry.tracker import StatsPart
+from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
 
 MakeEpisode = Callable[[Row, int, Sampling], Episode]
@@ -78,6 +79,7 @@ class RolloutExecutor:
         config: RolloutConfig,
         sampling: Sampling,
         accept: Accept = lambda _group: True,
+        dynamic: DynamicSampling | None = None,
         door: Door = ANY,
         on_rejected: Callable[[Settled], None] = lambda _settled: None,
         on_unusable: Callable[[str, list[str]], None] = lambda _prompt_id, _reasons: None,
@@ -87,6 +89,7 @@ class RolloutExecutor:
 
         Args:
             make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
+            dynamic: rejects groups of equal rewards that the user's filter accepts; None rejects none.
             door: checks trajectories.
             on_rejected: called for every group that is not trained on.
             on_unusable: called with a prompt and the reasons of its trajectories that are not trained on, if others of the group are.
@@ -98,6 +101,7 @@ class RolloutExecutor:
         self._make_episode = make_episode
         self._config = config
         self._accept = accept
+        self._dynamic = dynamic
         self._door = door
         self._on_rejected = on_rejected
         self._on_unusable = on_unusable
@@ -134,6 +138,11 @@ class RolloutExecutor:
         """Prompts drawn and neither trained on nor rejected, oldest first; a checkpoint records them so that none is lost."""
         return (*self._gate.ready, *self._gate.running)
 
+    @property
+    def num_flat_rejected(self) -> int:
+        """Groups of equal rewards rejected for the batch that is being filled; a checkpoint records them."""
+        return 0 if self._dynamic is None else self._dynamic.num_rejected
+
     async def prepare_batch(self) -> list[Group]:
         """Return the groups of the next step as soon as the gate releases them.
 
@@ -150,17 +159,30 @@ class RolloutExecutor:
         return f"{len(gate.ready)} of {gate.batch_size} groups are ready and {len(gate.running)} run"
 
     async def _take_batch(self) -> list[Group]:
-        ready, idle_since = len(self._gate.ready), time.monotonic()
+        settled, idle_since = self._num_settled, time.monotonic()
         while True:
             self._raise_if_hopeless()
             if (keys := self._gate.take()) is not None:
-                return [self._ready.pop(key) for key in keys]
+                return self._hand_out(keys)
             if self._config.on_stale == "requeue" and (slow := self._gate.too_slow()):
                 self._requeue(slow)
                 continue  # without the slow groups, the batch may be taken now
-            if len(self._gate.ready) > ready:
-                ready, idle_since = len(self._gate.ready), time.monotonic()
+            if self._num_settled > settled:
+                settled, idle_since = self._num_settled, time.monotonic()
             await self._wait_for_change(idle_since)
+
+    @property
+    def _num_settled(self) -> int:
+        # Groups of equal rewards are progress, too: there is a bound on them.
+        return len(self._gate.ready) + self.num_flat_rejected
+
+    def _hand_out(self, keys: Sequence[str]) -> list[Group]:
+        groups = [self._ready.pop(key) for key in keys]
+        if self._dynamic is not None:
+            self._dynamic.start_batch()
+        for group in groups:
+            self._stream.note(group)
+        return groups
 
     async def _wait_for_change(self, idle_since: float) -> None:
         left_s = self._config.batch_timeout_s - (time.monotonic() - idle_since)
@@ -179,8 +201,9 @@ class RolloutExecutor:
         self._admit()
 
     def take_stats(self) -> StatsPart:
-        """Return statistics on prompts since the last call; see `Outcomes.take`."""
-        return self._outcomes.take()
+        """Return statistics on prompts since the last call; see `Outcomes.take`, `DynamicSampling.take` and `PromptStream.stats`."""
+        dynamic = StatsPart() if self._dynamic is None else self._dynamic.take()
+        return combine([self._outcomes.take(), dynamic, self._stream.stats()])
 
     async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:
         """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order."""
@@ -220,9 +243,12 @@ class RolloutExecutor:
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that; by now this prompt belongs to another task
         group, failure = _screen(self._check(group), failure)
-        accepted = True
+        refused: Kind | None = None
         if failure is None:
-            group, failure, accepted = self._judge(group)
+            played = group
+            group, failure, refused = self._judge(group)
+            if refused is not None:
+                self._stream.note(played)
         if failure is not None:
             self._failures.append(failure.error)
         else:
@@ -230,8 +256,8 @@ class RolloutExecutor:
         del self._tasks[prompt_id]
         if failure is not None:
             self._drop(group, failure.kind, again=failure.again)
-        elif not accepted:
-            self._drop(group, "not accepted", again=False)
+        elif refused is not None:
+            self._drop(group, refused, again=False)
         else:
             self._keep(group)
         if len(self._failures) < self._config.max_failures_in_a_row:
@@ -298,8 +324,11 @@ class RolloutExecutor:
             raise CodeError(f"the workflow {self._config.workflow} must be an async function, but calling it gave {shorten(playing)}")
         return await playing
 
-    def _judge(self, group: Group) -> tuple[Group, Failure | None, bool]:
-        """Ask the user's filter; if it raises, or does not return a yes or no, the group fails."""
+    def _judge(self, group: Group) -> tuple[Group, Failure | None, Kind | None]:
+        """Ask the user's filter, then dynamic sampling; returns why the group is refused, if it is.
+
+        If the filter raises, or does not return a yes or no, the group fails.
+        """
         try:
             answer: object = self._accept(group)
             accepted = None if answer is None else bool(answer)
@@ -307,11 +336,15 @@ class RolloutExecutor:
             return self._fail_filter(group, f"raised {describe(exc)}")
         if accepted is None:
             return self._fail_filter(group, "must return True or False, got None")
-        return group if accepted else replace(group, trajectories=(), rejected="not accepted by should_accept"), None, accepted
+        if not accepted:
+            return replace(group, trajectories=(), rejected="not accepted by should_accept"), None, "not accepted"
+        if self._dynamic is not None and (reason := self._dynamic.rejects(group)):
+            return replace(group, trajectories=(), rejected=reason), None, "equal rewards"
+        return group, None, None
 
-    def _fail_filter(self, group: Group, how: str) -> tuple[Group, Failure, bool]:
+    def _fail_filter(self, group: Group, how: str) -> tuple[Group, Failure, None]:
         reason = f"should_accept {how}"
-        return replace(group, trajectories=(), rejected=reason), failure_of(CodeError(reason)), False
+        return replace(group, trajectories=(), rejected=reason), failure_of(CodeError(reason)), None
 
     def _requeue(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:

@@ -9,8 +9,12 @@ from offbeat.data.trajectory import UNUSABLE, Trajectory, Unusable
 from offbeat.errors import DeadlineError, RefusedError, RewardError, RunError, TooLongError, WorkerError
 from offbeat.telemetry.tracker import StatsPart
 
-Kind = Literal["reward failed", "too long", "timed out", "engine failed", "code failed", "prompt refused", "not accepted"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Literal[
+    "reward failed", "too long", "timed out", "engine failed", "code failed", "prompt refused", "not accepted", "equal rewards"]
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "equal rewards")
+"""Kinds with a metric of their own; `DynamicSampling` counts groups of equal rewards."""
+
+_ON_PURPOSE: tuple[Kind, ...] = ("not accepted", "equal rewards")
 
 WARN_SHARE = 0.05
 _FEWEST = 20
@@ -84,7 +88,7 @@ class Outcomes:
         """Count a prompt that is ready to be trained on, or that was rejected because of `kind`."""
         self._step_prompts.count(kind)
         self._prompts.count(kind, example=f"{prompt_id}: {reason}")
-        if kind is not None and kind != "not accepted":  # the user's filter rejects on purpose
+        if kind is not None and kind not in _ON_PURPOSE:
             self._warn_of(kind, self._prompts, "prompts were rejected")
 
     def drawn_again(self) -> None:

@@ -6,6 +6,7 @@ Opened by the controller, by rank 0 in SPMD mode, and by every other rank that r
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.root import Config
@@ -17,6 +18,7 @@ from offbeat.data.row import Row
 from offbeat.errors import TooLongError
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.door import Door
+from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
 from offbeat.rollout.reward_pool import RewardPool
@@ -35,14 +37,19 @@ class EngineRollouts:
     generate: Generate
     rewards: RewardPool
 
-    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> RolloutExecutor:
-        """Create an executor that feeds the training steps from `version` to `last_version`."""
-        config, record = self.config.timed_rollout, self.record
+    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0) -> RolloutExecutor:
+        """Create an executor that feeds the training steps from `version` to `last_version`; see `RolloutSource.rollouts`."""
+        config, record, algorithm = self.config.timed_rollout, self.record, self.config.algorithm
         gate = Gate(
             batch_size=config.consumer_batch_size, max_running=config.max_concurrent_rollouts, eta=config.max_head_offpolicyness,
             version=version, last_version=last_version, on_stale=config.on_stale)
         workflow: Workflow = resolve(config.workflow, kind="workflow")
         accept: Accept = resolve(config.should_accept, kind="should_accept") if config.should_accept else lambda _group: True
+        dynamic = None
+        if algorithm.dynamic_sampling:
+            dynamic = DynamicSampling(
+                algorithm, batch_size=config.consumer_batch_size, num_rejected=num_flat_rejected,
+                warn=partial(record.note, "dynamic_sampling"))
 
         def on_rejected(settled: Settled) -> None:
             record.events.record(
@@ -51,7 +58,7 @@ class EngineRollouts:
 
         return RolloutExecutor(
             gate=gate, stream=stream, workflow=workflow, make_episode=self._episode, config=config, sampling=self.inputs.sampling,
-            accept=accept, door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
+            accept=accept, dynamic=dynamic, door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
             on_rejected=on_rejected, warn=record.console.note,
             on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
 

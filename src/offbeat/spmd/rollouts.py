@@ -24,7 +24,9 @@ class NoRolloutSource:
 
     inputs: RunInputs
 
-    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> "NoRollouts":  # noqa: ARG002
+    def rollouts(
+        self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0,  # noqa: ARG002
+    ) -> "NoRollouts":
         """See `RolloutSource.rollouts`."""
         return NoRollouts(self.inputs.sampling)
 
@@ -39,6 +41,7 @@ class NoRollouts:
 
     sampling: Sampling
     in_flight: tuple[str, ...] = ()
+    num_flat_rejected: int = 0
 
     async def __aenter__(self) -> Self:
         return self

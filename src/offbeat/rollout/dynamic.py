@@ -1,0 +1,64 @@
+"""Dynamic sampling: which groups are rejected because all of their rewards are equal. Pure; asked by the executor of each played group.
+
+A step that has rejected (`algorithm.max_draw_batches` - 1) * B such groups keeps those that follow, so that a run whose prompts are all
+solved, or all hopeless, goes on. Rewards are compared before shaping: penalties for length make no group worth keeping.
+
+Source: DAPO, arXiv:2503.14476 section 3.2.
+"""
+
+from collections.abc import Callable
+
+from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.data.trajectory import Group
+from offbeat.telemetry.tracker import StatsPart
+
+
+class DynamicSampling:
+    """Rejects groups of equal rewards up to the bound, and counts.
+
+    Attributes:
+        num_rejected: groups rejected for the batch that is being filled; a checkpoint records it.
+    """
+
+    def __init__(
+        self, config: AlgorithmConfig, *, batch_size: int, num_rejected: int = 0, warn: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        """`warn` is called once, when the bound is first reached."""
+        self._config = config
+        self._warn = warn
+        self._has_warned = False
+        self._counts = {"drawn": 0, "rejected": 0, "kept_flat": 0}
+        self.max_rejected = int((config.max_draw_batches - 1) * batch_size)
+        self.num_rejected = num_rejected
+
+    def rejects(self, group: Group) -> str:
+        """Return why a group is rejected; empty if it is kept."""
+        self._counts["drawn"] += 1
+        if group.reward_range(separate=self._config.separate_rewards) > self._config.equal_rewards_tolerance:
+            return ""
+        if self.num_rejected >= self.max_rejected:
+            self._counts["kept_flat"] += 1
+            self._tell()
+            return ""
+        self._counts["rejected"] += 1
+        self.num_rejected += 1
+        return f"all rewards are equal: {group.usable[0].reward:g}" if group.usable else "there are no rewards"
+
+    def start_batch(self) -> None:
+        """Count anew: a batch was taken."""
+        self.num_rejected = 0
+
+    def take(self) -> StatsPart:
+        """Return the groups drawn, rejected, and kept although flat since the last call, and the share rejected."""
+        counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        return StatsPart(
+            sums={f"sampling/{name}_groups": float(count) for name, count in counts.items()},
+            means={"sampling/rejected_share": (float(counts["rejected"]), float(counts["drawn"]))})
+
+    def _tell(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"{self.num_rejected} groups of equal rewards were rejected for one step, as many as algorithm.max_draw_batches ="
+                f" {self._config.max_draw_batches:g} allows; its batch is filled with what comes (sampling/kept_flat_groups counts, this is"
+                " told once)")
