@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.batch import FilterSpec, LossSpec, RegulariserSpec, WeightSpec
+from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
 from offbeat.errors import ConfigError, DataError
 
 
@@ -44,6 +44,9 @@ class Objective:
         bounds: what `clip_low` and `clip_high` bound: "ratio", the ratio itself, or "distance", how far the policy may move to either
             side; "" if it has none.
         by_sequence: whether a target's loss depends on the other targets of its sequence.
+        by_group: whether it depends on the other sequences of its group (`group_ids`), such as the two answers of a preference pair, which
+            are then in one micro-batch and one minibatch. Each target has the loss of its whole group, and weighs 1 / (number of groups *
+            targets of its group).
         drops_inputs: whether an adapter's dropout applies. A ratio compares the policy with the one that sampled, and neither uses dropout.
     """
 
@@ -52,6 +55,7 @@ class Objective:
     uses_anchor: bool = True
     bounds: Literal["", "ratio", "distance"] = ""
     by_sequence: bool = False
+    by_group: bool = False
     drops_inputs: bool = False
 
 
@@ -81,6 +85,11 @@ CLIENT_LOSSES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 """Losses that clients of the service may ask for, with the constants that they may set."""
 
 CROSS_ENTROPY = LossSpec("cross_entropy")
+
+
+def keeps_groups(batch: Batch) -> bool:
+    """Whether a loss of the batch needs its groups whole, in each micro-batch."""
+    return any(OBJECTIVES[loss.name].by_group for loss in batch.losses)
 
 
 def reads_of(loss: LossSpec) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ class Change(Enum):
     CODE = "the run goes on with the other code, which is said in a line, also where only its source is another"
 
 
-Part = Literal["rl", "sft"]
-"""Reinforcement learning, or supervised fine-tuning by `offbeat sft` or as a warm-up."""
+Part = Literal["rl", "sft", "preference"]
+"""Reinforcement learning, supervised fine-tuning by `offbeat sft` or as a warm-up, or preference training."""
 
 _OPTIMIZER = ("lr", "beta1", "beta2", "eps", "weight_decay", "warmup_steps", "schedule", "min_lr_ratio", "clip_norm")
 
@@ -78,12 +78,16 @@ _TABLE: dict[Change, list[str]] = {
 CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for key in keys}
 """What a change of each setting means."""
 
-# Settings that only the other part of a run reads.
+_RL_ALONE = (
+    "run.total_steps", "algorithm.", "train.optimizer.", "rollout.group_size", "rollout.consumer_batch_size", "rollout.max_head",
+    "rollout.on_stale", "rollout.temperature", "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt")
+# Settings that only other parts of a run read.
 _NOT_OF: dict[Part, tuple[str, ...]] = {
-    "rl": ("sft.",),
-    "sft": (
-        "run.total_steps", "algorithm.", "train.optimizer.", "rollout.group_size", "rollout.consumer_batch_size", "rollout.max_head",
-        "rollout.on_stale", "rollout.temperature", "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt"),
+    "rl": ("sft.", "preference."),
+    "sft": (*_RL_ALONE, "preference."),
+    "preference": (
+        *_RL_ALONE, *(key for key, _ in settings() if key.startswith("sft.") and key != "sft.too_long"), "rollout.", "inference.",
+        "evaluate.temperature"),
 }
 
 

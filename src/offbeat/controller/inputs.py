@@ -4,13 +4,15 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offbeat.config.resume import remembered
 from offbeat.config.root import Config
-from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
+from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_lengths, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.identity import Identity, code_digest, digest_of, model_digest
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
+from offbeat.data.pairs import PairEncoder, Preference, open_pairs
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
@@ -37,6 +39,15 @@ class Base:
 
 
 @dataclass(frozen=True)
+class PairInputs:
+    """Preferences to train on and held-out ones, and how they become tokens."""
+
+    train: Dataset[Preference]
+    heldout: Dataset[Preference]
+    encoder: PairEncoder
+
+
+@dataclass(frozen=True)
 class RunInputs:
     """The inputs of a run, read before any process is started so that mistakes show at once.
 
@@ -48,6 +59,7 @@ class RunInputs:
         supervision: how rows are imitated.
         num_dropped: number of training rows dropped because they are too long to imitate; of an endless dataset, among its first rows.
         identity: digests of all of this and the settings that it came from, for a checkpoint to remember.
+        pairs: preferences, if the run trains on them; `train` and `heldout` are then empty.
     """
 
     model: str
@@ -61,6 +73,12 @@ class RunInputs:
     supervision: Supervision
     num_dropped: int
     identity: Identity
+    pairs: PairInputs | None = None
+
+    @property
+    def plays(self) -> bool:
+        """Whether prompts are answered, so that the run needs engines."""
+        return self.pairs is None
 
     @property
     def vocab_size(self) -> int:
@@ -95,7 +113,32 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         _identify(config, base, train))
 
 
-def _identify(config: Config, base: Base, train: PromptDataset) -> Identity:
+def read_pair_inputs(config: Config, *, unpaired: bool = False) -> RunInputs:
+    """Read model configuration, tokenizer and preferences; writes nothing.
+
+    Args:
+        unpaired: whether single answers with a label are allowed.
+
+    Raises:
+        ModelError, DataError: as `read_inputs`.
+        ConfigError: ranks are to draw data each for itself.
+    """
+    if not config.rollout.single_rank_load:
+        raise ConfigError(
+            "rollout.single_rank_load must be true to train on preferences, got false; rank 0 keeps what belongs to each pair")
+    base = read_base(config)
+    train, heldout = open_pairs(config.data, unpaired=unpaired)
+    encoder = PairEncoder(
+        base.tokenizer, config.data, config.sft.too_long, base.context, config.train.max_tokens_per_microbatch, config.train.share_prefix)
+    num_dropped = encoder.check(train)
+    encoder.check(heldout)
+    supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
+    return RunInputs(
+        base.model, base.build, base.tokenizer_folder, base.tokenizer, base.context, _choose_sampling(base, config), ListDataset(()),
+        ListDataset(()), supervision, num_dropped, _identify(config, base, train), PairInputs(train, heldout, encoder))
+
+
+def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
     code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
             "rollout.should_accept": config.rollout.should_accept}
     return Identity(

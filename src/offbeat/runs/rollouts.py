@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_reward
+from offbeat.controller.parts import Rollouts
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.row import Row
 from offbeat.errors import TooLongError
+from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.door import Door
 from offbeat.rollout.episode import Episode, Generate, Workflow
@@ -34,6 +36,8 @@ class EngineRollouts:
     inputs: RunInputs
     generate: Generate
     rewards: RewardPool
+
+    draws = True
 
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> RolloutExecutor:
         """Create an executor that feeds the training steps from `version` to `last_version`."""
@@ -84,6 +88,34 @@ class EngineRollouts:
             return f"a row of {needed} tokens exceeds train.max_tokens_per_microbatch = {most}"
         context = self.inputs.context
         return f"a row of {needed} tokens exceeds the model's context of {context}" if needed > context else ""
+
+
+@dataclass(frozen=True)
+class NoEngines:
+    """The publisher and the rollout source of a run without engines, such as preference training: there is nothing to bring anywhere.
+
+    Attributes:
+        draws: see `RolloutSource.draws`.
+    """
+
+    draws: bool
+
+    async def publish(self, version: Version, *, on_served: OnServed) -> None:
+        """See `Publishing.publish`."""
+
+    async def settle(self) -> None:
+        """See `Publishing.settle`."""
+
+    async def watch(self) -> None:
+        """Watch nothing."""
+
+    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> Rollouts:  # noqa: ARG002
+        """Never called: nothing is answered."""
+        raise AssertionError("a run without engines was asked for rollouts")
+
+    def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
+        """Never called: its rows are no prompts with answers."""
+        raise AssertionError("a run without engines was asked to imitate")
 
 
 async def open_rewards(stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord) -> RewardPool:

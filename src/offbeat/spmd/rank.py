@@ -30,7 +30,7 @@ from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.reward_pool import RewardPool
 from offbeat.runs.assemble import open_policy
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, NoEngines, open_rewards
 from offbeat.spmd.peers import EngineNews, Followed, RankPeers, follow, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
 from offbeat.spmd.rollouts import NoRolloutSource, share_limits, share_rows
@@ -85,6 +85,12 @@ async def _open(
     thread: SideThread, peers: RankPeers,
 ) -> RunParts:
     one_loads = config.rollout.single_rank_load
+    if not inputs.plays:
+        trainer = await _build_trainer(config, inputs, groups, thread, peers)
+        loads = OneRankLoads(groups.sync, Sharder.of(config, model=inputs.model, num_ranks=rank_info.world))
+        trainers = Trainers(OwnRank(trainer, loads, thread, host=rank_info.store_host), config, on_span=record.on_span)
+        none = NoEngines(draws=rank_info.leads)
+        return RunParts(config, record, inputs, trainers, none, none, peers, none.watch)
     own, rows = (config, inputs) if one_loads else (share_limits(config, rank_info), share_rows(inputs, rank_info))
     # Engines start while the trainer loads, but only the trainer may use collectives then, as they must come in the same order on every
     # rank.

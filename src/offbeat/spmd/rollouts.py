@@ -24,6 +24,8 @@ class NoRolloutSource:
 
     inputs: RunInputs
 
+    draws = False
+
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> "NoRollouts":  # noqa: ARG002
         """See `RolloutSource.rollouts`."""
         return NoRollouts(self.inputs.sampling)
