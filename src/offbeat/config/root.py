@@ -14,6 +14,7 @@ from offbeat.config.data import DataConfig
 from offbeat.config.dist import DistConfig
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
+from offbeat.config.reward_model import RewardModelConfig
 from offbeat.config.rollout import RolloutConfig
 from offbeat.config.run import RunConfig
 from offbeat.config.service import ServeConfig
@@ -31,6 +32,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = field(AlgorithmConfig(), "The objective.")
     train: TrainConfig = field(TrainConfig(), "The ranks that learn.")
     sft: SftConfig = field(SftConfig(), "Supervised fine-tuning.")
+    reward_model: RewardModelConfig = field(RewardModelConfig(), "Reward models.")
     rollout: RolloutConfig = field(RolloutConfig(), "Rollouts.")
     inference: InferenceConfig = field(InferenceConfig(), "Engines.")
     weights: WeightsConfig = field(WeightsConfig(), "Publishing.")

@@ -15,10 +15,11 @@ from offbeat.data import wire
 from offbeat.errors import ConfigError, StorageError
 from offbeat.types import Version
 
-TRAINING, FINE_TUNING, WARM_UP, PREFERENCE = "step", "sft", "warm-up", "dpo"
-"""What names of checkpoints begin with: of reinforcement learning, `offbeat sft`, the warm-up of `offbeat train`, and `offbeat dpo`."""
+TRAINING, FINE_TUNING, WARM_UP, PREFERENCE, REWARD_MODEL = "step", "sft", "warm-up", "dpo", "reward"
+"""What names of checkpoints begin with: of reinforcement learning, `offbeat sft`, the warm-up of `offbeat train`, `offbeat dpo`, and
+`offbeat reward-model`."""
 
-_PARTS: dict[str, Part] = {TRAINING: "rl", FINE_TUNING: "sft", WARM_UP: "sft", PREFERENCE: "preference"}
+_PARTS: dict[str, Part] = {TRAINING: "rl", FINE_TUNING: "sft", WARM_UP: "sft", PREFERENCE: "preference", REWARD_MODEL: "reward_model"}
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from offbeat.data.ends import Ends, find_ends
 from offbeat.data.identity import Identity, code_digest, digest_of, model_digest
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
+from offbeat.data.reward_model import PREFIX, JudgedPairEncoder, open_reward_folder, plain, reads_chats
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.errors import ConfigError
 from offbeat.inference.sampling import Sampling
-from offbeat.trainer.messages import BuildRequest
+from offbeat.trainer.messages import BuildRequest, Trainee
 
 _MAX_CANARY_TOKENS = 64
 _PROBE_TEXT = f"{string.printable} Offbeat goes on where it stopped: 3.14159 * 2 = 6.28318?\n\tÄpfel, 你好, naïve, don't, return x[0]"
@@ -60,6 +61,7 @@ class RunInputs:
         num_dropped: number of training rows dropped because they are too long to imitate; of an endless dataset, among its first rows.
         identity: digests of all of this and the settings that it came from, for a checkpoint to remember.
         pairs: preferences, if the run trains on them; `train` and `heldout` are then empty.
+        trains: what the run trains.
     """
 
     model: str
@@ -74,6 +76,7 @@ class RunInputs:
     num_dropped: int
     identity: Identity
     pairs: PairInputs | None = None
+    trains: Trainee = "policy"
 
     @property
     def plays(self) -> bool:
@@ -94,7 +97,8 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         supervised: whether training rows are only imitated and held-out ones answered; otherwise all are answered.
 
     Raises:
-        ModelError: the folder holds no model or tokenizer, or the tokenizer has no template for a chat.
+        ModelError: the folder holds no model or tokenizer, the tokenizer has no template for a chat, or there is no reward model that
+            `rollout.reward` names.
         DataError: the data cannot be used, or a row is too long for the model.
         ConfigError: lengths contradict each other, or a configured end of samples is impossible.
     """
@@ -113,11 +117,12 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         _identify(config, base, train))
 
 
-def read_pair_inputs(config: Config, *, unpaired: bool = False) -> RunInputs:
+def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = False) -> RunInputs:
     """Read model configuration, tokenizer and preferences; writes nothing.
 
     Args:
         unpaired: whether single answers with a label are allowed.
+        rewards: whether a reward model is trained on them, which reads them as `data.reward_model` says.
 
     Raises:
         ModelError, DataError: as `read_inputs`.
@@ -128,14 +133,18 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False) -> RunInputs:
             "rollout.single_rank_load must be true to train on preferences, got false; rank 0 keeps what belongs to each pair")
     base = read_base(config)
     train, heldout = open_pairs(config.data, unpaired=unpaired)
-    encoder = PairEncoder(
-        base.tokenizer, config.data, config.sft.too_long, base.context, config.train.max_tokens_per_microbatch, config.train.share_prefix)
+    tokenizer = base.tokenizer
+    if rewards and not (config.data.chat_template or reads_chats(train) or reads_chats(heldout)):
+        tokenizer = plain(tokenizer)
+    encoder = (JudgedPairEncoder if rewards else PairEncoder)(
+        tokenizer, config.data, config.sft.too_long, base.context, config.train.max_tokens_per_microbatch, config.train.share_prefix)
     num_dropped = encoder.check(train)
     encoder.check(heldout)
     supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
     return RunInputs(
         base.model, base.build, base.tokenizer_folder, base.tokenizer, base.context, _choose_sampling(base, config), ListDataset(()),
-        ListDataset(()), supervision, num_dropped, _identify(config, base, train), PairInputs(train, heldout, encoder))
+        ListDataset(()), supervision, num_dropped, _identify(config, base, train), PairInputs(train, heldout, encoder),
+        "rewards" if rewards else "policy")
 
 
 def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
@@ -144,7 +153,12 @@ def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
     return Identity(
         remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
         digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]),
-        {setting: code_digest(name) for setting, name in code.items()})
+        {setting: _digest_of_code(name) for setting, name in code.items()})
+
+
+def _digest_of_code(name: str) -> str:
+    """Return the digest of a user's function, or of the reward model that a reward names."""
+    return model_digest(open_reward_folder(name.removeprefix(PREFIX)).path) if name.startswith(PREFIX) else code_digest(name)
 
 
 def _choose_sampling(base: Base, config: Config) -> Sampling:

@@ -241,6 +241,7 @@ class Batch:
         sequences = {
             "group_ids": np.concatenate([part.group_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]),
             "prefix_lens": np.concatenate([part.prefix_lens for part in parts]),
+            **{name: np.concatenate([part.sequences[name] for part in parts]) for name in parts[0].sequences if name == "signs"},
             **({"loss_ids": loss_ids} if len(losses) > 1 else {}), **({"adapter_ids": adapter_ids} if adapters else {})}
         starts = np.cumsum([0, *(part.num_tokens for part in parts)])
         return cls(

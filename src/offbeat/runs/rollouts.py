@@ -13,7 +13,9 @@ from offbeat.controller.inputs import RunInputs, choose_reward
 from offbeat.controller.parts import Rollouts
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
+from offbeat.data.reward_model import PREFIX
 from offbeat.data.row import Row
+from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
 from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sample, Sampling
@@ -21,10 +23,14 @@ from offbeat.rollout.door import Door
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
 from offbeat.rollout.functions import resolve
+from offbeat.rollout.model_reward import ModelReward
 from offbeat.rollout.reward_pool import RewardPool
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
+from offbeat.workers.worker import Launcher
+
+Rewards = RewardPool | ModelReward
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class EngineRollouts:
     record: RunRecord
     inputs: RunInputs
     generate: Generate
-    rewards: RewardPool
+    rewards: Rewards
 
     draws = True
 
@@ -118,11 +124,22 @@ class NoEngines:
         raise AssertionError("a run without engines was asked to imitate")
 
 
-async def open_rewards(stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord) -> RewardPool:
-    """Start the reward processes, and try the reward on one row."""
-    rollout = config.rollout
-    rewards = await stack.enter_async_context(RewardPool(
-        choose_reward(config), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=record.log_dir,
-        memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
+async def open_rewards(
+    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
+) -> Rewards:
+    """Start the reward processes, which the launcher starts where they compute with a model, and try the reward on one row."""
+    rollout, reward = config.rollout, choose_reward(config)
+    if reward.startswith(PREFIX):
+        options = RewardModelOptions(
+            reward.removeprefix(PREFIX), config.model.dtype, config.data.system_prompt if config.data.chat_template else "",
+            config.train.max_tokens_per_microbatch)
+        rewards = await stack.enter_async_context(ModelReward(
+            launcher, options, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
+            start_timeout_s=config.cluster.start_timeout_s, log_dir=record.log_dir, threads=config.inference.threads or 1,
+            num_devices=config.cluster.devices_per_worker))
+    else:
+        rewards = await stack.enter_async_context(RewardPool(
+            reward, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=record.log_dir,
+            memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
     await rewards.check(inputs.train.row(0))
     return rewards

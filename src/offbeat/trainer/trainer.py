@@ -73,7 +73,7 @@ class Trainer(ABC):
         self._module = module
         self._run = config
         self._config = config.train
-        self._keeps_reference = config.algorithm.needs_reference
+        self._keeps_reference = config.algorithm.needs_reference and self._predicts == "logprobs"
         self._refresh_steps = config.algorithm.reference_refresh_steps if self._keeps_reference else 0
         self._heap = Heap()
         self._offer: WeightBroadcast | None = None

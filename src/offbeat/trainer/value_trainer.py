@@ -13,9 +13,10 @@ class ValueTrainer(ModelTrainer):
 
     _predict = staticmethod(predict_values)
     _predicts = "values"
+    _has_bias = True
 
     @classmethod
     def _load_model(cls, folder: str, config: Config) -> PreTrainedModel:
         model = load_policy(folder, config=config.train)
-        give_value_head(model)
+        give_value_head(model, bias=cls._has_bias)
         return model

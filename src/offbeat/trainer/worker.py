@@ -16,8 +16,9 @@ from offbeat.pulse import work
 from offbeat.sync.mesh import ProcessGroups, connect_store, host_store, join
 from offbeat.sync.peers import own_card
 from offbeat.trainer.bank_trainer import BankTrainer
-from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress
+from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress, Trainee
 from offbeat.trainer.model_trainer import ModelTrainer
+from offbeat.trainer.reward_trainer import RewardTrainer
 from offbeat.trainer.trainer import Trainer
 from offbeat.workers.worker import Nothing, Service, answer
 
@@ -31,18 +32,20 @@ def build_model(request: BuildRequest) -> None:
         eos_token_id=request.eos_token_id, pad_token_id=request.pad_token_id, seed=request.seed)
 
 
-def build_trainers(model: str, config: Config, groups: ProcessGroups, *, many: bool = False) -> dict[str, Trainer]:
-    """Load models, and build the trainers of a run by the part that they train, or that of `many` adapters; collective.
+def build_trainers(model: str, config: Config, groups: ProcessGroups, *, trains: Trainee = "policy") -> dict[str, Trainer]:
+    """Load models, and build the trainers of a run by the part that they train; collective.
 
     Args:
-        model: folder or hub id of the policy, whose trainer is the part "".
+        model: folder or hub id of the policy, or of what else `trains` says; its trainer is the part "".
     """
-    if many:
-        policy = BankTrainer.build_empty(model, config=config, groups=groups)
+    if trains == "adapters":
+        trainer = BankTrainer.build_empty(model, config=config, groups=groups)
+    elif trains == "rewards":
+        trainer = RewardTrainer.build(model, config=config, groups=groups)
     else:
-        policy = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
+        trainer = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
     gc.freeze()  # what libraries have loaded stays forever; each collection that walks it costs 0.1 s
-    return {"": policy}
+    return {"": trainer}
 
 
 def find_trainer(trainers: Mapping[str, Trainer], method: str) -> tuple[Trainer, str]:
@@ -107,7 +110,7 @@ class TrainWorker(Service):
         """Load the model that this rank joined for."""
         request, groups = self._request, self._groups
         assert request is not None and groups is not None, "a rank joins before it loads"
-        self._trainers = build_trainers(request.model, Config.model_validate_json(request.config), groups, many=request.many)
+        self._trainers = build_trainers(request.model, Config.model_validate_json(request.config), groups, trains=request.trains)
         return Nothing()
 
     def _give_up(self, error: StuckError) -> None:
