@@ -13,7 +13,7 @@ from offbeat.config.load import split_overrides
 from offbeat.errors import OffbeatError
 
 _COMMANDS = {
-    "quickstart": "quickstart", "train": "train", "sft": "sft", "eval": "evaluate", "engine": "engine", "serve": "serve",
+    "quickstart": "quickstart", "train": "train", "sft": "sft", "dpo": "dpo", "eval": "evaluate", "engine": "engine", "serve": "serve",
     "config": "config", "doctor": "doctor", "report": "report"}
 """Module of each command."""
 

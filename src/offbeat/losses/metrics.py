@@ -7,6 +7,7 @@ from torch import Tensor
 
 from offbeat.data.batch import LossSpec
 from offbeat.losses.objectives import clips, gates, plain_ratios
+from offbeat.losses.pairs import compare, margins
 from offbeat.losses.ratios import k3, k3_of, log_ratio
 from offbeat.losses.targets import Targets
 from offbeat.losses.weights import Weights
@@ -14,11 +15,15 @@ from offbeat.losses.weights import Weights
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Values of M targets, [M] each by the name of a metric, whose mean, minimum or maximum over all targets is reported."""
+    """Values of M targets, [M] each by the name of a metric, whose mean, minimum or maximum over all targets is reported.
+
+    `groups` has values of any number of groups, whose mean over all groups is reported.
+    """
 
     means: dict[str, Tensor] = field(default_factory=dict)
     minima: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    groups: dict[str, Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -55,3 +60,17 @@ def policy_report(targets: Targets, loss: LossSpec, weights: Weights, *, ref_log
         means["policy/kl_current_to_ref_k3_mean"] = k3_of(-distance)
     maxima = {"policy/ratio_max": ratios, "policy/weight_max": values, "policy/logprob_gap_max": gap}
     return Report(means, {"policy/ratio_min": ratios}, maxima)
+
+
+@torch.no_grad()
+def pair_report(targets: Targets, loss: LossSpec, trained: Tensor) -> Report:
+    """Compute the metrics of a loss of preference pairs; `trained` is [M] bool."""
+    found = compare(loss.name, targets, trained)
+    margin = margins(loss.name, found, targets)[found.has_chosen | found.has_rejected]
+    what = "logprob" if loss.name == "simpo" else "logratio"
+    return Report(groups={
+        "preference/accuracy": margin > 0,
+        "preference/margin_mean": margin,
+        f"preference/chosen_{what}_mean": found.chosen[found.has_chosen],
+        f"preference/rejected_{what}_mean": found.rejected[found.has_rejected],
+    })

@@ -1,7 +1,7 @@
 """The targets of one loss as tensors, which weights, objectives and regularisers read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,9 @@ class Targets:
         counted: [M] bool, the loss tokens over which values of a sequence are taken.
         sequences: [M] int64, ascending from 0, the sequence of each target; empty for losses that do not need it.
         constants: of the objective.
+        groups: [M] int64 from 0, the group of each target; empty for losses that do not compare the sequences of a group.
+        liked: [M] bool, whether the target's answer was chosen or labelled as good; empty as `groups`.
+        reference: [M] float32, under the reference policy; empty for losses that do not read it.
     """
 
     logprobs: Tensor
@@ -31,6 +34,9 @@ class Targets:
     counted: Tensor
     sequences: Tensor
     constants: Mapping[str, Any]
+    groups: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    liked: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    reference: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def over_sequences(self, values: Tensor, how: Literal["mean", "sum", "max"]) -> Tensor:
         """Return [M]: for each target, the mean, sum or maximum of `values` [M] over the counted targets of its sequence, or 0 of none."""

@@ -54,6 +54,11 @@ def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
         policy/weight_mean, policy/weight_max: constant weight of the targets: behaviour weight times filters.
         policy/weight_ess: effective sample size of that weight W as a share of the targets, (sum W)^2 / (n sum W^2); 1 if all are equal.
         policy/gate_mean: share of the gradient that sapo's gate lets through.
+        Losses of preference pairs add, over the pairs (over the answers, for kto):
+        preference/accuracy: share of pairs whose chosen answer is the better one, as the loss measures it, before the update.
+        preference/margin_mean: by how much it is: the argument of the loss's sigmoid without gamma, or for ipo the difference itself.
+        preference/chosen_logratio_mean, preference/rejected_logratio_mean: log-probability less that under the reference, summed over an
+            answer; for ipo, its mean over an answer's tokens. Simpo has chosen_logprob_mean and rejected_logprob_mean by token instead.
         A metric without any target is 0.
     """
     seen = combine([update.seen for update in updates])
