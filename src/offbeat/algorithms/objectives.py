@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.config.preference import USUAL_BETA, PreferenceConfig
 from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
 from offbeat.errors import ConfigError, DataError
 
@@ -61,6 +62,7 @@ class Objective:
 
 _RATIO = {"clip_low": Constant(0.8), "clip_high": Constant(1.2)}
 _POSITIVE = 1e-6
+_REFERENCE = ("ref_logprobs",)
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     "cross_entropy": Objective((), uses_anchor=False, drops_inputs=True),
     "reinforce": Objective(uses_anchor=False),
@@ -76,6 +78,15 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
         constants={"clip_low": Constant(0.2), "clip_high": Constant(0.2), "divergence": Constant("tv", words=("tv", "kl"))},
         bounds="distance"),
     "value": Objective(("values", "returns"), {"clip": Constant(0.0)}, uses_anchor=False),
+    # Of preference training, in `losses.pairs`.
+    "dpo": Objective(
+        _REFERENCE, {"beta": Constant(0.1, low=_POSITIVE), "label_smoothing": Constant(0.0, high=0.5)}, uses_anchor=False, by_group=True),
+    "ipo": Objective(_REFERENCE, {"beta": Constant(0.1, low=_POSITIVE)}, uses_anchor=False, by_group=True),
+    "simpo": Objective((), {"beta": Constant(2.0, low=_POSITIVE), "gamma": Constant(0.5)}, uses_anchor=False, by_group=True),
+    # `z` is the divergence from the reference, measured before each step over the whole batch; its groups are single answers.
+    "kto": Objective(_REFERENCE, {"beta": Constant(0.1, low=_POSITIVE), "z": Constant(0.0)}, uses_anchor=False, by_group=True),
+    # Of reward models, in `losses.pairs`, too.
+    "bradley_terry": Objective(("margins",), {"centring": Constant(0.01)}, uses_anchor=False, by_group=True),
 })
 """All objectives by name. Where they bound a ratio, `clip_low` and `clip_high` are the smallest and the largest unclipped ratio."""
 
@@ -146,6 +157,13 @@ def policy_loss(config: AlgorithmConfig) -> LossSpec:
         filters=tuple(FilterSpec(rule.metric, rule.level, rule.aggregate, rule.low, rule.high) for rule in config.filters),
         regularisers=tuple(term for term in terms if term.coefficient),
         own_samples=True)
+
+
+def preference_loss(config: PreferenceConfig) -> LossSpec:
+    """Return the loss of preference training that [preference] describes; that of kto with a `z` of 0."""
+    values = {"beta": config.beta or USUAL_BETA[config.loss], "label_smoothing": config.label_smoothing, "gamma": config.gamma}
+    constants = OBJECTIVES[config.loss].constants
+    return LossSpec(config.loss, {key: values.get(key, constant.default) for key, constant in constants.items()})
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:

@@ -38,7 +38,7 @@ _TABLE: dict[Change, list[str]] = {
     Change.FREE: [
         *_of("run", "name dir private mode warm_up resume"),
         *_of("train", "num_ranks strategy max_tokens_per_microbatch share_prefix gradient_checkpointing threads step_timeout_s"),
-        *_of("sft", "evaluate_every_steps"), *_of("reward_model", "evaluate_every_steps"),
+        *(f"{section}.evaluate_every_steps" for section in ("sft", "preference", "reward_model")),
         # For single_rank_load, what matters is the number of processes that draw data, which is compared separately.
         *_of("rollout", "max_concurrent_rollouts single_rank_load balance_batch reward_workers reward_timeout_s reward_memory_bytes"
              " reward_env episode_timeout_s max_retries max_failures_in_a_row batch_timeout_s"),
@@ -60,13 +60,15 @@ _TABLE: dict[Change, list[str]] = {
         "train.autocast", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
         *_of("reward_model", "centring total_steps batch_size"), *(f"reward_model.optimizer.{name}" for name in _OPTIMIZER),
+        *_of("preference", "total_steps batch_size beta label_smoothing gamma"),
+        *(f"preference.optimizer.{name}" for name in _OPTIMIZER),
         *_of("rollout", "group_size consumer_batch_size max_head_offpolicyness on_stale max_new_tokens temperature top_p top_k stop"
              " stop_token_ids"),
         *_of("inference", "engine forward max_context"),
         "weights.interrupt",
         *_of("evaluate", "num_prompts temperature"),
     ],
-    Change.REFUSED: ["run.seed", "data.shuffle", *_of("model.lora", "rank alpha targets")],
+    Change.REFUSED: ["run.seed", "data.shuffle", "preference.loss", *_of("model.lora", "rank alpha targets")],
     Change.CONTENT: [
         *_of("model", "path tokenizer"),
         *_of("model.tiny", "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size max_positions"),

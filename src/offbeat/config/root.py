@@ -14,6 +14,7 @@ from offbeat.config.data import DataConfig
 from offbeat.config.dist import DistConfig
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
+from offbeat.config.preference import USUAL_GAMMA, PreferenceConfig
 from offbeat.config.reward_model import RewardModelConfig
 from offbeat.config.rollout import RolloutConfig
 from offbeat.config.run import RunConfig
@@ -32,6 +33,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = field(AlgorithmConfig(), "The objective.")
     train: TrainConfig = field(TrainConfig(), "The ranks that learn.")
     sft: SftConfig = field(SftConfig(), "Supervised fine-tuning.")
+    preference: PreferenceConfig = field(PreferenceConfig(), "Preference training.")
     reward_model: RewardModelConfig = field(RewardModelConfig(), "Reward models.")
     rollout: RolloutConfig = field(RolloutConfig(), "Rollouts.")
     inference: InferenceConfig = field(InferenceConfig(), "Engines.")
@@ -99,6 +101,7 @@ class Config(Section):
         self._check_rollouts()
         self._check_credit()
         self._check_loss()
+        self._check_preference()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         return self
@@ -152,6 +155,17 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.drop_zero_advantage must be false with algorithm.{terms[0]}, which acts on sequences of advantage 0, too; leave"
                 " it out")
+
+    def _check_preference(self) -> None:
+        preference = self.preference
+        if preference.label_smoothing and preference.loss != "dpo":
+            raise ValueError(
+                f"preference.label_smoothing must be 0 with preference.loss = '{preference.loss}', got {preference.label_smoothing:g}; only"
+                " dpo smooths labels")
+        if preference.gamma != USUAL_GAMMA and preference.loss != "simpo":
+            raise ValueError(
+                f"preference.gamma must be left out with preference.loss = '{preference.loss}', got {preference.gamma:g}; only simpo has a"
+                " margin to reach")
 
     def _check_rollouts(self) -> None:
         rollout = self.rollout

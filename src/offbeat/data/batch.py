@@ -108,7 +108,8 @@ class Batch:
         columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
             sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `ratio_mask` and `m2_mask` (1 or 0).
         sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
-            `prefix_lens` tokens; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
+            `prefix_lens` tokens; `signs`, 1 for a chosen answer and -1 for a rejected one of the group, where a loss compares them;
+            `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
         losses: losses of the sequences.
         adapters: names of the adapters that the sequences train; empty if the trainer has only one thing to train.
         denominator: number of targets or sequences over which the loss weights average, to weigh batches that were drawn separately.

@@ -14,8 +14,8 @@ With lp the trained log-probability, q the anchor, A the advantage, r = exp(lp -
     dppo                 -r * A, and 0 where A and the move from q to lp have one sign and the divergence is above clip_high or clip_low
     value                max((v - R)^2, (old + clip(v - old) - R)^2) / 2, with v the value, old that before the update, R the return
 
-Only the targets that are `trained` count; all others have the loss 0 without gradient, whatever their values are. No denominator is
-applied: those are in the batch's loss weights.
+Those of preference pairs are in `losses.pairs`. Only the targets that are `trained` count; all others have the loss 0 without gradient,
+whatever their values are. No denominator is applied: those are in the batch's loss weights.
 
 Source: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; cispo, arXiv:2506.13585; dro, arXiv:2405.19107; gspo, arXiv:2507.18071 (its
 token variant); sapo, arXiv:2511.20347; gmpo, arXiv:2507.20673; dppo, arXiv:2602.04879; value with a clip, arXiv:2005.12729.
@@ -26,6 +26,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from offbeat.losses import pairs
 from offbeat.losses.ratios import MAX_LOG_RATIO, bernoulli_kl, current_log_ratio
 from offbeat.losses.targets import Targets, only
 
@@ -105,7 +106,9 @@ def value(targets: Targets, trained: Tensor) -> Tensor:
 
 OBJECTIVES: dict[str, Callable[[Targets, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy, "reinforce": reinforce, "importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo,
-    "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo, "value": value}
+    "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo, "value": value,
+    "dpo": pairs.dpo, "ipo": pairs.ipo, "simpo": pairs.simpo, "kto": pairs.kto,
+    "bradley_terry": pairs.bradley_terry}
 """Functions of M targets and [M] bool, which of them are trained; each returns [M] losses with gradient."""
 
 

@@ -19,11 +19,13 @@ from typing import TypeVar
 from offbeat.checkpoint.recover import none_sound
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
-from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, index_of, part_of
-from offbeat.controller.inputs import RunInputs, read_inputs
+from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, WARM_UP, index_of, part_of
+from offbeat.controller.inputs import RunInputs, read_inputs, read_pair_inputs
 from offbeat.controller.loop import TrainResult, train
 from offbeat.controller.parts import RunParts
+from offbeat.controller.preference import prefer
 from offbeat.controller.resume import compare
+from offbeat.controller.reward_model import train_reward_model
 from offbeat.controller.state import Highlights, RunState, SavedState
 from offbeat.controller.supervised import SftResult, fine_tune, is_finished
 from offbeat.data import wire
@@ -79,7 +81,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class SupervisedResult:
-    """What `result.json` of `offbeat sft` says; see `SftResult` and `RunResult`. Wall times are of this start of the run."""
+    """What `result.json` of `offbeat sft` and `offbeat dpo` says; see `SftResult`, `RunResult`. Wall times are of this start of the run."""
 
     steps: int
     trained_tokens: int
@@ -134,6 +136,22 @@ def run_supervised(config: Config, console: Console, *, debug: bool = False, fre
     """
     return _run_lesson(
         config, console, FINE_TUNING, lambda parts, state: fine_tune(parts, state, standalone=True), debug=debug, fresh=fresh)
+
+
+def run_preference(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SupervisedResult | None:
+    """`offbeat dpo`: preference training, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
+
+    A `fresh` run never resumes: an older one of its name is moved aside.
+    """
+    return _run_lesson(config, console, PREFERENCE, prefer, debug=debug, fresh=fresh)
+
+
+def run_reward_model(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SupervisedResult | None:
+    """`offbeat reward-model`: a reward model, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
+
+    A `fresh` run never resumes: an older one of its name is moved aside.
+    """
+    return _run_lesson(config, console, REWARD_MODEL, train_reward_model, debug=debug, fresh=fresh)
 
 
 def _run_lesson(
@@ -327,6 +345,22 @@ def _fine_tuned(config: Config) -> str | None:
         f" {config.sft.stop_at_accuracy:g} above that to go on")
 
 
+def _preferred(config: Config) -> str | None:
+    """What `offbeat dpo` has done and how it would go on, if it is finished."""
+    newest = index_of(config, PREFERENCE).newest()
+    if newest is None or newest.step < config.preference.total_steps:
+        return None
+    return f"done its {newest.step} preference steps; raise preference.total_steps to go on"
+
+
+def _rewarded(config: Config) -> str | None:
+    """What `offbeat reward-model` has done and how it would go on, if it is finished."""
+    newest = index_of(config, REWARD_MODEL).newest()
+    if newest is None or newest.step < config.reward_model.total_steps:
+        return None
+    return f"done its {newest.step} reward model steps; raise reward_model.total_steps to go on"
+
+
 @dataclass(frozen=True)
 class _Kind:
     """What is special to the start of one kind of run.
@@ -343,6 +377,8 @@ class _Kind:
 _KINDS = {
     TRAINING: _Kind(read_inputs, _trained),
     FINE_TUNING: _Kind(partial(read_inputs, supervised=True), _fine_tuned),
+    PREFERENCE: _Kind(lambda config: read_pair_inputs(config, unpaired=config.preference.loss == "kto"), _preferred),
+    REWARD_MODEL: _Kind(partial(read_pair_inputs, rewards=True), _rewarded),
 }
 """By what names of its checkpoints begin with."""
 

@@ -342,6 +342,7 @@ class Trainer(ABC):
                 tracker.stat(scored.report.means, denominator="train/tokens")
                 tracker.stat(scored.report.minima, reduce="min")
                 tracker.stat(scored.report.maxima, reduce="max")
+                tracker.stat(scored.report.groups)
                 progress("backward")
                 (scored.losses.sum() * (scale * self._gradient_scale)).backward()
         with torch.no_grad():
