@@ -17,7 +17,7 @@ from offbeat.model.peft_io import read_adapter
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import OnSpan, Trainers
 from offbeat.sync.faults import VARIABLE
-from offbeat.trainer.messages import NewAdapter, Scores, TargetScores
+from offbeat.trainer.messages import NewAdapter, Scores, TargetScores, Trainee
 from offbeat.workers.local import LocalLauncher
 from small_run import small_config
 from train_samples import imitated, make_batch

@@ -35,6 +35,7 @@ from offbeat.trainer.messages import (
     Stepped,
     StoreAddress,
     Trained,
+    Trainee,
     TrainStep,
     WriteRequest,
     Written,

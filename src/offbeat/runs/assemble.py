@@ -37,13 +37,16 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
         if not inputs.plays:
-            ranks = await WorkerRanks.start(launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir, trains=inputs.trains)
+            ranks = await WorkerRanks.start(
+                launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir, trains=inputs.trains)
             trainers, none = Trainers(ranks, config, on_span=record.on_span), NoEngines(draws=True)
             yield RunParts(config, record, inputs, trainers, none, none, SingleProcess(), none.watch)
             return
         ranks, (engines, rewards) = await both(
             WorkerRanks.start(launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir),
-            both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, inputs, config, record, launcher=launcher)))
+            both(
+                EngineGroup.start(launcher, config, log_dir=record.log_dir),
+                open_rewards(stack, inputs, config, record, launcher=launcher)))
         addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
         trainers = Trainers(ranks, config, on_span=record.on_span)
