@@ -94,10 +94,10 @@ class Classifier:
         with torch.device("meta"):
             expected = self._class(type(config).from_dict({**config.to_dict(), **self.settings(padding=0)})).state_dict()
         own = {_HEAD if name == self.head else name: tensor.shape for name, tensor in model.state_dict().items()}
-        if own != {name: tensor.shape for name, tensor in expected.items()}:
-            different = min(own.keys() ^ expected.keys() or own.keys())
+        wanted = {name: tensor.shape for name, tensor in expected.items()}
+        if different := sorted(name for name in own.keys() | wanted.keys() if own.get(name) != wanted.get(name)):
             raise ModelError(
-                f"the sequence classifier of transformers for {kind} has other weights, {different!r} first, so that it cannot become a"
+                f"the sequence classifier of transformers for {kind} has other weights, {different[0]!r} first, so that it cannot become a"
                 " reward model; use another")
 
     def settings(self, *, padding: int) -> dict[str, Any]:
