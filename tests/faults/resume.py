@@ -119,7 +119,8 @@ def cases() -> list[Case]:
     rows = []
     now = _values()
     for key, change in CHANGES.items():
-        if key in ELSEWHERE or key.startswith(("sft.", "serve.", "model.")) or change is Change.FREE or key == "run.total_steps":
+        unread = key.startswith(("sft.", "preference.", "serve.", "model."))
+        if key in ELSEWHERE or unread or change is Change.FREE or key == "run.total_steps":
             continue
         if key.startswith("data.") and change is Change.CONTENT and key not in ("data.task", "data.task_size"):
             continue

@@ -234,12 +234,16 @@ class Batch:
     def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":
         """Concatenate one or more batches; equal losses and adapters are merged, and group ids are made distinct between parts.
 
-        A column that a part lacks, because its losses do not read it, is 0 there. The denominator is that of the first part.
+        A column that a part lacks, of targets or of sequences, because its losses do not read it, is 0 there. The denominator is that of
+        the first part.
         """
         losses, loss_ids = _merged([part.losses for part in parts], [part.ids("loss_ids") for part in parts])
         adapters, adapter_ids = _merged([part.adapters for part in parts], [part.ids("adapter_ids") for part in parts])
         firsts = np.cumsum([0, *(int(part.group_ids.max(initial=-1)) + 1 for part in parts)])
+        others = dict.fromkeys(
+            name for part in parts for name in part.sequences if name not in ("group_ids", "prefix_lens", "loss_ids", "adapter_ids"))
         sequences = {
+            **{name: np.concatenate([part.ids(name) for part in parts]) for name in others},
             "group_ids": np.concatenate([part.group_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]),
             "prefix_lens": np.concatenate([part.prefix_lens for part in parts]),
             **{name: np.concatenate([part.sequences[name] for part in parts]) for name in parts[0].sequences if name == "signs"},
@@ -255,7 +259,7 @@ class Batch:
             sequences=sequences, losses=losses, adapters=adapters, denominator=parts[0].denominator)
 
     def ids(self, name: str) -> np.ndarray:
-        """Return [N] int64, `loss_ids` or `adapter_ids`; zeros if the batch does not have them."""
+        """Return [N] int64, a column of the sequences such as `loss_ids` or `adapter_ids`; zeros if the batch does not have it."""
         return self.sequences.get(name, np.zeros(len(self), np.int64))
 
 
