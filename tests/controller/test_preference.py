@@ -24,7 +24,7 @@ from offbeat.spmd.ranks import OneRankLoads, OwnRank
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord, SilentRecord
-from offbeat.trainer.worker import build_trainer
+from offbeat.trainer.worker import build_trainers
 from ranks import run_alone, run_ranks
 from small_run import small_config
 
@@ -63,7 +63,7 @@ def play(groups, config: Config, *, crash_at: int = 0) -> SftResult:
     inputs = read_pair_inputs(config, unpaired=config.preference.loss == "kto")
     thread = SideThread("rank")
     loads = OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world))
-    trainers = Crashing(OwnRank(build_trainer(config.model.path, config, groups), loads, thread), config)
+    trainers = Crashing(OwnRank(build_trainers(config.model.path, config, groups), loads, thread), config)
     trainers.at = crash_at
     leads = groups.rank == 0
     none = NoEngines(draws=leads)

@@ -119,7 +119,7 @@ def cases() -> list[Case]:
     rows = []
     now = _values()
     for key, change in CHANGES.items():
-        unread = key.startswith(("sft.", "preference.", "serve.", "model."))
+        unread = key.startswith(("sft.", "preference.", "reward_model.", "serve.", "model."))
         if key in ELSEWHERE or unread or change is Change.FREE or key == "run.total_steps":
             continue
         if key.startswith("data.") and change is Change.CONTENT and key not in ("data.task", "data.task_size"):

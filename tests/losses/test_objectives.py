@@ -9,13 +9,11 @@ from offbeat.algorithms.objectives import OBJECTIVES as TABLE
 from offbeat.losses.objectives import OBJECTIVES, clips, gates
 from offbeat.losses.targets import Targets
 
-OF_TOKENS = [name for name, objective in TABLE.items() if not objective.by_group]
+OF_TOKENS = [name for name, objective in TABLE.items() if not objective.by_group and name != "value"]
 """Those that compare the sequences of a group are tested in `test_pairs`."""
 
 CLIP = {"clip_low": 0.8, "clip_high": 1.2}
 ALL = torch.ones(400, dtype=torch.bool)
-
-POLICY_OBJECTIVES = [name for name in OBJECTIVES if name != "value"]
 
 
 def targets_of(*, sequences=None, spread=0.5, **constants):
