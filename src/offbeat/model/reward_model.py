@@ -88,7 +88,7 @@ class Classifier:
         config, kind = model.config, next(each.__name__ for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
         if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             raise ModelError(f"transformers has no sequence classifier for {kind}, so that it cannot become a reward model; use another")
-        self._class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        self._class: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
         output = model.get_output_embeddings()
         self.head = next(f"{name}.weight" for name, module in model.named_modules() if module is output)
         with torch.device("meta"):
