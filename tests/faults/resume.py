@@ -292,9 +292,9 @@ def render(found: list[Row]) -> str:
         "`src/offbeat/config/resume.py` for every setting. A row passes when the run goes on with exit code 0 and has said what is to be",
         "said (the number of steps, which every row changes, is left out here), or ends with exit code 2 and one sentence before any",
         "process is started. Settings that change freely are changed together, a section at a time; those of `[sft]`, `[preference]`,",
-        "not read by a run of reinforcement learning.",
-        "",
         "`[reward_model]` and `[serve]` are not read by a run of reinforcement learning.",
+        "",
+        f"{len(found) - len(failed)} of {len(found)} rows pass.",
         "",
     ]
     if failed:
