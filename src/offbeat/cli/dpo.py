@@ -25,7 +25,7 @@ beta then.
 _EXAMPLES = """\
 examples:
   offbeat dpo examples/preferences.toml
-  offbeat dpo examples/preferences.toml --preference.loss simpo --run.name simpo
+  offbeat dpo examples/preferences.toml --preference.loss simpo --preference.beta 2 --run.name simpo
   offbeat dpo examples/preferences.toml --model.path org/model --model.lora.rank 16 --preference.optimizer.lr 5e-6 --run.name adapter
 """
 
