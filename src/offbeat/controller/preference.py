@@ -106,7 +106,7 @@ class PreferenceLesson(Lesson):
 
     async def _score(self, sequences: Sequence[Encoded]) -> np.ndarray:
         """Return the log-probabilities, [M] float32, of all answer tokens under the present weights; collective."""
-        return (await self._parts.trainers.score(answer_batch(sequences, self._loss))).logprobs
+        return (await self._parts.trainers.score(answer_batch(sequences, self._loss))).columns["logprobs"]
 
     async def _divergence(self, indices: Sequence[int]) -> float:
         """Estimate how far the policy is from the reference, at least 0, by answers to other prompts than those of these rows."""
