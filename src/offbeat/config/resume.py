@@ -93,7 +93,7 @@ _NOT_OF: dict[Part, tuple[str, ...]] = {
     "rl": ("sft.", *_ON_PAIRS),
     "sft": (*_RL_ALONE, *_ON_PAIRS),
     "preference": (*_NOT_ON_PAIRS, "reward_model."),
-    "reward_model": (*_NOT_ON_PAIRS, "preference.", "evaluate."),
+    "reward_model": (*_NOT_ON_PAIRS, "preference."),
 }
 
 

@@ -13,7 +13,7 @@ from offbeat.data.ends import Ends, find_ends
 from offbeat.data.identity import Identity, code_digest, digest_of, model_digest
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
-from offbeat.data.reward_model import PREFIX, JudgedPairEncoder, open_reward_folder, plain, reads_chats
+from offbeat.data.reward_model import PREFIX, JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
@@ -134,8 +134,10 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
     base = read_base(config)
     train, heldout = open_pairs(config.data, unpaired=unpaired)
     tokenizer = base.tokenizer
-    if rewards and not (config.data.chat_template or reads_chats(train) or reads_chats(heldout)):
-        tokenizer = plain(tokenizer)
+    if rewards:
+        choose_padding(tokenizer)  # else the export could not be written
+        if not (config.data.chat_template or reads_chats(train) or reads_chats(heldout)):
+            tokenizer = plain(tokenizer)
     encoder = (JudgedPairEncoder if rewards else PairEncoder)(
         tokenizer, config.data, config.sft.too_long, base.context, config.train.max_tokens_per_microbatch, config.train.share_prefix)
     num_dropped = encoder.check(train)

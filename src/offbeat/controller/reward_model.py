@@ -35,8 +35,8 @@ class RewardLesson(Lesson):
         self.config = self._settings = parts.config.reward_model
         self.dataset = pairs.train
         self._encoder = pairs.encoder
-        heldout = pairs.heldout
-        encoded = [self._encoder.encode(heldout.row(index), name=f"held-out row {index}") for index in range(heldout.num_rows or 0)]
+        count = min(parts.config.evaluate.num_prompts, pairs.heldout.num_rows or 0)
+        encoded = [self._encoder.encode(pairs.heldout.row(index), name=f"held-out row {index}") for index in range(count)]
         self._heldout = [pair for pair in encoded if pair is not None]
         self._tokenizer_folder = parts.config.run_dir / "tokenizer"
 
@@ -51,7 +51,7 @@ class RewardLesson(Lesson):
         return reward_batch([pair for _, pair in drawn], centring=self._settings.centring)
 
     async def evaluate(self) -> RewardEvaluation | None:
-        """Compare the rewards of all held-out pairs; None also on a rank that does not draw, whose ranks score with the others."""
+        """Compare the rewards of held-out pairs; None also on a rank that does not draw, whose ranks score with the others."""
         if not self._heldout:
             return None
         with self._parts.record.tracer.span("evaluate", "controller"):

@@ -106,7 +106,8 @@ class Batch:
         positions: [M] int64, ascending, indices into `tokens`: the token whose output predicts each target.
         targets: [M] int32, token ids.
         columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
-            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `ratio_mask` and `m2_mask` (1 or 0).
+            sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `ratio_mask` and `m2_mask` (1 or 0), and
+            `margins` by which a chosen answer is to lead.
         sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
             `prefix_lens` tokens; `signs`, 1 for a chosen answer and -1 for a rejected one of the group, where a loss compares them;
             `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
@@ -246,7 +247,6 @@ class Batch:
             **{name: np.concatenate([part.ids(name) for part in parts]) for name in others},
             "group_ids": np.concatenate([part.group_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]),
             "prefix_lens": np.concatenate([part.prefix_lens for part in parts]),
-            **{name: np.concatenate([part.sequences[name] for part in parts]) for name in parts[0].sequences if name == "signs"},
             **({"loss_ids": loss_ids} if len(losses) > 1 else {}), **({"adapter_ids": adapter_ids} if adapters else {})}
         starts = np.cumsum([0, *(part.num_tokens for part in parts)])
         return cls(
