@@ -213,8 +213,8 @@ def test_a_run_killed_while_it_fine_tunes_goes_on_and_then_says_that_it_is_finis
     assert resumed["step"] >= rows - 3
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 30
     with pytest.raises(ConfigError, match=r"has done its 30 supervised steps; raise sft.total_steps to go on, or give run.name a new name"):
-        prepare_run_dir(config, supervised=True)
-    prepare_run_dir(small_config(tmp_path, model_dir, **changes | {"sft__total_steps": "31"}), supervised=True)
+        prepare_run_dir(config, kind="sft")
+    prepare_run_dir(small_config(tmp_path, model_dir, **changes | {"sft__total_steps": "31"}), kind="sft")
     assert run.folder.exists(), "a run with more to do goes on in its folder"
     prepare_run_dir(config)
     assert not run.folder.exists(), "reinforcement learning does not go on from fine-tuning, which is moved aside"

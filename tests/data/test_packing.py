@@ -241,3 +241,30 @@ def test_sequences_of_no_tokens_and_of_nothing_to_score_cost_nothing():
 def test_no_ranks_are_refused():
     with pytest.raises(DataError, match="number of ranks must be at least 1, got 0"):
         plan_microbatches(whole_groups([3]), num_ranks=0, max_tokens=8, share_prefix=True)
+
+
+@given(batches(), st.booleans(), st.integers(1, 3), st.integers(0, 30), st.booleans(), costs)
+@settings(max_examples=100, deadline=None)
+def test_groups_that_must_stay_whole_do_within_the_budget(batch, share, num_ranks, spare, balance, cost):
+    groups = [np.flatnonzero(batch.group_ids == group) for group in np.unique(batch.group_ids)]
+    largest = max((row_cost(batch.select(members), share_prefix=share) for members in groups), default=0)
+    plan = plan_microbatches(
+        batch, num_ranks=num_ranks, max_tokens=largest + spare, share_prefix=share, whole_groups=True, cost=cost, balance=balance)
+    micros = [micro for rank in plan.microbatches for micro in rank]
+    assert sorted(np.concatenate(micros).tolist()) == list(range(len(batch)))
+    assert {len(rank) for rank in plan.microbatches} == {len(plan.microbatches[0])}
+    for micro in micros:
+        assert row_cost(batch.select(micro), share_prefix=share) <= largest + spare
+        for members in groups:
+            assert set(members) <= set(micro) or not set(members) & set(micro), "a group is in one micro-batch"
+
+
+def test_a_pair_larger_than_the_budget_is_refused_and_not_split():
+    pair = make_batch([[1, 2, 3, 4], [1, 2, 5, 6, 7]], prefix_lens=[2, 2], group_ids=[7, 7])
+    plan = plan_microbatches(pair, num_ranks=1, max_tokens=5, share_prefix=True, whole_groups=True)
+    assert [micro.tolist() for micro in plan.microbatches[0]] == [[0, 1]]
+    for share, needed in ((True, 5), (False, 7)):
+        with pytest.raises(DataError, match=(
+                rf"the 2 sequences of group 7, of 4 and 5 tokens, need a row of {needed}, which exceeds"
+                rf" train.max_tokens_per_microbatch = {needed - 1}; their loss compares them")):
+            plan_microbatches(pair, num_ranks=1, max_tokens=needed - 1, share_prefix=share, whole_groups=True)

@@ -121,7 +121,8 @@ def cases() -> list[Case]:
     rows = []
     now = _values()
     for key, change in CHANGES.items():
-        if key in ELSEWHERE or key.startswith(("sft.", "serve.", "model.")) or change is Change.FREE or key == "run.total_steps":
+        unread = key.startswith(("sft.", "preference.", "reward_model.", "serve.", "model."))
+        if key in ELSEWHERE or unread or change is Change.FREE or key == "run.total_steps":
             continue
         if key.startswith("data.") and change is Change.CONTENT and key not in ("data.task", "data.task_size"):
             continue
@@ -292,8 +293,8 @@ def render(found: list[Row]) -> str:
         "with the real command; what changes ranks or engines in processes of its own. What a change means stands in",
         "`src/offbeat/config/resume.py` for every setting. A row passes when the run goes on with exit code 0 and has said what is to be",
         "said (the number of steps, which every row changes, is left out here), or ends with exit code 2 and one sentence before any",
-        "process is started. Settings that change freely are changed together, a section at a time; those of `[sft]` and `[serve]` are",
-        "not read by a run of reinforcement learning.",
+        "process is started. Settings that change freely are changed together, a section at a time; those of `[sft]`, `[preference]`,",
+        "`[reward_model]` and `[serve]` are not read by a run of reinforcement learning.",
         "",
         f"{len(found) - len(failed)} of {len(found)} rows pass.",
         "",

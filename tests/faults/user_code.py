@@ -38,6 +38,7 @@ from offbeat.runs.run import open_run
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
+from offbeat.workers.local import LocalLauncher
 from small_run import build_small_model, small_config
 from support import wrong_code
 
@@ -252,7 +253,8 @@ class Ring:
         with RunRecord(folder, trace=False, console=notes) as record:
             try:
                 async with asyncio.timeout(_CASE_TIMEOUT_S), AsyncExitStack() as stack:
-                    rewards = await open_rewards(stack, self._parts.inputs, config, record)
+                    rewards = await open_rewards(
+                        stack, self._parts.inputs, config, record, launcher=LocalLauncher.from_config(config))
                     assert isinstance(self._parts.source, EngineRollouts), "a controller rolls out itself"
                     source = EngineRollouts(config, record, self._parts.inputs, self._parts.source.generate, rewards)
                     rollouts = source.rollouts(stream, version=self._version, last_version=self._version + STEPS)

@@ -67,7 +67,9 @@ class Workshop:
         launcher = await self._stack.enter_async_context(make_launcher(config))
         ranks, (engines, self._rewards) = await both(
             WorkerRanks.start(launcher, config, model=inputs.model, build=None, log_dir=record.log_dir),
-            both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(self._stack, inputs, config, record)))
+            both(
+                EngineGroup.start(launcher, config, log_dir=record.log_dir),
+                open_rewards(self._stack, inputs, config, record, launcher=launcher)))
         self._trainers = Trainers(ranks, config)
         urls = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         self._serving = await open_fleet(self._stack, engines, urls, config, record, model=inputs.model)

@@ -9,10 +9,11 @@ from offbeat.algorithms.objectives import OBJECTIVES as TABLE
 from offbeat.losses.objectives import OBJECTIVES, clips, gates
 from offbeat.losses.targets import Targets
 
+OF_TOKENS = [name for name, objective in TABLE.items() if not objective.by_group and name not in ("value", "forward_kl", "reverse_kl")]
+"""Those that compare the sequences of a group are tested in `test_pairs`."""
+
 CLIP = {"clip_low": 0.8, "clip_high": 1.2}
 ALL = torch.ones(400, dtype=torch.bool)
-
-POLICY_OBJECTIVES = [name for name in OBJECTIVES if name not in ("value", "forward_kl", "reverse_kl")]
 
 
 def targets_of(*, sequences=None, spread=0.5, **constants):
@@ -105,7 +106,7 @@ def test_cispo_without_bounds_and_reinforce_at_a_ratio_of_one_have_the_gradient_
     torch.testing.assert_close(loss_and_gradient("reinforce", still)[1], loss_and_gradient("importance_sampling", still)[1])
 
 
-@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
+@pytest.mark.parametrize("name", OF_TOKENS)
 def test_a_gradient_is_removed_exactly_where_a_clip_is_reported(name):
     constants = {key: constant.default for key, constant in TABLE[name].constants.items()} | ({"dual_clip": 1.5} if name == "ppo" else {})
     targets = targets_of(spread=1.0, **constants)
@@ -119,7 +120,7 @@ def test_a_gradient_is_removed_exactly_where_a_clip_is_reported(name):
 
 
 @pytest.mark.parametrize("gap", [-500.0, 500.0])
-@pytest.mark.parametrize("name", POLICY_OBJECTIVES)
+@pytest.mark.parametrize("name", OF_TOKENS)
 def test_ratios_that_overflow_have_finite_losses_and_gradients(name, gap):
     constants = {key: constant.default for key, constant in TABLE[name].constants.items()}
     old = torch.full((2,), -600.0)

@@ -17,7 +17,7 @@ from offbeat.model.peft_io import read_adapter
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import OnSpan, Trainers
 from offbeat.sync.faults import VARIABLE
-from offbeat.trainer.messages import NewAdapter, Scores, TargetScores
+from offbeat.trainer.messages import NewAdapter, Scores, TargetScores, Trainee
 from offbeat.workers.local import LocalLauncher
 from small_run import small_config
 from train_samples import imitated, make_batch
@@ -28,9 +28,9 @@ def config_of(tmp_path: Path, model: str = "", **changes: str) -> Config:
 
 
 async def start(
-    launcher: LocalLauncher, config: Config, folder: Path, model: str, *, many: bool = False, on_span: OnSpan = lambda *_: None,
+    launcher: LocalLauncher, config: Config, folder: Path, model: str, *, trains: Trainee = "policy", on_span: OnSpan = lambda *_: None,
 ) -> Trainers:
-    ranks = await WorkerRanks.start(launcher, config, model=model, build=None, log_dir=folder, many=many)
+    ranks = await WorkerRanks.start(launcher, config, model=model, build=None, log_dir=folder, trains=trains)
     return Trainers(ranks, config, on_span=on_span)
 
 
@@ -162,7 +162,7 @@ async def add(group: Trainers, *names: str) -> None:
 async def train(num_ranks: int, folder: Path, model: str) -> tuple[Scores, Scores, dict[str, float], Scores]:
     config = small_config(folder, model, model__lora__rank="4", train__num_ranks=str(num_ranks))
     async with LocalLauncher(stop_timeout_s=5) as launcher:
-        group = await start(launcher, config, folder, model, many=True)
+        group = await start(launcher, config, folder, model, trains="adapters")
         await add(group, *BOTH)
         batch = of_adapters(imitated(make_batch(6, 1)), NAMES)
         for _ in range(2):
@@ -220,7 +220,7 @@ def test_a_rank_that_misbehaves_in_a_step_is_named(
 
     async def main() -> None:
         async with LocalLauncher(stop_timeout_s=1) as launcher:
-            group = await start(launcher, config, tmp_path, model_dir, many=True)
+            group = await start(launcher, config, tmp_path, model_dir, trains="adapters")
             await add(group, "alice")
             with pytest.raises(RunError, match=sentence):
                 await group.optim_step({"alice": AdamParams(lr=1e-2)})

@@ -24,6 +24,7 @@ from offbeat.runs.rollouts import EngineRollouts, open_rewards
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
+from offbeat.workers.local import LocalLauncher
 from small_run import build_small_model, small_config
 
 
@@ -34,7 +35,7 @@ def test_a_reward_that_cannot_be_called_is_found_before_the_run(tmp_path: Path) 
 
     async def main(record: RunRecord) -> None:
         async with AsyncExitStack() as stack:
-            await open_rewards(stack, read_inputs(config), config, record)
+            await open_rewards(stack, read_inputs(config), config, record, launcher=LocalLauncher.from_config(config))
 
     with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
         with pytest.raises(CodeError, match="no answer"):

@@ -117,7 +117,7 @@ def test_a_run_goes_on_only_from_checkpoints_of_its_own_kind(
     index.complete(3, encode_json(SavedState(3, 3, ())))
     for name in ("config.toml", "metrics.jsonl"):
         (config.run_dir / name).touch()
-    prepare_run_dir(config, supervised=supervised)
+    prepare_run_dir(config, kind="sft" if supervised else "step")
     assert config.run_dir.exists() is goes_on
 
 
@@ -127,7 +127,7 @@ def test_a_fine_tuning_that_has_reached_its_accuracy_says_so(tmp_path: Path) -> 
     index.complete(3, encode_json(SavedState(3, 3, (), Highlights(heldout_after=0.625))))
     (config.run_dir / "config.toml").touch()
     with pytest.raises(ConfigError, match=r"reached a held-out accuracy of 0.625 after 3 supervised steps; set sft.stop_at"):
-        prepare_run_dir(config, supervised=True)
+        prepare_run_dir(config, kind="sft")
 
 
 def test_a_fresh_run_moves_an_older_one_aside_whatever_it_came_to(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from offbeat.trainer.messages import (
     Stepped,
     StoreAddress,
     Trained,
+    Trainee,
     TrainStep,
     WriteRequest,
     Written,
@@ -48,10 +49,10 @@ CANARY = (5, 6, 7, 8)
 STEP = AdamParams(lr=1e-2)
 
 
-def started(config: Config, model: str, *, many: bool = False) -> Iterator[TrainWorker]:
+def started(config: Config, model: str, *, trains: Trainee = "policy") -> Iterator[TrainWorker]:
     worker = TrainWorker()
     store = call(worker, "host_store", StoreAddress("127.0.0.1", 0), StoreAddress)
-    call(worker, "join", JoinRequest(0, 1, store, config.model_dump_json(), model, many), Nothing)
+    call(worker, "join", JoinRequest(0, 1, store, config.model_dump_json(), model, trains), Nothing)
     call(worker, "load_model", Nothing(), Nothing)
     yield worker
     leave()
@@ -70,7 +71,7 @@ def lora_rank(model_dir: str, tmp_path: Path) -> Iterator[TrainWorker]:
 
 @pytest.fixture
 def rank_of_many(model_dir: str, tmp_path: Path) -> Iterator[TrainWorker]:
-    yield from started(small_config(tmp_path, model_dir, model__lora__rank="4"), model_dir, many=True)
+    yield from started(small_config(tmp_path, model_dir, model__lora__rank="4"), model_dir, trains="adapters")
 
 
 def call(worker: TrainWorker, method: str, request: object, reply: type = NoneType) -> object:

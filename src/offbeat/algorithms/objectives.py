@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.batch import FilterSpec, LossSpec, RegulariserSpec, WeightSpec
+from offbeat.config.preference import USUAL_BETA, PreferenceConfig
+from offbeat.data.batch import Batch, FilterSpec, LossSpec, RegulariserSpec, WeightSpec
 from offbeat.errors import ConfigError, DataError
 
 
@@ -45,6 +46,9 @@ class Objective:
         bounds: what `clip_low` and `clip_high` bound: "ratio", the ratio itself, or "distance", how far the policy may move to either
             side; "" if it has none.
         by_sequence: whether a target's loss depends on the other targets of its sequence.
+        by_group: whether it depends on the other sequences of its group (`group_ids`), such as the two answers of a preference pair, which
+            are then in one micro-batch and one minibatch. Each target has the loss of its whole group, and weighs 1 / (number of groups *
+            targets of its group).
         drops_inputs: whether an adapter's dropout applies. A ratio compares the policy with the one that sampled, and neither uses dropout.
     """
 
@@ -53,11 +57,13 @@ class Objective:
     uses_anchor: bool = True
     bounds: Literal["", "ratio", "distance"] = ""
     by_sequence: bool = False
+    by_group: bool = False
     drops_inputs: bool = False
 
 
 _RATIO = {"clip_low": Constant(0.8), "clip_high": Constant(1.2)}
 _POSITIVE = 1e-6
+_REFERENCE = ("ref_logprobs",)
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     "cross_entropy": Objective((), uses_anchor=False, drops_inputs=True),
     "reinforce": Objective(uses_anchor=False),
@@ -75,6 +81,15 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType({
     "forward_kl": Objective(("teacher_logprobs",), uses_anchor=False),
     "reverse_kl": Objective(("teacher_logprobs", "teacher_least"), uses_anchor=False),
     "value": Objective(("values", "returns"), {"clip": Constant(0.0)}, uses_anchor=False),
+    # Of preference training, in `losses.pairs`.
+    "dpo": Objective(
+        _REFERENCE, {"beta": Constant(0.1, low=_POSITIVE), "label_smoothing": Constant(0.0, high=0.5)}, uses_anchor=False, by_group=True),
+    "ipo": Objective(_REFERENCE, {"beta": Constant(0.1, low=_POSITIVE)}, uses_anchor=False, by_group=True),
+    "simpo": Objective((), {"beta": Constant(2.0, low=_POSITIVE), "gamma": Constant(0.5)}, uses_anchor=False, by_group=True),
+    # `z` is the divergence from the reference, measured before each step over the whole batch; its groups are single answers.
+    "kto": Objective(_REFERENCE, {"beta": Constant(0.1, low=_POSITIVE), "z": Constant(0.0)}, uses_anchor=False, by_group=True),
+    # Of reward models, in `losses.pairs`, too.
+    "bradley_terry": Objective(("margins",), {"centring": Constant(0.01)}, uses_anchor=False, by_group=True),
 })
 """All objectives by name. Where they bound a ratio, `clip_low` and `clip_high` are the smallest and the largest unclipped ratio."""
 
@@ -96,6 +111,11 @@ def is_own(name: str) -> bool:
 def objective_of(name: str) -> Objective:
     """Return the row of an objective; all of the user's own have the same."""
     return _OWN if is_own(name) else OBJECTIVES[name]
+
+
+def keeps_groups(batch: Batch) -> bool:
+    """Whether a loss of the batch needs its groups whole, in each micro-batch."""
+    return any(OBJECTIVES[loss.name].by_group for loss in batch.losses)
 
 
 def reads_of(loss: LossSpec) -> tuple[str, ...]:
@@ -181,6 +201,13 @@ def _constants(config: AlgorithmConfig) -> dict[str, float | str]:
 def value_loss(clip: float) -> LossSpec:
     """Return the loss of a critic, whose values may move `clip` from where they were; 0 is no limit."""
     return LossSpec("value", {"clip": clip})
+
+
+def preference_loss(config: PreferenceConfig) -> LossSpec:
+    """Return the loss of preference training that [preference] describes; that of kto with a `z` of 0."""
+    values = {"beta": config.beta or USUAL_BETA[config.loss], "label_smoothing": config.label_smoothing, "gamma": config.gamma}
+    constants = OBJECTIVES[config.loss].constants
+    return LossSpec(config.loss, {key: values.get(key, constant.default) for key, constant in constants.items()})
 
 
 def client_loss(name: str, **constants: float) -> LossSpec:

@@ -13,8 +13,8 @@ from offbeat.config.load import split_overrides
 from offbeat.errors import OffbeatError
 
 _COMMANDS = {
-    "quickstart": "quickstart", "train": "train", "sft": "sft", "eval": "evaluate", "engine": "engine", "serve": "serve",
-    "config": "config", "doctor": "doctor", "report": "report"}
+    "quickstart": "quickstart", "train": "train", "sft": "sft", "dpo": "dpo", "reward-model": "reward_model", "eval": "evaluate",
+    "engine": "engine", "serve": "serve", "config": "config", "doctor": "doctor", "report": "report"}
 """Module of each command."""
 
 _DESCRIPTION = """\

@@ -24,8 +24,8 @@ class Change(Enum):
     CODE = "the run goes on with the other code, which is said in a line, also where only its source is another"
 
 
-Part = Literal["rl", "sft"]
-"""Reinforcement learning, or supervised fine-tuning by `offbeat sft` or as a warm-up."""
+Part = Literal["rl", "sft", "preference", "reward_model"]
+"""Reinforcement learning, supervised fine-tuning by `offbeat sft` or as a warm-up, preference training, or training of a reward model."""
 
 _OPTIMIZER = ("lr", "beta1", "beta2", "eps", "weight_decay", "warmup_steps", "schedule", "min_lr_ratio", "clip_norm")
 
@@ -39,7 +39,7 @@ _TABLE: dict[Change, list[str]] = {
     Change.FREE: [
         *_of("run", "name dir private mode warm_up resume"),
         *_of("train", "num_ranks strategy max_tokens_per_microbatch share_prefix gradient_checkpointing threads step_timeout_s"),
-        *_of("sft", "evaluate_every_steps"),
+        *(f"{section}.evaluate_every_steps" for section in ("sft", "preference", "reward_model")),
         # For single_rank_load, what matters is the number of processes that draw data, which is compared separately.
         *_of("rollout", "max_concurrent_rollouts single_rank_load balance_batch reward_workers reward_timeout_s reward_memory_bytes"
              " reward_env episode_timeout_s max_retries max_failures_in_a_row batch_timeout_s"),
@@ -61,6 +61,9 @@ _TABLE: dict[Change, list[str]] = {
         *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.", "curriculum.")) and key not in _ALGORITHM_CODE),
         "train.autocast", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
+        *_of("reward_model", "centring total_steps batch_size"), *(f"reward_model.optimizer.{name}" for name in _OPTIMIZER),
+        *_of("preference", "total_steps batch_size beta label_smoothing gamma"),
+        *(f"preference.optimizer.{name}" for name in _OPTIMIZER),
         *_of("rollout", "group_size consumer_batch_size max_head_offpolicyness on_stale max_new_tokens temperature top_p top_k stop"
              " stop_token_ids"),
         *_of("inference", "engine forward max_context"),
@@ -68,7 +71,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("teacher", "path url engine top_k template"),
         *_of("evaluate", "num_prompts temperature"),
     ],
-    Change.REFUSED: ["run.seed", "data.shuffle", *_of("model.lora", "rank alpha targets")],
+    Change.REFUSED: ["run.seed", "data.shuffle", "preference.loss", *_of("model.lora", "rank alpha targets")],
     Change.CONTENT: [
         *_of("model", "path tokenizer"),
         *_of("model.tiny", "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size max_positions"),
@@ -81,14 +84,19 @@ _TABLE: dict[Change, list[str]] = {
 CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for key in keys}
 """What a change of each setting means."""
 
-# Settings that only the other part of a run reads.
+_RL_ALONE = (
+    "run.total_steps", "algorithm.", "critic.", "curriculum.", "teacher.", "train.optimizer.", "rollout.group_size",
+    "rollout.consumer_batch_size", "rollout.max_head", "rollout.on_stale", "rollout.temperature", "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt")
+_ON_PAIRS = ("preference.", "reward_model.")
+_NOT_ON_PAIRS = (
+    *_RL_ALONE, *(key for key, _ in settings() if key.startswith("sft.") and key != "sft.too_long"), "rollout.", "inference.",
+    "evaluate.temperature")
+# Settings that only other parts of a run read.
 _NOT_OF: dict[Part, tuple[str, ...]] = {
-    "rl": ("sft.",),
-    "sft": (
-        "run.total_steps", "algorithm.", "critic.", "curriculum.", "teacher.", "train.optimizer.", "rollout.group_size",
-        "rollout.consumer_batch_size",
-        "rollout.max_head", "rollout.on_stale", "rollout.temperature", "rollout.workflow", "rollout.reward", "rollout.should_accept",
-        "weights.interrupt"),
+    "rl": ("sft.", *_ON_PAIRS),
+    "sft": (*_RL_ALONE, *_ON_PAIRS),
+    "preference": (*_NOT_ON_PAIRS, "reward_model."),
+    "reward_model": (*_NOT_ON_PAIRS, "preference."),
 }
 
 

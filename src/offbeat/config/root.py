@@ -16,6 +16,8 @@ from offbeat.config.data import DataConfig
 from offbeat.config.dist import DistConfig
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
+from offbeat.config.preference import USUAL_GAMMA, PreferenceConfig
+from offbeat.config.reward_model import RewardModelConfig
 from offbeat.config.rollout import RolloutConfig
 from offbeat.config.run import RunConfig
 from offbeat.config.service import ServeConfig
@@ -37,6 +39,8 @@ class Config(Section):
     teacher: TeacherConfig = field(TeacherConfig(), "Distillation.")
     train: TrainConfig = field(TrainConfig(), "The ranks that learn.")
     sft: SftConfig = field(SftConfig(), "Supervised fine-tuning.")
+    preference: PreferenceConfig = field(PreferenceConfig(), "Preference training.")
+    reward_model: RewardModelConfig = field(RewardModelConfig(), "Reward models.")
     rollout: RolloutConfig = field(RolloutConfig(), "Rollouts.")
     inference: InferenceConfig = field(InferenceConfig(), "Engines.")
     weights: WeightsConfig = field(WeightsConfig(), "Publishing.")
@@ -107,6 +111,7 @@ class Config(Section):
         self._check_own_code()
         self._check_control()
         self._check_teacher()
+        self._check_preference()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
         return self
@@ -288,6 +293,17 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.{acting[0]} must be off with {name}, which compares no sampled tokens; set it to"
                 f" {'[]' if acting[0] == 'filters' else '0' if acting[0] not in ('weight', 'kl_loss') else repr('none')}")
+
+    def _check_preference(self) -> None:
+        preference = self.preference
+        if preference.label_smoothing and preference.loss != "dpo":
+            raise ValueError(
+                f"preference.label_smoothing must be 0 with preference.loss = '{preference.loss}', got {preference.label_smoothing:g}; only"
+                " dpo smooths labels")
+        if preference.gamma != USUAL_GAMMA and preference.loss != "simpo":
+            raise ValueError(
+                f"preference.gamma must be left out with preference.loss = '{preference.loss}', got {preference.gamma:g}; only simpo has a"
+                " margin to reach")
 
     def _check_rollouts(self) -> None:
         rollout = self.rollout

@@ -1,7 +1,7 @@
 """When to save, and what a run goes on from. In SPMD mode every rank calls it, and the leader's view of the disk counts."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,11 @@ from offbeat.data import wire
 from offbeat.errors import ConfigError, StorageError
 from offbeat.types import Version
 
-TRAINING, FINE_TUNING, WARM_UP = "step", "sft", "warm-up"
-"""What names of checkpoints begin with: of reinforcement learning, of `offbeat sft`, and of the warm-up of `offbeat train`."""
+TRAINING, FINE_TUNING, WARM_UP, PREFERENCE, REWARD_MODEL = "step", "sft", "warm-up", "dpo", "reward"
+"""What names of checkpoints begin with: of reinforcement learning, `offbeat sft`, the warm-up of `offbeat train`, `offbeat dpo`, and
+`offbeat reward-model`."""
+
+_PARTS: dict[str, Part] = {TRAINING: "rl", FINE_TUNING: "sft", WARM_UP: "sft", PREFERENCE: "preference", REWARD_MODEL: "reward_model"}
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,18 @@ def index_of(config: Config, kind: str) -> CheckpointIndex:
 
 def part_of(kind: str) -> Part:
     """Which part of a run saves checkpoints of a kind."""
-    return "rl" if kind == TRAINING else "sft"
+    return _PARTS[kind]
 
 
 class Checkpoints:
     """The resumable checkpoints of a run or of its warm-up, and its exports."""
 
-    def __init__(self, parts: RunParts, kind: str = TRAINING) -> None:
+    def __init__(
+        self, parts: RunParts, kind: str = TRAINING, *, export: Callable[[Path], Awaitable[None]] | None = None,
+    ) -> None:
+        """`export` writes the model to a folder; by default it writes the language model that is trained."""
         self._parts = parts
+        self._write = export or self._write_model
         self._trainers = parts.trainers
         self._config = parts.config
         self._index = index_of(parts.config, kind)
@@ -125,7 +132,10 @@ class Checkpoints:
             await self._export(f"exports/step-{global_step:08d}")
 
     async def _export(self, folder: str) -> None:
-        await self._trainers.export(self._config.run_dir / folder, tokenizer=self._parts.inputs.tokenizer_folder)
+        await self._write(self._config.run_dir / folder)
+
+    async def _write_model(self, folder: Path) -> None:
+        await self._trainers.export(folder, tokenizer=self._parts.inputs.tokenizer_folder)
 
     async def _find(self) -> _Found | None:
         newest, damages = await asyncio.to_thread(self._index.choose)

@@ -4,19 +4,22 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offbeat.config.resume import remembered
 from offbeat.config.root import Config
-from offbeat.data.dataset import PromptDataset, check_lengths, open_datasets, sft_sequence
+from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_lengths, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
 from offbeat.data.identity import Identity, code_digest, digest_of, model_digest
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
+from offbeat.data.pairs import PairEncoder, Preference, open_pairs
+from offbeat.data.reward_model import PREFIX, JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from offbeat.errors import ConfigError
 from offbeat.inference.sampling import Sampling
-from offbeat.trainer.messages import BuildRequest
+from offbeat.trainer.messages import BuildRequest, Trainee
 
 _MAX_CANARY_TOKENS = 64
 _PROBE_TEXT = f"{string.printable} Offbeat goes on where it stopped: 3.14159 * 2 = 6.28318?\n\tÄpfel, 你好, naïve, don't, return x[0]"
@@ -37,6 +40,15 @@ class Base:
 
 
 @dataclass(frozen=True)
+class PairInputs:
+    """Preferences to train on and held-out ones, and how they become tokens."""
+
+    train: Dataset[Preference]
+    heldout: Dataset[Preference]
+    encoder: PairEncoder
+
+
+@dataclass(frozen=True)
 class RunInputs:
     """The inputs of a run, read before any process is started so that mistakes show at once.
 
@@ -48,6 +60,8 @@ class RunInputs:
         supervision: how rows are imitated.
         num_dropped: number of training rows dropped because they are too long to imitate; of an endless dataset, among its first rows.
         identity: digests of all of this and the settings that it came from, for a checkpoint to remember.
+        pairs: preferences, if the run trains on them; `train` and `heldout` are then empty.
+        trains: what the run trains.
     """
 
     model: str
@@ -61,6 +75,13 @@ class RunInputs:
     supervision: Supervision
     num_dropped: int
     identity: Identity
+    pairs: PairInputs | None = None
+    trains: Trainee = "policy"
+
+    @property
+    def plays(self) -> bool:
+        """Whether prompts are answered, so that the run needs engines."""
+        return self.pairs is None
 
     @property
     def vocab_size(self) -> int:
@@ -76,7 +97,8 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         supervised: whether training rows are only imitated and held-out ones answered; otherwise all are answered.
 
     Raises:
-        ModelError: the folder holds no model or tokenizer, or the tokenizer has no template for a chat.
+        ModelError: the folder holds no model or tokenizer, the tokenizer has no template for a chat, or there is no reward model that
+            `rollout.reward` names.
         DataError: the data cannot be used, or a row is too long for the model.
         ConfigError: lengths contradict each other, a configured end of samples is impossible, or the teacher does not fit.
     """
@@ -97,14 +119,51 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         _identify(config, base, train))
 
 
-def _identify(config: Config, base: Base, train: PromptDataset) -> Identity:
+def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = False) -> RunInputs:
+    """Read model configuration, tokenizer and preferences; writes nothing.
+
+    Args:
+        unpaired: whether single answers with a label are allowed.
+        rewards: whether a reward model is trained on them, which reads them as `data.reward_model` says.
+
+    Raises:
+        ModelError, DataError: as `read_inputs`.
+        ConfigError: ranks are to draw data each for itself.
+    """
+    if not config.rollout.single_rank_load:
+        raise ConfigError(
+            "rollout.single_rank_load must be true to train on preferences, got false; rank 0 keeps what belongs to each pair")
+    base = read_base(config)
+    train, heldout = open_pairs(config.data, unpaired=unpaired)
+    tokenizer = base.tokenizer
+    if rewards:
+        choose_padding(tokenizer)  # else the export could not be written
+        if not (config.data.chat_template or reads_chats(train) or reads_chats(heldout)):
+            tokenizer = plain(tokenizer)
+    encoder = (JudgedPairEncoder if rewards else PairEncoder)(
+        tokenizer, config.data, config.sft.too_long, base.context, config.train.max_tokens_per_microbatch, config.train.share_prefix)
+    num_dropped = encoder.check(train)
+    encoder.check(heldout)
+    supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
+    return RunInputs(
+        base.model, base.build, base.tokenizer_folder, base.tokenizer, base.context, _choose_sampling(base, config), ListDataset(()),
+        ListDataset(()), supervision, num_dropped, _identify(config, base, train), PairInputs(train, heldout, encoder),
+        "rewards" if rewards else "policy")
+
+
+def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
     code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
             "rollout.should_accept": config.rollout.should_accept, "algorithm.objective": config.algorithm.objective,
             "algorithm.credit": config.algorithm.credit}
     return Identity(
         remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
         digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]),
-        {setting: code_digest(name) for setting, name in code.items()})
+        {setting: _digest_of_code(name) for setting, name in code.items()})
+
+
+def _digest_of_code(name: str) -> str:
+    """Return the digest of a user's function, or of the reward model that a reward names."""
+    return model_digest(open_reward_folder(name.removeprefix(PREFIX)).path) if name.startswith(PREFIX) else code_digest(name)
 
 
 def _choose_sampling(base: Base, config: Config) -> Sampling:

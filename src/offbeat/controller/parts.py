@@ -74,6 +74,11 @@ class Rollouts(Protocol):
 class RolloutSource(Protocol):
     """Where this process plays rollouts and draws data."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether this process draws data itself; other ranks get their share of every batch from the one that does."""
+        ...
+
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0) -> Rollouts:
         """Return the rollouts that feed the training steps from `version` to `last_version`.
 

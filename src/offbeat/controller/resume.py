@@ -35,7 +35,7 @@ def compare(now: Identity, saved: SavedState, *, run_dir: Path, part: Part) -> l
         raise ConfigError(f"{where} with {what}{f' ({listed(changed)})' if changed else ''}; {_REMEDY}")
     told = [*found[Change.TOLD], *found[Change.HELD_OUT]]
     lines = [f"goes on with {listed(told)}"] if told else []
-    return lines if part == "sft" else [*lines, *_other_code(found[Change.CODE], now, saved.identity)]
+    return lines if part != "rl" else [*lines, *_other_code(found[Change.CODE], now, saved.identity)]
 
 
 def _other_contents(now: Identity, was: Identity) -> Iterator[tuple[str, str]]:

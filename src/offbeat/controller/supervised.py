@@ -1,26 +1,98 @@
-"""Supervised fine-tuning on the same ranks, with the same evaluation: `offbeat sft`, and the warm-up of `offbeat train`.
+"""The loop of all training on rows with known answers: `offbeat sft`, the warm-up of `offbeat train`, and every other `Lesson`.
 
-It saves and resumes as reinforcement learning does, under names of its own: a run that is started again goes on with the very losses that
-it would have had.
+A lesson says what is special to one kind: its rows, how they become batches, what is evaluated and exported. The loop does the rest: steps,
+evaluations, metrics, events, checkpoints. It saves and resumes as reinforcement learning does, under names of its own: a run that is
+started again goes on with the very losses that it would have had.
 """
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from offbeat.aio import run_beside
-from offbeat.config.train import SftConfig
+from offbeat.config.train import OptimizerConfig, SftConfig
 from offbeat.controller.checkpoints import FINE_TUNING, WARM_UP, Checkpoints
-from offbeat.controller.evaluate import Evaluation, Evaluator
+from offbeat.controller.evaluate import Evaluator
 from offbeat.controller.parts import RunParts
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState
-from offbeat.data.dataset import PromptStream
+from offbeat.data.batch import Batch
+from offbeat.data.dataset import Dataset, PromptStream
 
 _RECORDED = ("train/loss", "train/grad_norm", "step/total_s")
 
 
+class LessonConfig(Protocol):
+    """What the section of every lesson has."""
+
+    @property
+    def total_steps(self) -> int: ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+
+    @property
+    def evaluate_every_steps(self) -> int: ...
+
+
+class Outcome(Protocol):
+    """Result of an evaluation."""
+
+    @property
+    def accuracy(self) -> float: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+class Lesson(ABC):
+    """What a supervised run teaches. In SPMD mode every rank has one, and calls the same methods in the same order.
+
+    Attributes:
+        kind: what names of its checkpoints begin with; see `controller.checkpoints`.
+        events: what names of its events begin with, as in "sft_step".
+        word: what its steps are called in messages, as in "supervised".
+        standalone: whether the run keeps its metrics and exports the model; a warm-up leaves both to reinforcement learning.
+        config: its section of the settings.
+        dataset: rows to train on.
+    """
+
+    kind: str
+    events: str
+    word: str
+    standalone: bool = True
+    config: LessonConfig
+    dataset: Dataset[Any]
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+
+    async def prepare(self) -> None:  # noqa: B027
+        """Do what needs the initial weights, on every start: the checkpoint is restored afterwards. By default nothing."""
+
+    def begin(self, stream: PromptStream[Any]) -> None:  # noqa: B027
+        """Hear of the stream that the rows are drawn from, where the run goes on from. By default nothing."""
+
+    @abstractmethod
+    async def batch(self, stream: PromptStream[Any]) -> Batch:
+        """Draw the rows of a step; the batch has no sequences on a rank that draws nothing."""
+
+    @abstractmethod
+    async def evaluate(self) -> Outcome | None:
+        """Evaluate on held-out rows; None if there are none."""
+
+    async def export(self, folder: Path) -> None:
+        """Write the model for other programs to `folder`. By default a Hugging Face folder of the language model."""
+        await self._parts.trainers.export(folder, tokenizer=self._parts.inputs.tokenizer_folder)
+
+    def finished(self, *, steps: int, accuracy: float | None) -> bool:  # noqa: ARG002
+        """Whether nothing is left to do after so many steps with this held-out accuracy. By default accuracy does not matter."""
+        return steps >= self.config.total_steps
+
+
 @dataclass(frozen=True)
 class SftResult:
-    """What supervised fine-tuning came to.
+    """What supervised training came to.
 
     Attributes:
         steps: optimizer steps done, over all resumptions.
@@ -48,100 +120,138 @@ async def fine_tune(parts: RunParts, state: RunState, *, standalone: bool) -> Sf
     Evaluations publish the weights first, so `state.version` rises with each. A `standalone` run keeps its metrics and exports the model;
     a warm-up leaves both to the reinforcement learning that follows.
     """
-    return await run_beside(_FineTuning(parts, state, standalone=standalone).run(), parts.watch())
+    return await teach(parts, state, Imitation(parts, state, standalone=standalone))
 
 
-class _FineTuning:
-    """One fine-tuning's parts, bound together."""
+async def teach(parts: RunParts, state: RunState, lesson: Lesson) -> SftResult:
+    """Train until the lesson is finished or the user asks to stop."""
+    return await run_beside(_Teaching(parts, state, lesson).run(), parts.watch())
+
+
+class Imitation(Lesson):
+    """Supervised fine-tuning: the answers are imitated, and held-out prompts are answered through the engines."""
+
+    events = "sft"
+    word = "supervised"
 
     def __init__(self, parts: RunParts, state: RunState, *, standalone: bool) -> None:
+        super().__init__(parts)
+        self.kind = FINE_TUNING if standalone else WARM_UP
+        self.standalone = standalone
+        self.config = self._sft = parts.config.sft
+        self.dataset = parts.inputs.train
+        self._state = state
+        self._evaluator: Evaluator | None = None
+
+    def begin(self, stream: PromptStream[Any]) -> None:
+        """See `Lesson.begin`."""
+        parts, version = self._parts, self._state.version
+        rollouts = parts.source.rollouts(stream, version=version, last_version=version)
+        self._evaluator = Evaluator(rollouts, parts.inputs.heldout, parts.config.timed_evaluate, parts.peers)
+
+    async def batch(self, stream: PromptStream[Any]) -> Batch:
+        """See `Lesson.batch`."""
+        return self._parts.source.sft_batch(stream, self._sft.batch_size)
+
+    async def evaluate(self) -> Outcome | None:
+        """See `Lesson.evaluate`."""
+        parts, state, evaluator = self._parts, self._state, self._evaluator
+        assert evaluator is not None, "the lesson has begun"
+        if not evaluator.due(0, last=True):
+            return None
+        state.version += 1
+        with parts.record.tracer.span("publish", "controller", version=state.version):
+            await parts.publisher.publish(state.version, on_served=lambda _report: None)
+            await parts.publisher.settle()
+        with parts.record.tracer.span("evaluate", "controller"):
+            return await evaluator.run()
+
+    def finished(self, *, steps: int, accuracy: float | None) -> bool:
+        """See `Lesson.finished`."""
+        return is_finished(self._sft, steps=steps, accuracy=accuracy)
+
+
+class _Teaching:
+    """The parts of one run, bound together."""
+
+    def __init__(self, parts: RunParts, state: RunState, lesson: Lesson) -> None:
         config = parts.config
         self._parts = parts
         self._state = state
-        self._sft = config.sft
+        self._lesson = lesson
         self._record = parts.record
-        self._standalone = standalone
-        self._checkpoints = Checkpoints(parts, FINE_TUNING if standalone else WARM_UP)
-        self._stream = PromptStream(parts.inputs.train, seed=config.run.seed + 1, shuffle=config.data.shuffle)
+        self._checkpoints = Checkpoints(parts, lesson.kind, export=lesson.export)
+        self._stream = PromptStream(lesson.dataset, seed=config.run.seed + 1, shuffle=config.data.shuffle)
         self._step = 0
         self._trained_tokens = 0
         self._loss: float | None = None
         self._accuracy: float | None = None
 
     async def run(self) -> SftResult:
-        parts, state, sft = self._parts, self._state, self._sft
-        await parts.trainers.restart_optimizer(sft.optimizer, total_steps=sft.total_steps)
+        parts, state, lesson = self._parts, self._state, self._lesson
+        await parts.trainers.restart_optimizer(lesson.config.optimizer, total_steps=lesson.config.total_steps)
+        await lesson.prepare()
         saved = await self._checkpoints.restore()
         if saved is not None:
             self._resume(saved)
-        rollouts = parts.source.rollouts(self._stream, version=state.version, last_version=state.version)
-        evaluator = Evaluator(rollouts, parts.inputs.heldout, parts.config.timed_evaluate, parts.peers)
-        self._record.console.start(f"{parts.config.run.name} · supervised", sft.total_steps)
+        lesson.begin(self._stream)
+        self._record.console.start(f"{parts.config.run.name} · {lesson.word}", lesson.config.total_steps)
         if parts.inputs.num_dropped:
             self._record.console.note(f'{parts.inputs.num_dropped} rows are too long and dropped, as sft.too_long = "drop" says')
         await state.agree(parts.peers)
         while not (self._finished or state.stopping):
-            await self._train(evaluator)
-            if self._finished and self._standalone:
+            await self._train()
+            if self._finished and lesson.standalone:
                 await self._checkpoints.export()  # before the last checkpoint, which says that all is done
             if self._checkpoints.due(self._step, last=self._finished or state.stopping):
                 await self._save()
-        if self._standalone and not self._finished:
+        if lesson.standalone and not self._finished:
             await self._checkpoints.export()
         return SftResult(
             self._step, self._trained_tokens, self._loss, self._accuracy, stopped_early=state.stopping and not self._finished)
 
     @property
     def _finished(self) -> bool:
-        return is_finished(self._sft, steps=self._step, accuracy=self._accuracy)
+        return self._lesson.finished(steps=self._step, accuracy=self._accuracy)
 
-    async def _train(self, evaluator: Evaluator) -> None:
+    async def _train(self) -> None:
         """One step, with its evaluation and export if they are due."""
-        parts, sft, start = self._parts, self._sft, time.monotonic()
+        parts, lesson, start = self._parts, self._lesson, time.monotonic()
         self._step += 1
         with self._record.tracer.span("train", "controller", step=self._step):
-            stats = await parts.trainers.train_step(parts.source.sft_batch(self._stream, sft.batch_size))
+            stats = await parts.trainers.train_step(await lesson.batch(self._stream))
         self._trained_tokens += int(stats["train/tokens"])
         self._loss = stats["train/loss"]
         await self._state.agree(parts.peers)
-        last = self._step == sft.total_steps
-        if (last or (sft.evaluate_every_steps and self._step % sft.evaluate_every_steps == 0)) and not self._state.stopping:
-            evaluation = await self._evaluate(evaluator)
-            if evaluation is not None:
-                self._accuracy = evaluation.accuracy
-                stats |= evaluation.metrics()
-                self._record.console.note(f"held-out accuracy {evaluation.accuracy:.3f} after {self._step} supervised steps")
+        last, every = self._step == lesson.config.total_steps, lesson.config.evaluate_every_steps
+        if (last or (every and self._step % every == 0)) and not self._state.stopping:
+            outcome = await lesson.evaluate()
+            if outcome is not None:
+                self._accuracy = outcome.accuracy
+                stats |= outcome.metrics()
+                self._record.console.note(f"held-out accuracy {outcome.accuracy:.3f} after {self._step} {lesson.word} steps")
         stats["step/total_s"] = time.monotonic() - start
         self._record.console.update(self._step, stats)
-        if self._standalone:
+        if lesson.standalone:
             self._record.stats.commit(self._stream.state().epoch, self._step, self._step, stats)
-        self._record.events.record("sft_step", step=self._step, **{name: stats[name] for name in _RECORDED})
+        self._record.events.record(f"{lesson.events}_step", step=self._step, **{name: stats[name] for name in _RECORDED})
         await parts.peers.meet("commit_stats")
-        if self._standalone:
+        if lesson.standalone:
             await self._checkpoints.export_step(self._step)
-
-    async def _evaluate(self, evaluator: Evaluator) -> Evaluation | None:
-        if not evaluator.due(0, last=True):
-            return None
-        self._state.version += 1
-        with self._record.tracer.span("publish", "controller", version=self._state.version):
-            await self._parts.publisher.publish(self._state.version, on_served=lambda _report: None)
-            await self._parts.publisher.settle()
-        with self._record.tracer.span("evaluate", "controller"):
-            return await evaluator.run()
 
     async def _save(self) -> None:
         with self._record.tracer.span("checkpoint", "controller"):
             await self._checkpoints.save(
                 self._step, version=self._state.version, head=HeadState(self._stream.state(), ()),
                 highlights=Highlights(heldout_after=self._accuracy, trained_tokens=self._trained_tokens))
-        self._record.events.record("sft_checkpoint", step=self._step)
+        self._record.events.record(f"{self._lesson.events}_checkpoint", step=self._step)
 
     def _resume(self, saved: SavedState) -> None:
+        lesson = self._lesson
         self._step, self._state.version = saved.global_step, saved.version
         self._accuracy, self._trained_tokens = saved.highlights.heldout_after, saved.highlights.trained_tokens
         self._stream.restore(saved.heads[self._parts.head].stream)
         # The rows after a warm-up are of reinforcement learning that left no checkpoint, and begins again.
-        self._record.resume_after(saved.global_step if self._standalone else -1)
-        self._record.events.record("sft_resumed", step=saved.global_step, version=saved.version)
-        self._record.console.note(f"resumed after {saved.global_step} supervised steps")
+        self._record.resume_after(saved.global_step if lesson.standalone else -1)
+        self._record.events.record(f"{lesson.events}_resumed", step=saved.global_step, version=saved.version)
+        self._record.console.note(f"resumed after {saved.global_step} {lesson.word} steps")

@@ -119,10 +119,11 @@ class Batch:
         targets: [M] int32, token ids.
         columns: [M] float32 each, by name: always `loss_weights`, and what the losses read: `rollout_logprobs` (under the policy that
             sampled), `advantages`, `prox_logprobs`, `ref_logprobs`, `teacher_logprobs`, `teacher_least`, and the masks `ratio_mask`,
-            `m2_mask`, `detach_mask`, `kl_cov_mask` and `imitate_mask` (1 or 0); for a critic `values` (before its update) and `returns`.
+            `m2_mask`, `detach_mask`, `kl_cov_mask` and `imitate_mask` (1 or 0); for a critic `values` (before its update) and `returns`;
+            for a reward model `margins`, by which a chosen answer is to lead.
         sequences: [N] int64 each, by name: always `group_ids` and `prefix_lens`, where sequences of equal ids share their first
-            `prefix_lens` tokens; for a critic `truncated` (1 or 0); `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if
-            there are several.
+            `prefix_lens` tokens; for a critic `truncated` (1 or 0); `signs`, 1 for a chosen answer and -1 for a rejected one of the group,
+            where a loss compares them; `loss_ids` and `adapter_ids`, indices into `losses` and `adapters`, if there are several.
         losses: losses of the sequences.
         adapters: names of the adapters that the sequences train; empty if the trainer has only one thing to train.
         denominator: number of targets or sequences over which the loss weights average, to weigh batches that were drawn separately.
@@ -247,12 +248,16 @@ class Batch:
     def concatenate(cls, parts: Sequence["Batch"]) -> "Batch":
         """Concatenate one or more batches; equal losses and adapters are merged, and group ids are made distinct between parts.
 
-        A column that a part lacks, because its losses do not read it, is 0 there. The denominator is that of the first part.
+        A column that a part lacks, of targets or of sequences, because its losses do not read it, is 0 there. The denominator is that of
+        the first part.
         """
         losses, loss_ids = _merged([part.losses for part in parts], [part.ids("loss_ids") for part in parts])
         adapters, adapter_ids = _merged([part.adapters for part in parts], [part.ids("adapter_ids") for part in parts])
         firsts = np.cumsum([0, *(int(part.group_ids.max(initial=-1)) + 1 for part in parts)])
+        others = dict.fromkeys(
+            name for part in parts for name in part.sequences if name not in ("group_ids", "prefix_lens", "loss_ids", "adapter_ids"))
         sequences = {
+            **{name: np.concatenate([part.ids(name) for part in parts]) for name in others},
             "group_ids": np.concatenate([part.group_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]),
             "prefix_lens": np.concatenate([part.prefix_lens for part in parts]),
             **({"loss_ids": loss_ids} if len(losses) > 1 else {}), **({"adapter_ids": adapter_ids} if adapters else {})}
@@ -267,7 +272,7 @@ class Batch:
             sequences=sequences, losses=losses, adapters=adapters, denominator=parts[0].denominator)
 
     def ids(self, name: str) -> np.ndarray:
-        """Return [N] int64, `loss_ids` or `adapter_ids`; zeros if the batch does not have them."""
+        """Return [N] int64, a column of the sequences such as `loss_ids` or `adapter_ids`; zeros if the batch does not have it."""
         return self.sequences.get(name, np.zeros(len(self), np.int64))
 
 

@@ -59,7 +59,7 @@ class MarkedText:
         return ids.astype(np.int32), mask
 
 
-def mark_answers(messages: Messages, tokenizer: Tokenizer, *, turns: Literal["all", "last"]) -> list[MarkedText]:
+def mark_answers(messages: Messages, tokenizer: Tokenizer, *, turns: Literal["all", "last"], first: int = 1) -> list[MarkedText]:
     """Return what a chat teaches: one text, or several where the template writes a turn differently once others follow it.
 
     Such a template (one that drops the reasoning of earlier turns) shows a model other tokens to continue from than it wrote itself, so
@@ -68,12 +68,13 @@ def mark_answers(messages: Messages, tokenizer: Tokenizer, *, turns: Literal["al
     Args:
         messages: each with `role` and `content`. A first message by the assistant answers nothing and is not trained on.
         turns: which of the assistant's messages are trained on.
+        first: index from which on messages can be trained on, at least 1; those before are given.
 
     Raises:
         DataError: no message is the assistant's, one is empty, or the template omits it or changes what precedes it.
         ModelError: there is no chat template, or it refuses these messages.
     """
-    answers = [index for index, message in enumerate(messages) if index and message["role"] == "assistant"]
+    answers = [index for index, message in enumerate(messages) if index >= first and message["role"] == "assistant"]
     if not answers:
         raise DataError("the chat has no message of the assistant that answers another, so there is nothing to imitate")
     parts: list[MarkedText] = []

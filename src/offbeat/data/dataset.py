@@ -1,14 +1,15 @@
 """Prompts to train on and to evaluate with: opened from [data], drawn in a resumable order, rendered as tokens.
 
-`open_datasets` is called once at the start; the rollout executor draws from a `PromptStream`; workflows call `render`. Promises: the same
-seed gives the same order, a restored stream continues exactly where it was, and no generated prompt that is trained on is ever a held-out
-one.
+`open_datasets` is called once at the start; the rollout executor draws from a `PromptStream`; workflows call `render`. Other kinds of rows
+are opened by `open_records` and drawn by the same stream. Promises: the same seed gives the same order, a restored stream continues exactly
+where it was, and no generated prompt that is trained on is ever a held-out one.
 """
 
 import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,8 +31,13 @@ _DIGESTED_ROWS = 16
 
 _PROMPT_ID = re.compile(r"(\d+):(\d+)")
 
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+Parse = Callable[[dict[str, Any], str], R]
+"""Makes a row of a record; the second argument names the record in messages. Raises DataError if the record cannot be used."""
 
-class PromptDataset(Protocol):
+
+class Dataset(Protocol[R_co]):
     """A dataset of rows that are read by index."""
 
     @property
@@ -44,17 +50,21 @@ class PromptDataset(Protocol):
         """Digest of all rows in order, and so of what an index means; for an endless dataset, of what generates the rows."""
         ...
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> R_co:
         """Return the row at `index`; raises IndexError outside of 0 <= index < num_rows."""
         ...
 
 
+PromptDataset = Dataset[Row]
+"""A dataset of prompts with their answers."""
+
+
 @dataclass(frozen=True, eq=False)
-class SourceDataset:
+class SourceDataset(Generic[R]):
     """Records `start` to `start + num_rows` of a source; `all_rows` is the digest of all rows of the source."""
 
     source: Source
-    config: DataConfig
+    parse: Parse[R]
     start: int
     num_rows: int
     all_rows: str = ""
@@ -63,17 +73,17 @@ class SourceDataset:
     def digest(self) -> str:
         return digest_of([self.all_rows, self.start, self.num_rows])
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> R:
         if not 0 <= index < self.num_rows:
             raise IndexError(f"row {index} of {self.num_rows}")
-        return parse_record(self.source.record(self.start + index), self.config, where=f"record {self.start + index}")
+        return self.parse(self.source.record(self.start + index), f"record {self.start + index}")
 
 
 @dataclass(frozen=True, eq=False)
-class ListDataset:
+class ListDataset(Generic[R]):
     """A dataset of rows held in memory."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[R, ...]
 
     @property
     def num_rows(self) -> int:
@@ -83,15 +93,15 @@ class ListDataset:
     def digest(self) -> str:
         return digest_of(self.rows)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> R:
         return self.rows[index]
 
 
 @dataclass(frozen=True, eq=False)
-class EveryNth:
+class EveryNth(Generic[R]):
     """Rows `first`, `first` + n, `first` + 2 n, ... of a dataset: the share of one of n processes that draw from it."""
 
-    dataset: PromptDataset
+    dataset: Dataset[R]
     first: int
     n: int
 
@@ -104,7 +114,7 @@ class EveryNth:
     def digest(self) -> str:
         return digest_of([self.dataset.digest, self.first, self.n])
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> R:
         return self.dataset.row(self.first + index * self.n)
 
 
@@ -144,31 +154,44 @@ def open_datasets(config: DataConfig, *, seed: int) -> tuple[PromptDataset, Prom
         return _open_task(find_task(config), heldout_size=config.heldout_size, seed=seed)
     if not config.path:
         raise DataError("data.task and data.path are both empty; name a built-in task, a .jsonl or .parquet file, or a hub id")
+    return open_records(config, lambda record, where: parse_record(record, config, where=where))
+
+
+def open_records(config: DataConfig, parse: Parse[R]) -> tuple[Dataset[R], Dataset[R]]:
+    """Open the files or hub dataset that `config.path` and `heldout_*` name, with rows that `parse` makes.
+
+    Returns:
+        Rows to train on, and held-out rows (empty if `data.heldout_size` is 0).
+
+    Raises:
+        DataError: a source cannot be used, or `parse` refuses a record; every record is checked here.
+        MissingExtraError: the source needs an optional dependency.
+    """
     if config.heldout_split and not config.heldout_path and is_file(config.path):
         raise DataError(f"data.heldout_split is for hub ids, but data.path is the file {config.path!r}; give data.heldout_path")
-    source, rows = _open_source(config.path, config, split=config.split)
+    source, rows = _open_source(config.path, parse, split=config.split)
     if not config.heldout_size:
-        return SourceDataset(source, config, 0, len(source), rows), ListDataset(())
+        return SourceDataset(source, parse, 0, len(source), rows), ListDataset(())
     if config.heldout_path or config.heldout_split:
-        other, others = _open_source(config.heldout_path or config.path, config, split=config.heldout_split or config.split)
+        other, others = _open_source(config.heldout_path or config.path, parse, split=config.heldout_split or config.split)
         return (
-            SourceDataset(source, config, 0, len(source), rows),
-            SourceDataset(other, config, 0, min(config.heldout_size, len(other)), others))
+            SourceDataset(source, parse, 0, len(source), rows),
+            SourceDataset(other, parse, 0, min(config.heldout_size, len(other)), others))
     num_train = len(source) - config.heldout_size
     if num_train < 1:
         raise DataError(
             f"dataset {config.path!r} has {len(source)} rows, which leaves none to train on after data.heldout_size ="
             f" {config.heldout_size}; lower it, or give data.heldout_path")
     return (
-        SourceDataset(source, config, 0, num_train, rows), SourceDataset(source, config, num_train, config.heldout_size, rows))
+        SourceDataset(source, parse, 0, num_train, rows), SourceDataset(source, parse, num_train, config.heldout_size, rows))
 
 
-def _open_source(path: str, config: DataConfig, *, split: str) -> tuple[Source, str]:
+def _open_source(path: str, parse: Parse[R], *, split: str) -> tuple[Source, str]:
     """Open a source, check every record of it, and return it with the digest of its rows."""
     state = new_digest()
 
     def check(record: dict[str, Any], where: str) -> None:
-        add_to_digest(state, parse_record(record, config, where=where))
+        add_to_digest(state, parse(record, where))
 
     return open_source(path, split=split, check=check), state.hexdigest()
 
@@ -210,14 +233,14 @@ class StreamState:
     curriculum: CurriculumState | None = None
 
 
-class PromptStream:
-    """Draws prompts without end: each epoch visits every row once, in a seeded order; prompts that were given back come first.
+class PromptStream(Generic[R]):
+    """Draws rows without end: each epoch visits every row once, in a seeded order; those that were given back come first.
 
     A curriculum passes over some of the rows that an epoch visits. Resuming loses nothing if the ids drawn and neither trained on nor
     rejected are given back after `restore`.
     """
 
-    def __init__(self, dataset: PromptDataset, *, seed: int, shuffle: bool = True, curriculum: CurriculumConfig | None = None) -> None:
+    def __init__(self, dataset: Dataset[R], *, seed: int, shuffle: bool = True, curriculum: CurriculumConfig | None = None) -> None:
         self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
@@ -227,8 +250,8 @@ class PromptStream:
             self._curriculum = Curriculum(curriculum, num_rows=dataset.num_rows, seed=seed)
         self.restore(StreamState())
 
-    def next(self) -> tuple[str, Row]:
-        """Draw the next prompt: its id, "epoch:index" with the row's index in the dataset, and its row."""
+    def next(self) -> tuple[str, R]:
+        """Draw the next row: its id, "epoch:index" with the row's index in the dataset, and the row."""
         if self._returned:
             prompt_id = self._returned.popleft()
             return prompt_id, self.row(prompt_id)
@@ -249,7 +272,7 @@ class PromptStream:
         """Return the curriculum's statistics; none without one."""
         return StatsPart() if self._curriculum is None else self._curriculum.stats()
 
-    def row(self, prompt_id: str) -> Row:
+    def row(self, prompt_id: str) -> R:
         """Return the row of a prompt id.
 
         Raises:

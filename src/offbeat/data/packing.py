@@ -172,28 +172,32 @@ def find_prompts(batch: Batch) -> Batch:
 
 
 def plan_microbatches(
-    batch: Batch, *, num_ranks: int, max_tokens: int, share_prefix: bool, cost: CostModel = TOKENS, balance: bool = True,
+    batch: Batch, *, num_ranks: int, max_tokens: int, share_prefix: bool, whole_groups: bool = False, cost: CostModel = TOKENS,
+    balance: bool = True,
 ) -> Plan:
     """Divide a batch over the ranks, and each rank's share into micro-batches.
 
     A *unit* cannot be split: the sequences of a group that share a prompt, as far as they fit into one micro-batch, or else a single
-    sequence.
+    sequence. With `whole_groups` it is always the whole group.
 
     Args:
         batch: all sequences of one optimizer step.
         num_ranks: data-parallel ranks.
         max_tokens: hard cap on the tokens in the row of one micro-batch.
         share_prefix: keep the sequences of a group together, and count their prompt once.
+        whole_groups: whether a loss compares the sequences of a group, such as the two answers of a preference pair.
         cost: the model of a rank's load.
         balance: give all ranks similar loads, regardless of the number of groups, in as few micro-batches as first-fit-decreasing finds.
             False deals whole groups in their order, equally many to each rank, or one more.
 
     Raises:
-        DataError: num_ranks < 1, or a single sequence exceeds max_tokens.
+        DataError: num_ranks < 1, or a single sequence, or with `whole_groups` a group, exceeds max_tokens.
     """
     if num_ranks < 1:
         raise DataError(f"the number of ranks must be at least 1, got {num_ranks}")
-    units = list(_units(batch, max_tokens=max_tokens, share_prefix=share_prefix))
+    units = list(
+        _whole_groups(batch, max_tokens=max_tokens, share_prefix=share_prefix) if whole_groups else
+        _units(batch, max_tokens=max_tokens, share_prefix=share_prefix))
     work_U2 = np.array([work for _, work in units]).reshape(-1, 2)
     tokens, loads = work_U2[:, 0].astype(np.int64).tolist(), cost.load(work_U2)
     in_order = _in_order(_group_of_units(batch, [members for members, _ in units]), num_ranks)
@@ -274,6 +278,24 @@ def _units(batch: Batch, *, max_tokens: int, share_prefix: bool) -> Iterator[tup
         # Bins hold the members' own tokens; each bin pays for the prompt once.
         for micro in map(sorted, _first_fit(own.tolist(), max_tokens - prompt_len)):
             yield members[micro], run_work(prompt_len) + run_work(own[micro], prompt_len).sum(axis=0)
+
+
+def _whole_groups(batch: Batch, *, max_tokens: int, share_prefix: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the sequences of each group, with their work [2]."""
+    used = _used_lengths(batch)
+    own_from, host = _shared_prefixes(batch, used) if share_prefix else (np.zeros(len(batch), np.int64), np.full(len(batch), -1))
+    work_N2 = run_work(used - own_from, own_from)
+    hosts = np.unique(host[host >= 0])
+    work_N2[hosts] += run_work(own_from[hosts])  # the prompt, which runs once
+    for group_id in np.unique(batch.group_ids):
+        members = np.flatnonzero(batch.group_ids == group_id)
+        work = work_N2[members].sum(axis=0)
+        if work[0] > max_tokens:
+            raise DataError(
+                f"the {len(members)} sequences of group {group_id}, of {' and '.join(map(str, batch.lengths[members]))} tokens, need a row"
+                f" of {work[0]:.0f}, which exceeds train.max_tokens_per_microbatch = {max_tokens}; their loss compares them, so they must"
+                " be in one row: raise it or shorten the sequences")
+        yield members, work
 
 
 def _group_of_units(batch: Batch, units: list[np.ndarray]) -> np.ndarray:

@@ -58,13 +58,13 @@ def parse_record(record: Mapping[str, Any], config: DataConfig, *, where: str) -
         solution, answer = answer, _gsm8k_answer(answer, where)
     prompt = record[prompt_field]
     if not isinstance(prompt, str):
-        raise DataError(f"{where}: field {prompt_field!r} must be text, got {_kind(prompt)}; a chat needs data.format = \"messages\"")
+        raise DataError(f"{where}: field {prompt_field!r} must be text, got {kind_of(prompt)}; a chat needs data.format = \"messages\"")
     return Row(prompt, answer, _extra(record, prompt_field, answer_field), solution)
 
 
 def _chat(record: Mapping[str, Any], prompt_field: str, answer_field: str, where: str) -> Row:
     """Make a row whose prompt ends where the assistant is to answer. A last message by the assistant is the answer or solution."""
-    messages = _messages(record[prompt_field], prompt_field, where)
+    messages = parse_messages(record[prompt_field], prompt_field, where)
     extra = _extra(record, prompt_field, answer_field)
     given = record.get(answer_field)
     if messages[-1]["role"] != "assistant":
@@ -88,7 +88,7 @@ def _text(value: Any, name: str, where: str) -> str:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise DataError(f"{where}: field {name!r} must be text or a number, got {_kind(value)}")
+    raise DataError(f"{where}: field {name!r} must be text or a number, got {kind_of(value)}")
 
 
 def _gsm8k_answer(text: str, where: str) -> str:
@@ -100,9 +100,10 @@ def _gsm8k_answer(text: str, where: str) -> str:
     return found[-1].strip().replace(",", "")
 
 
-def _messages(value: Any, name: str, where: str) -> tuple[dict[str, str], ...]:
+def parse_messages(value: Any, name: str, where: str) -> tuple[dict[str, str], ...]:
+    """Return a chat from the field `name` of a record; raises DataError, which names the record `where`, if it is none."""
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: field {name!r} must be a list of messages, got {_kind(value)}")
+        raise DataError(f"{where}: field {name!r} must be a list of messages, got {kind_of(value)}")
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             got = json.dumps(message, default=str)[:80]
@@ -112,5 +113,6 @@ def _messages(value: Any, name: str, where: str) -> tuple[dict[str, str], ...]:
     return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Return what a value of the wrong kind is called in messages."""
     return "null" if value is None else "an empty list" if value == [] else type(value).__name__

@@ -3,7 +3,9 @@
 A sequence is never cut: one that is too long is refused, or its row dropped as `sft.too_long` says.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from offbeat.errors import DataError, ModelError
 Sequence = tuple[np.ndarray, np.ndarray]
 """Tokens [L] int32 and loss_mask [L] bool; the mask is False on the first token, and the last token is trained on."""
 
+R = TypeVar("R")
+T = TypeVar("T")
 _CHECKED_OF_ENDLESS = 1000
 _MOST_DROPPED = 100_000
 _MOST_ADDED = 4
@@ -68,18 +72,8 @@ class Supervision:
 
     def draw(self, stream: PromptStream, count: int) -> list[Sequence]:
         """What the next `count` rows teach that are not dropped. Raises as `sequences`, or where far too many are dropped."""
-        drawn: list[Sequence] = []
-        num_rows = num_dropped = 0
-        while num_rows < count:
-            prompt_id, row = stream.next()
-            sequences = self.sequences(row, name=f"row {prompt_id.partition(':')[2]}")
-            drawn += sequences
-            num_rows, num_dropped = (num_rows + 1, 0) if sequences else (num_rows, num_dropped + 1)
-            if num_dropped == _MOST_DROPPED:
-                raise DataError(
-                    f'{num_dropped} rows in a row are longer than {self._max_tokens} tokens and dropped, as sft.too_long = "drop" says;'
-                    " shorten them, or raise train.max_tokens_per_microbatch")
-        return drawn
+        kept = draw_kept(stream, count, lambda row, name: self.sequences(row, name=name), limit=f"longer than {self._max_tokens} tokens")
+        return [sequence for _, sequences in kept for sequence in sequences]
 
     def check(self, dataset: PromptDataset) -> int:
         """Look at every row before a run begins; of an endless dataset at the first thousand.
@@ -121,3 +115,35 @@ class Supervision:
         texts = [text.text for text in chat] if chat is not None else [f"{row.prompt}{answer}"] if row.prompt and answer else []
         is_short = texts and all(len(text.encode()) + _MOST_ADDED <= self._max_tokens for text in texts)
         return bool(is_short or self.sequences(row, name=name))
+
+
+def draw_kept(
+    stream: PromptStream[R], count: int, encode: Callable[[R, str], list[T]], *, limit: str,
+) -> list[tuple[int, list[T]]]:
+    """Draw rows until `count` of them are not dropped.
+
+    Args:
+        encode: gives what a row is made of, or nothing for one that is too long and dropped; its second argument names the row.
+        limit: what a dropped row is, for the message.
+
+    Returns:
+        The index in the dataset of each row that was kept, and what `encode` gave.
+
+    Raises:
+        DataError: far too many are dropped.
+    """
+    kept: list[tuple[int, list[T]]] = []
+    num_dropped = 0
+    while len(kept) < count:
+        prompt_id, row = stream.next()
+        index = int(prompt_id.partition(":")[2])
+        if encoded := encode(row, f"row {index}"):
+            kept.append((index, encoded))
+            num_dropped = 0
+            continue
+        num_dropped += 1
+        if num_dropped == _MOST_DROPPED:
+            raise DataError(
+                f'{num_dropped} rows in a row are {limit} and dropped, as sft.too_long = "drop" says;'
+                " shorten them, or raise train.max_tokens_per_microbatch")
+    return kept

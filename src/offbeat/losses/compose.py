@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat.algorithms.objectives import is_own, objective_of, reads_of
 from offbeat.data.batch import Batch, LossSpec
 from offbeat.losses import objectives
-from offbeat.losses.metrics import REPORTS, Report, policy_report
+from offbeat.losses.metrics import REPORTS, Report, pair_report, policy_report
 from offbeat.losses.own import own_losses
 from offbeat.losses.regularisers import regulariser
 from offbeat.losses.targets import Targets, only
@@ -39,8 +39,8 @@ def target_losses(
     Args:
         logprobs: [m] float32 with gradient, of these targets.
         batch: has the columns that its losses read.
-        index: [m] int64, ascending, indices of these targets among the batch's M. Where a loss is by sequence, they are all targets of
-            their sequences.
+        index: [m] int64, ascending, indices of these targets among the batch's M. Where a loss is by sequence or by group, they are all
+            targets of their sequences or groups.
         entropy: [m] float32 of these targets, with gradient, if a loss has an entropy term.
         report: whether metrics are computed, for a batch with a single loss: one that reports metrics of its own, or over samples of a
             policy.
@@ -89,6 +89,8 @@ def _one_loss(
     elif report and loss.own_samples and "rollout_logprobs" in batch.columns:
         found = policy_report(targets, loss, weights, ref_logprobs=ref_logprobs)
         found = replace(found, means={**found.means, **{f"own/{name}": values for name, values in own_metrics.items()}})
+    elif report and objective_of(loss.name).by_group:
+        found = pair_report(targets, loss, trained)
     return TargetLosses(losses * columns["loss_weights"], found)
 
 
@@ -100,9 +102,15 @@ def _targets(logprobs: Tensor, batch: Batch, index: np.ndarray, loss: LossSpec, 
         anchor = torch.where(torch.isfinite(rollout), rollout, current)  # the weights drop such a target
     mask = columns.get("ratio_mask", columns["loss_weights"])
     sequences = batch.target_sequences[index] if _needs_sequences(loss) else np.zeros(0, np.int64)
+    compared = {}
+    if objective_of(loss.name).by_group:
+        own = batch.target_sequences[index]
+        groups, liked = np.unique(batch.group_ids[own], return_inverse=True)[1], batch.sequences["signs"][own] > 0
+        compared = {"groups": torch.from_numpy(groups).to(logprobs.device), "liked": torch.from_numpy(liked).to(logprobs.device)}
+        compared |= {"reference": columns["ref_logprobs"]} if "ref_logprobs" in columns else {}
     return Targets(
         logprobs, prox, rollout, anchor, columns.get("advantages", torch.ones_like(current)), mask != 0,
-        torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(logprobs.device), loss.constants, columns)
+        torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(logprobs.device), loss.constants, columns, **compared)
 
 
 def _needs_sequences(loss: LossSpec) -> bool:

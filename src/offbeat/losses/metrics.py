@@ -9,6 +9,7 @@ from torch import Tensor
 
 from offbeat.data.batch import LossSpec
 from offbeat.losses.objectives import clips, gates, plain_ratios
+from offbeat.losses.pairs import compare, margins
 from offbeat.losses.ratios import k3, k3_of, log_ratio
 from offbeat.losses.targets import Targets
 from offbeat.losses.weights import Weights
@@ -16,11 +17,15 @@ from offbeat.losses.weights import Weights
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Values of M targets, [M] each by the name of a metric, whose mean, minimum or maximum over all targets is reported."""
+    """Values of M targets, [M] each by the name of a metric, whose mean, minimum or maximum over all targets is reported.
+
+    `groups` has values of any number of groups, whose mean over all groups is reported.
+    """
 
     means: dict[str, Tensor] = field(default_factory=dict)
     minima: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    groups: dict[str, Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -72,5 +77,30 @@ def value_report(targets: Targets) -> Report:
         "critic/clip_fraction": moved > clip if clip else torch.zeros_like(moved, dtype=torch.bool)})
 
 
-REPORTS: Mapping[str, Callable[[Targets], Report]] = MappingProxyType({"value": value_report})
+@torch.no_grad()
+def pair_report(targets: Targets, loss: LossSpec, trained: Tensor) -> Report:
+    """Compute the metrics of a loss of preference pairs; `trained` is [M] bool."""
+    found = compare(loss.name, targets, trained)
+    margin = margins(loss.name, found, targets)[found.has_chosen | found.has_rejected]
+    what = "logprob" if loss.name == "simpo" else "logratio"
+    return Report(groups={
+        "preference/accuracy": margin > 0,
+        "preference/margin_mean": margin,
+        f"preference/chosen_{what}_mean": found.chosen[found.has_chosen],
+        f"preference/rejected_{what}_mean": found.rejected[found.has_rejected],
+    })
+
+
+@torch.no_grad()
+def reward_report(targets: Targets) -> Report:
+    """Compute the metrics of a reward model, before its update."""
+    found = compare("bradley_terry", targets, targets.counted)
+    margin = found.chosen - found.rejected
+    return Report(groups={
+        "reward_model/accuracy": margin > 0, "reward_model/margin_mean": margin,
+        "reward_model/reward_mean": (found.chosen + found.rejected) / 2})
+
+
+REPORTS: Mapping[str, Callable[[Targets], Report]] = MappingProxyType({
+    "value": value_report, "bradley_terry": reward_report})
 """Metrics of losses that are not over samples of a policy, by the name of the objective."""

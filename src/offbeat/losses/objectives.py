@@ -16,8 +16,8 @@ With lp the trained log-probability, q the anchor, A the advantage, r = exp(lp -
     reverse_kl           p * (log p - log q) + (q - p) * (1 - log q_least), p = exp(lp), q_least that of the least likely of these targets
     value                max((v - R)^2, (old + clip(v - old) - R)^2) / 2, with v the value, old that before the update, R the return
 
-Only the targets that are `trained` count; all others have the loss 0 without gradient, whatever their values are. No denominator is
-applied: those are in the batch's loss weights.
+Those of preference pairs are in `losses.pairs`. Only the targets that are `trained` count; all others have the loss 0 without gradient,
+whatever their values are. No denominator is applied: those are in the batch's loss weights.
 
 Source: PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; cispo, arXiv:2506.13585; dro, arXiv:2405.19107; gspo, arXiv:2507.18071 (its
 token variant); sapo, arXiv:2511.20347; gmpo, arXiv:2507.20673; dppo, arXiv:2602.04879; forward_kl and reverse_kl,
@@ -29,6 +29,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from offbeat.losses import pairs
 from offbeat.losses.ratios import MAX_LOG_RATIO, bernoulli_kl, current_log_ratio
 from offbeat.losses.targets import Targets, only
 
@@ -126,7 +127,7 @@ def value(targets: Targets, trained: Tensor) -> Tensor:
 OBJECTIVES: dict[str, Callable[[Targets, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy, "reinforce": reinforce, "importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo,
     "dro": dro, "gspo": gspo, "sapo": sapo, "gmpo": gmpo, "dppo": dppo, "forward_kl": forward_kl, "reverse_kl": reverse_kl,
-    "value": value}
+    "value": value, "dpo": pairs.dpo, "ipo": pairs.ipo, "simpo": pairs.simpo, "kto": pairs.kto, "bradley_terry": pairs.bradley_terry}
 """Functions of M targets and [M] bool, which of them are trained; each returns [M] losses with gradient."""
 
 

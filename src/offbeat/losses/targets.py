@@ -22,6 +22,9 @@ class Targets:
         sequences: [M] int64, ascending from 0, the sequence of each target; empty for losses that do not need it.
         constants: of the objective.
         columns: [M] float32 each, by name: all columns of the batch that the loss reads.
+        groups: [M] int64 from 0, the group of each target; empty for losses that do not compare the sequences of a group.
+        liked: [M] bool, whether the target's answer was chosen or labelled as good; empty as `groups`.
+        reference: [M] float32, under the reference policy; empty for losses that do not read it.
     """
 
     logprobs: Tensor
@@ -33,6 +36,9 @@ class Targets:
     sequences: Tensor
     constants: Mapping[str, Any]
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    groups: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    liked: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    reference: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def over_sequences(self, values: Tensor, how: Literal["mean", "sum", "max"]) -> Tensor:
         """Return [M]: for each target, the mean, sum or maximum of `values` [M] over the counted targets of its sequence, or 0 of none."""

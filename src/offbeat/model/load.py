@@ -18,7 +18,7 @@ from offbeat.model.norm import use_fast_norms
 # Workers have no terminal, so a progress bar per process would only garble their logs.
 disable_progress_bar()
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_causal_lm(path: str, *, dtype: str = "float32", attention: str | None = PACKED) -> PreTrainedModel:
@@ -33,12 +33,12 @@ def load_causal_lm(path: str, *, dtype: str = "float32", attention: str | None =
     Raises:
         ModelError: there is no such model, its architecture is unknown, or weights are missing or have wrong shapes.
     """
-    if dtype not in _DTYPES:
-        raise ModelError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = check_model_folder(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_DTYPES[dtype], attn_implementation=attention, local_files_only=True, output_loading_info=True
+            folder, dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as exc:
         raise ModelError(f"{folder} cannot be loaded as a causal language model: {first_line(exc)}") from exc

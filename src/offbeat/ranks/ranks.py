@@ -16,7 +16,7 @@ from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.errors import DeadlineError, RunError, WorkerError
 from offbeat.ranks.sharding import Sharder
-from offbeat.trainer.messages import BuildRequest, JoinRequest, Policy, Scored, StoreAddress, TrainStep
+from offbeat.trainer.messages import BuildRequest, JoinRequest, Policy, Scored, StoreAddress, Trainee, TrainStep
 from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask, ask_all
 
 T = TypeVar("T")
@@ -88,10 +88,10 @@ class WorkerRanks:
 
     @classmethod
     async def start(
-        cls, launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, many: bool = False,
+        cls, launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, trains: Trainee = "policy",
     ) -> Self:
-        """Start all ranks and wait until they have met and loaded the model, to train what the configuration says, or `many` adapters."""
-        start = partial(start_ranks, launcher, config, model=model, log_dir=log_dir, many=many)
+        """Start all ranks and wait until they have met and loaded the model, from which they train what `trains` says."""
+        start = partial(start_ranks, launcher, config, model=model, log_dir=log_dir, trains=trains)
         workers = await start(build=build)
         return cls(
             workers, config, sharder=Sharder.of(config, model=model, num_ranks=len(workers)), start_anew=partial(start, build=None))
@@ -159,14 +159,14 @@ class WorkerRanks:
 
 
 async def start_ranks(
-    launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, many: bool = False,
+    launcher: Launcher, config: Config, *, model: str, build: BuildRequest | None, log_dir: Path, trains: Trainee = "policy",
 ) -> list[Worker]:
     """Start `train.num_ranks` workers and wait until they have met and loaded the model. If that fails, all of them are ended.
 
     Args:
         model: folder or hub id of the initial weights.
         build: how rank 0 first builds them; None if they exist.
-        many: whether they are to train adapters that come and go.
+        trains: what they are to train.
     """
     timeout_s = config.cluster.start_timeout_s
     names = [f"rank {rank}" for rank in range(config.train.num_ranks)]
@@ -187,7 +187,7 @@ async def start_ranks(
             await ask(workers[0], "build_model", build, Nothing, timeout_s=timeout_s)
         store = await ask(workers[0], "host_store", StoreAddress(workers[0].host, 0), StoreAddress, timeout_s=timeout_s)
         text = config.model_dump_json()
-        requests = [JoinRequest(rank, len(workers), store, text, model, many) for rank in range(len(workers))]
+        requests = [JoinRequest(rank, len(workers), store, text, model, trains) for rank in range(len(workers))]
         patience_s = config.dist.init_timeout_s
         await ask_all(workers, "join", requests, Nothing, timeout_s=timeout_s + patience_s, patience_s=patience_s)
         await ask_all(

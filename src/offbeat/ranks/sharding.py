@@ -12,6 +12,7 @@ import numpy as np
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.algorithms.experience import split_minibatches
+from offbeat.algorithms.objectives import keeps_groups
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.cost import CostFit, CostModel, prior
@@ -55,7 +56,7 @@ class Sharder:
             seed: of the deal into minibatches.
 
         Raises:
-            DataError: a single sequence exceeds the budget.
+            DataError: a single sequence, or a group that must stay whole, exceeds the budget.
         """
         minibatches = split_minibatches(batch, num_minibatches, seed=seed)
         self._plans = [self._plan(minibatch) for minibatch in minibatches]
@@ -73,7 +74,7 @@ class Sharder:
             with_entropy: whether entropies are wanted, too.
 
         Raises:
-            DataError: a single sequence exceeds the budget.
+            DataError: a single sequence, or a group that must stay whole, exceeds the budget.
         """
         shares = []
         for microbatches in self._plan(batch).microbatches:
@@ -115,7 +116,7 @@ class Sharder:
     def _plan(self, batch: Batch) -> Plan:
         return plan_microbatches(
             batch, num_ranks=self._num_ranks, max_tokens=self._train.max_tokens_per_microbatch, share_prefix=self._train.share_prefix,
-            cost=self.cost, balance=self._balance)
+            whole_groups=keeps_groups(batch), cost=self.cost, balance=self._balance)
 
 
 def _cut(minibatches: Sequence[tuple[Batch, list[np.ndarray]]]) -> tuple[Batch, tuple[tuple[np.ndarray, ...], ...]]:

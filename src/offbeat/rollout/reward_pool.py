@@ -87,8 +87,7 @@ class RewardPool:
             CodeError: a workflow passes completions that are not text, or something other than a row.
             WorkerError, DeadlineError: a replacement process does not start.
         """
-        if wrong := [each for each in completions if not isinstance(each, str)] or ([] if isinstance(row, Row) else [row]):
-            raise CodeError(f"score takes a list of texts and the episode's row, got {shorten(wrong[0])} among them")
+        check_call(completions, row)
         index = await self._idle.get()
         try:
             return await self._score(index, [wire.encode(ScoreRequest(completion, row)) for completion in completions])
@@ -132,6 +131,12 @@ class RewardPool:
             raise
         self._children[index] = child
         return child
+
+
+def check_call(completions: Sequence[str], row: Row) -> None:
+    """Raise CodeError unless a workflow asks for the rewards of texts, for a row."""
+    if wrong := [each for each in completions if not isinstance(each, str)] or ([] if isinstance(row, Row) else [row]):
+        raise CodeError(f"score takes a list of texts and the episode's row, got {shorten(wrong[0])} among them")
 
 
 def secret_variables(environ: Mapping[str, str], *, allowed: Collection[str]) -> frozenset[str]:

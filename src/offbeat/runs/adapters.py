@@ -315,7 +315,7 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
         ranks, engines = await both(
-            WorkerRanks.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir, many=True),
+            WorkerRanks.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir, trains="adapters"),
             EngineGroup.start(launcher, config, log_dir=record.log_dir))
         trainers = Trainers(ranks, config)
         addresses = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)

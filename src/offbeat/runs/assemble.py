@@ -20,7 +20,7 @@ from offbeat.ranks.ranks import Ranks, WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, NoEngines, open_rewards
 from offbeat.runs.teacher import open_teacher
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
@@ -38,9 +38,17 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
     async with AsyncExitStack() as stack:
         teacher = await open_teacher(stack, config, inputs)
         launcher = await stack.enter_async_context(make_launcher(config))
+        if not inputs.plays:
+            ranks = await WorkerRanks.start(
+                launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir, trains=inputs.trains)
+            trainers, none = Trainers(ranks, config, on_span=record.on_span), NoEngines(draws=True)
+            yield RunParts(config, record, inputs, trainers, none, none, SingleProcess(), none.watch)
+            return
         ranks, (engines, rewards) = await both(
             WorkerRanks.start(launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir),
-            both(EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, inputs, config, record)))
+            both(
+                EngineGroup.start(launcher, config, log_dir=record.log_dir),
+                open_rewards(stack, inputs, config, record, launcher=launcher)))
         addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
         trainers = Trainers(ranks, config, on_span=record.on_span)

@@ -59,7 +59,7 @@ async def open_rollouts(config: Config, record: RunRecord) -> AsyncIterator[tupl
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
         engines, rewards = await both(
-            EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, inputs, config, record))
+            EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, inputs, config, record, launcher=launcher))
         addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
 

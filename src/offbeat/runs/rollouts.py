@@ -11,20 +11,28 @@ from functools import partial
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_reward
+from offbeat.controller.parts import Rollouts
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.functions import resolve
+from offbeat.data.reward_model import PREFIX
 from offbeat.data.row import Row
+from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
+from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
+from offbeat.rollout.model_reward import ModelReward
 from offbeat.rollout.reward_pool import RewardPool
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
+from offbeat.workers.worker import Launcher
+
+Rewards = RewardPool | ModelReward
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,9 @@ class EngineRollouts:
     record: RunRecord
     inputs: RunInputs
     generate: Generate
-    rewards: RewardPool
+    rewards: Rewards
+
+    draws = True
 
     def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0) -> RolloutExecutor:
         """Create an executor that feeds the training steps from `version` to `last_version`; see `RolloutSource.rollouts`."""
@@ -93,11 +103,50 @@ class EngineRollouts:
         return f"a row of {needed} tokens exceeds the model's context of {context}" if needed > context else ""
 
 
-async def open_rewards(stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord) -> RewardPool:
-    """Start the reward processes, and try the reward on one row."""
-    rollout = config.rollout
-    rewards = await stack.enter_async_context(RewardPool(
-        choose_reward(config), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=record.log_dir,
-        memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
+@dataclass(frozen=True)
+class NoEngines:
+    """The publisher and the rollout source of a run without engines, such as preference training: there is nothing to bring anywhere.
+
+    Attributes:
+        draws: see `RolloutSource.draws`.
+    """
+
+    draws: bool
+
+    async def publish(self, version: Version, *, on_served: OnServed) -> None:
+        """See `Publishing.publish`."""
+
+    async def settle(self) -> None:
+        """See `Publishing.settle`."""
+
+    async def watch(self) -> None:
+        """Watch nothing."""
+
+    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> Rollouts:  # noqa: ARG002
+        """Never called: nothing is answered."""
+        raise AssertionError("a run without engines was asked for rollouts")
+
+    def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
+        """Never called: its rows are no prompts with answers."""
+        raise AssertionError("a run without engines was asked to imitate")
+
+
+async def open_rewards(
+    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
+) -> Rewards:
+    """Start the reward processes, which the launcher starts where they compute with a model, and try the reward on one row."""
+    rollout, reward = config.rollout, choose_reward(config)
+    if reward.startswith(PREFIX):
+        options = RewardModelOptions(
+            reward.removeprefix(PREFIX), config.model.dtype, config.data.system_prompt if config.data.chat_template else "",
+            config.train.max_tokens_per_microbatch)
+        rewards = await stack.enter_async_context(ModelReward(
+            launcher, options, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
+            start_timeout_s=config.cluster.start_timeout_s, log_dir=record.log_dir, threads=config.inference.threads or 1,
+            num_devices=config.cluster.devices_per_worker))
+    else:
+        rewards = await stack.enter_async_context(RewardPool(
+            reward, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=record.log_dir,
+            memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
     await rewards.check(inputs.train.row(0))
     return rewards

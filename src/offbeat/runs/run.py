@@ -12,20 +12,23 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from offbeat.checkpoint.recover import none_sound
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
-from offbeat.controller.checkpoints import FINE_TUNING, TRAINING, WARM_UP, index_of, part_of
-from offbeat.controller.inputs import RunInputs, read_inputs
+from offbeat.controller.checkpoints import FINE_TUNING, PREFERENCE, REWARD_MODEL, TRAINING, WARM_UP, index_of, part_of
+from offbeat.controller.inputs import RunInputs, read_inputs, read_pair_inputs
 from offbeat.controller.loop import TrainResult, train
 from offbeat.controller.own_code import check_own_code
 from offbeat.controller.parts import RunParts
+from offbeat.controller.preference import prefer
 from offbeat.controller.resume import compare
+from offbeat.controller.reward_model import train_reward_model
 from offbeat.controller.state import Highlights, RunState, SavedState
-from offbeat.controller.supervised import fine_tune, is_finished
+from offbeat.controller.supervised import SftResult, fine_tune, is_finished
 from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError
@@ -79,7 +82,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class SupervisedResult:
-    """What `result.json` of `offbeat sft` says; see `SftResult` and `RunResult`. Wall times are of this start of the run."""
+    """What `result.json` of `offbeat sft` and `offbeat dpo` says; see `SftResult`, `RunResult`. Wall times are of this start of the run."""
 
     steps: int
     trained_tokens: int
@@ -134,17 +137,41 @@ def run_supervised(config: Config, console: Console, *, debug: bool = False, fre
 
     A `fresh` run never resumes: an older one of its name is moved aside.
     """
+    return _run_lesson(
+        config, console, FINE_TUNING, lambda parts, state: fine_tune(parts, state, standalone=True), debug=debug, fresh=fresh)
+
+
+def run_preference(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SupervisedResult | None:
+    """`offbeat dpo`: preference training, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
+
+    A `fresh` run never resumes: an older one of its name is moved aside.
+    """
+    return _run_lesson(config, console, PREFERENCE, prefer, debug=debug, fresh=fresh)
+
+
+def run_reward_model(config: Config, console: Console, *, debug: bool = False, fresh: bool = False) -> SupervisedResult | None:
+    """`offbeat reward-model`: a reward model, exported to the run's folder; writes `result.json`. None on a rank that does not lead.
+
+    A `fresh` run never resumes: an older one of its name is moved aside.
+    """
+    return _run_lesson(config, console, REWARD_MODEL, train_reward_model, debug=debug, fresh=fresh)
+
+
+def _run_lesson(
+    config: Config, console: Console, kind: str, learn: Body[SftResult], *, debug: bool, fresh: bool,
+) -> SupervisedResult | None:
+    """Run a lesson from its start to its result."""
     start = time.monotonic()
 
     async def body(parts: RunParts, state: RunState) -> SupervisedResult:
         ready = time.monotonic()
-        result = await fine_tune(parts, state, standalone=True)
+        result = await learn(parts, state)
         return SupervisedResult(
             steps=result.steps, trained_tokens=result.trained_tokens, final_loss=result.final_loss, accuracy=result.accuracy,
             train_wall_s=round(time.monotonic() - ready, 3), startup_wall_s=round(ready - start, 3), seed=config.run.seed,
             torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
 
-    return _finish(execute(config, console, body, debug=debug, fresh=fresh, supervised=True), config, console)
+    return _finish(execute(config, console, body, debug=debug, fresh=fresh, kind=kind), config, console)
 
 
 def _finish(result: R | None, config: Config, console: Console) -> R | None:
@@ -174,19 +201,19 @@ def _make_base(config: Config, console: Console, *, debug: bool, fresh: bool) ->
     return config, sum(result.steps for result in results), time.monotonic() - start if results else 0.0
 
 
-def execute(config: Config, console: Console, body: Body[T], *, debug: bool = False, supervised: bool = False,
-    fresh: bool = False,
+def execute(
+    config: Config, console: Console, body: Body[T], *, debug: bool = False, kind: str = TRAINING, fresh: bool = False,
 ) -> T | None:
-    """Open the run's folder and its processes, and run `body(parts, state)`, which only fine-tunes if it is `supervised`.
+    """Open the run's folder and its processes, and run `body(parts, state)`, whose checkpoints are of this kind.
 
     Ctrl-C once asks the body to end after its step and save; twice, or before the body has begun, ends at once. None on a rank that does
     not lead.
     """
     rank_info = read_rank_info(config)
     given, cores = resolve_ranks(config, rank_info), usable_cores()
-    config = choose_threads(given, cores=cores, rank_info=rank_info)
-    inputs = read_inputs(config, supervised=supervised)
-    with _open_record(config, rank_info, console, inputs.identity, supervised=supervised, fresh=fresh, debug=debug) as record:
+    inputs = _KINDS[kind].read(given)
+    config = choose_threads(given, cores=cores, rank_info=rank_info, serves=inputs.plays)
+    with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         if config != given:
             users = (("train rank", config.train.threads), ("engine", config.inference.threads))
             threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
@@ -203,14 +230,14 @@ def execute(config: Config, console: Console, body: Body[T], *, debug: bool = Fa
 
 
 def _open_record(
-    config: Config, rank_info: RankInfo, console: Console, identity: Identity, *, supervised: bool, fresh: bool, debug: bool,
+    config: Config, rank_info: RankInfo, console: Console, identity: Identity, *, kind: str, fresh: bool, debug: bool,
 ) -> RunRecord:
     if not rank_info.leads:
         # Its log is opened when it has met the leader, who may first move an older run of this name out of the way.
         return SilentRecord(config.run_dir)
     check_installed(config.telemetry.sinks)  # before an older run is moved out of the way
-    aside = prepare_run_dir(config, supervised=supervised, fresh=fresh)
-    check_resumption(config, identity, supervised=supervised)
+    aside = prepare_run_dir(config, kind=kind, fresh=fresh)
+    check_resumption(config, identity, kind=kind)
     record = RunRecord(
         config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
         settings=config.model_dump(mode="json"))
@@ -250,12 +277,12 @@ async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, re
         return await body(parts, state)
 
 
-def prepare_run_dir(config: Config, *, supervised: bool = False, fresh: bool = False) -> Path | None:
+def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False) -> Path | None:
     """Make way for the run: go on in its folder if it has a checkpoint, else move an older run of the same name aside if it got anywhere.
     A `fresh` run always does the latter.
 
     Args:
-        supervised: the run only fine-tunes; reinforcement learning does not go on from its checkpoints, nor it from those.
+        kind: what names of the run's checkpoints begin with; runs of one kind do not go on from those of another.
 
     Returns:
         Where the older run is now, if it was moved.
@@ -271,9 +298,9 @@ def prepare_run_dir(config: Config, *, supervised: bool = False, fresh: bool = F
         return move_aside(config)
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
-    if done := _fine_tuned(config) if supervised else _trained(config):
+    if done := _KINDS[kind].done(config):
         raise ConfigError(f"the run {str(run_dir)!r} has {done}, or give run.name a new name")
-    indexes = [index_of(config, kind) for kind in _kinds(config, supervised=supervised)]
+    indexes = [index_of(config, each) for each in _goes_on_from(config, kind)]
     if any(index.newest() for index in indexes):
         return None
     if damages := [damage for index in indexes for damage in index.damaged()]:
@@ -281,21 +308,21 @@ def prepare_run_dir(config: Config, *, supervised: bool = False, fresh: bool = F
     return move_aside(config) if (run_dir / "metrics.jsonl").exists() else None
 
 
-def check_resumption(config: Config, identity: Identity, *, supervised: bool = False) -> None:
+def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING) -> None:
     """Refuse what the newest checkpoint cannot go on with, before anything is started; see `offbeat.controller.resume`.
 
     Raises:
         ConfigError: names the setting, or what else has changed.
     """
-    for kind in _kinds(config, supervised=supervised):
-        if newest := index_of(config, kind).newest():
-            compare(identity, wire.decode_json(SavedState, newest.payload), run_dir=config.run_dir, part=part_of(kind))
+    for each in _goes_on_from(config, kind):
+        if newest := index_of(config, each).newest():
+            compare(identity, wire.decode_json(SavedState, newest.payload), run_dir=config.run_dir, part=part_of(each))
             return
 
 
-def _kinds(config: Config, *, supervised: bool) -> tuple[str, ...]:
+def _goes_on_from(config: Config, kind: str) -> tuple[str, ...]:
     """The checkpoints that the run goes on from, those that come first first."""
-    return (FINE_TUNING,) if supervised else (TRAINING, WARM_UP) if config.run.warm_up else (TRAINING,)
+    return (TRAINING, WARM_UP) if kind == TRAINING and config.run.warm_up else (kind,)
 
 
 def _trained(config: Config) -> str | None:
@@ -319,6 +346,44 @@ def _fine_tuned(config: Config) -> str | None:
     return (
         f"reached a held-out accuracy of {accuracy:.3f} after {newest.step} supervised steps; set sft.stop_at_accuracy ="
         f" {config.sft.stop_at_accuracy:g} above that to go on")
+
+
+def _preferred(config: Config) -> str | None:
+    """What `offbeat dpo` has done and how it would go on, if it is finished."""
+    newest = index_of(config, PREFERENCE).newest()
+    if newest is None or newest.step < config.preference.total_steps:
+        return None
+    return f"done its {newest.step} preference steps; raise preference.total_steps to go on"
+
+
+def _rewarded(config: Config) -> str | None:
+    """What `offbeat reward-model` has done and how it would go on, if it is finished."""
+    newest = index_of(config, REWARD_MODEL).newest()
+    if newest is None or newest.step < config.reward_model.total_steps:
+        return None
+    return f"done its {newest.step} reward model steps; raise reward_model.total_steps to go on"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is special to the start of one kind of run.
+
+    Attributes:
+        read: reads its inputs.
+        done: says what it has done and how it would go on, if it is finished.
+    """
+
+    read: Callable[[Config], RunInputs]
+    done: Callable[[Config], str | None]
+
+
+_KINDS = {
+    TRAINING: _Kind(read_inputs, _trained),
+    FINE_TUNING: _Kind(partial(read_inputs, supervised=True), _fine_tuned),
+    PREFERENCE: _Kind(lambda config: read_pair_inputs(config, unpaired=config.preference.loss == "kto"), _preferred),
+    REWARD_MODEL: _Kind(partial(read_pair_inputs, rewards=True), _rewarded),
+}
+"""By what names of its checkpoints begin with."""
 
 
 def move_aside(config: Config) -> Path:

@@ -15,7 +15,9 @@ _MOST_BESIDE_DEVICE = 4
 """Most threads beside an accelerator: the cores only feed it, moving and converting weights, which a few threads do as well as many."""
 
 
-def choose_threads(config: Config, *, cores: int, rank_info: RankInfo = _CONTROLLER, trains: bool = True) -> Config:
+def choose_threads(
+    config: Config, *, cores: int, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True,
+) -> Config:
     """Return the configuration with numbers in place of a `train.threads` or `inference.threads` of 0.
 
     The cores of a machine are divided among the ranks and engines that this run has there; see `divide_cores`. On a Ray cluster it is
@@ -24,11 +26,12 @@ def choose_threads(config: Config, *, cores: int, rank_info: RankInfo = _CONTROL
     Args:
         cores: number of cores that this process may use.
         trains: whether there are train ranks. A setting without processes keeps its 0.
+        serves: whether there are engines.
     """
     spmd = config.run.mode == "spmd"
     is_first_machine = rank_info.rank == rank_info.local_rank  # the machine of rank 0, which starts the engines
     num_ranks = (rank_info.local_world if spmd else config.train.num_ranks) if trains else 0
-    num_engines = config.inference.num_engines if is_first_machine and not config.inference.urls else 0
+    num_engines = config.inference.num_engines if serves and is_first_machine and not config.inference.urls else 0
     on_cluster = config.cluster.launcher == "ray" and bool(config.cluster.ray_address)
     chosen = divide_cores(
         1 if on_cluster else cores, num_ranks=num_ranks, num_engines=num_engines, rank_threads=config.train.threads,

@@ -27,10 +27,9 @@ from offbeat.fleet.fleet import UNPUBLISHED, make_dispatcher, open_fleet, open_p
 from offbeat.pulse import work
 from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
-from offbeat.rollout.reward_pool import RewardPool
 from offbeat.runs.assemble import make_critic, open_policy
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, NoEngines, Rewards, open_rewards
 from offbeat.runs.teacher import open_teacher
 from offbeat.spmd.peers import EngineNews, Followed, RankPeers, follow, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
@@ -42,7 +41,8 @@ from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.log import set_up_logging
 from offbeat.telemetry.record import RunRecord
 from offbeat.trainer.worker import Part, build_model, build_trainers
-from offbeat.workers.worker import make_launcher
+from offbeat.workers.local import LocalLauncher
+from offbeat.workers.worker import Launcher, make_launcher
 
 _BEAT_INTERVAL_S = 0.25
 _HEARSAY_LOOKS = 3
@@ -86,12 +86,19 @@ async def _open(
 ) -> RunParts:
     teacher = await open_teacher(stack, config, inputs)
     one_loads = config.rollout.single_rank_load
+    if not inputs.plays:
+        own_trainers = await _build_trainers(config, inputs, groups, thread, peers)
+        loads = OneRankLoads(groups.sync, Sharder.of(config, model=inputs.model, num_ranks=rank_info.world))
+        trainers = Trainers(OwnRank(own_trainers, loads, thread, host=rank_info.store_host), config, on_span=record.on_span)
+        none = NoEngines(draws=rank_info.leads)
+        return RunParts(config, record, inputs, trainers, none, none, peers, none.watch)
     own, rows = (config, inputs) if one_loads else (share_limits(config, rank_info), share_rows(inputs, rank_info))
     # Engines start while the trainer loads, but only the trainer may use collectives then, as they must come in the same order on every
     # rank.
+    launcher = await _open_launcher(stack, config, rank_info)
     own_trainers, (engines, rewards) = await both(
         _build_trainers(config, inputs, groups, thread, peers),
-        both(_start_engines(stack, config, rank_info, record), _start_rewards(stack, own, rank_info, rows, record)))
+        both(_start_engines(launcher, config, rank_info, record), _start_rewards(stack, launcher, own, rank_info, rows, record)))
 
     async def serve() -> EngineAddresses:
         assert engines is not None, "the leader has started engines"
@@ -144,25 +151,33 @@ async def _build_trainers(
 
     def load() -> dict[str, Part]:
         with groups.sync.region("load_policy"):  # DDP and FSDP let ranks wait for each other in collectives
-            return build_trainers(inputs.model, config, groups)
+            return build_trainers(inputs.model, config, groups, trains=inputs.trains)
 
     await peers.lead("build_model", build, None)
     return await thread.run("load the model", load)
 
 
-async def _start_engines(stack: AsyncExitStack, config: Config, rank_info: RankInfo, record: RunRecord) -> EngineGroup | None:
-    if not rank_info.leads:
-        return None
-    launcher = await stack.enter_async_context(make_launcher(config, devices_taken=rank_info.local_world))
-    return await EngineGroup.start(launcher, config, log_dir=record.log_dir)
+async def _open_launcher(stack: AsyncExitStack, config: Config, rank_info: RankInfo) -> Launcher:
+    """Return what starts this rank's workers: engines if it leads, and the reward model if it rolls out."""
+    if rank_info.leads:
+        return await stack.enter_async_context(make_launcher(config, devices_taken=rank_info.local_world))
+    is_first_machine = rank_info.rank == rank_info.local_rank  # whose accelerators the engines take, too
+    num_engines = config.inference.num_engines if is_first_machine and not config.inference.urls else 0
+    others = num_engines + config.rollout.reward_workers * rank_info.local_rank
+    taken = rank_info.local_world + config.cluster.devices_per_worker * others
+    return await stack.enter_async_context(LocalLauncher.from_config(config, devices_taken=taken))
+
+
+async def _start_engines(launcher: Launcher, config: Config, rank_info: RankInfo, record: RunRecord) -> EngineGroup | None:
+    return await EngineGroup.start(launcher, config, log_dir=record.log_dir) if rank_info.leads else None
 
 
 async def _start_rewards(
-    stack: AsyncExitStack, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord,
-) -> RewardPool | None:
+    stack: AsyncExitStack, launcher: Launcher, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord,
+) -> Rewards | None:
     if not rank_info.leads and config.rollout.single_rank_load:
         return None
-    return await open_rewards(stack, inputs, config, record)
+    return await open_rewards(stack, inputs, config, record, launcher=launcher)
 
 
 def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:

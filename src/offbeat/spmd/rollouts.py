@@ -24,6 +24,8 @@ class NoRolloutSource:
 
     inputs: RunInputs
 
+    draws = False
+
     def rollouts(
         self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0,  # noqa: ARG002
     ) -> "NoRollouts":

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ def export_folder(
     try:
         shutil.rmtree(part, ignore_errors=True)
         write_safetensors(state, part, config_from=model_folder)
-        _note_dtype(part / "config.json", dtype)
+        _note_dtype(part, dtype)
         if tokenizer_folder is not None:
             _copy_tokenizer(tokenizer_folder, part)
         if add is not None:
@@ -54,10 +54,20 @@ def export_folder(
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _note_dtype(config_file: Path, dtype: str) -> None:
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+def change_config(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Replace settings in the config.json of a folder; of a model of several parts, also those of its text model that it has."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(text := config.get("text_config"), dict):
+        config["text_config"] = text | {name: value for name, value in settings.items() if name in text}
+    file.write_text(json.dumps(config | dict(settings), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _note_dtype(folder: Path, dtype: str) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)  # the key of older versions, which readers would prefer to ours
-    config_file.write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -16,6 +16,9 @@ Dtype = Literal["float32", "bfloat16"]
 Policy = Literal["policy", "reference"]
 """Weights under which a batch is scored: those in training, or those of the policy near which they are held."""
 
+Trainee = Literal["policy", "adapters", "rewards"]
+"""What ranks train: what the configuration says, adapters that come and go on the model, or a reward model."""
+
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
@@ -279,7 +282,7 @@ class JoinRequest:
     Attributes:
         config: the whole configuration as JSON.
         model: folder or hub id of the initial weights.
-        many: whether it trains adapters that come and go on the model, instead of what the configuration says.
+        trains: what it trains.
     """
 
     rank: int
@@ -287,4 +290,4 @@ class JoinRequest:
     store: StoreAddress
     config: str
     model: str
-    many: bool = False
+    trains: Trainee = "policy"

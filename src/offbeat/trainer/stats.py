@@ -59,6 +59,14 @@ def merge(updates: Sequence[Update], *, lr: float) -> dict[str, float]:
         critic/value_mean, critic/return_mean: mean value and mean return.
         critic/explained_variance: 1 - Var(return - value) / Var(return); 0 if all returns are equal.
         critic/clip_fraction: share of values that have moved further than the clip.
+        Losses of preference pairs add, over the pairs (over the answers, for kto):
+        preference/accuracy: share of pairs whose chosen answer is the better one, as the loss measures it, before the update.
+        preference/margin_mean: by how much it is: the argument of the loss's sigmoid without gamma, or for ipo the difference itself.
+        preference/chosen_logratio_mean, preference/rejected_logratio_mean: log-probability less that under the reference, summed over an
+            answer; for ipo, its mean over an answer's tokens. Simpo has chosen_logprob_mean and rejected_logprob_mean by token instead.
+        The loss of a reward model adds, over the pairs, with rewards as they are before the update:
+        reward_model/accuracy: share of pairs whose chosen answer has the higher reward.
+        reward_model/margin_mean, reward_model/reward_mean: mean lead of the chosen answer, and mean reward of all answers.
         A metric without any target is 0.
     """
     seen = combine([update.seen for update in updates])

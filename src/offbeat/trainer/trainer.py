@@ -74,7 +74,7 @@ class Trainer(ABC):
         self._module = module
         self._run = config
         self._config = config.train
-        self._keeps_reference = config.algorithm.needs_reference
+        self._keeps_reference = config.algorithm.needs_reference and self._predicts == "logprobs"
         self._refresh_steps = config.algorithm.reference_refresh_steps if self._keeps_reference else 0
         self._heap = Heap()
         self._offer: WeightBroadcast | None = None
@@ -344,6 +344,7 @@ class Trainer(ABC):
                 tracker.stat(scored.report.means, denominator="train/tokens")
                 tracker.stat(scored.report.minima, reduce="min")
                 tracker.stat(scored.report.maxima, reduce="max")
+                tracker.stat(scored.report.groups)
                 progress("backward")
                 (scored.losses.sum() * (scale * self._gradient_scale)).backward()
         with torch.no_grad():

@@ -26,6 +26,7 @@ class ValueTrainer(ModelTrainer):
 
     _predict = staticmethod(predict_values)
     _predicts = "values"
+    _has_bias = True
     _policy: ModelTrainer | None = None
     _normalises = False
 
@@ -55,7 +56,7 @@ class ValueTrainer(ModelTrainer):
     @classmethod
     def _load_model(cls, folder: str, config: Config) -> PreTrainedModel:
         model = load_policy(folder, config=config.train)
-        give_value_head(model)
+        give_value_head(model, bias=cls._has_bias)
         return model
 
     @property

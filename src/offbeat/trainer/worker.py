@@ -17,8 +17,9 @@ from offbeat.sync.mesh import ProcessGroups, connect_store, host_store, join
 from offbeat.sync.peers import own_card
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.frozen import Teacher
-from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress
+from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress, Trainee
 from offbeat.trainer.model_trainer import ModelTrainer
+from offbeat.trainer.reward_trainer import RewardTrainer
 from offbeat.trainer.trainer import Trainer
 from offbeat.trainer.value_trainer import ValueTrainer
 from offbeat.workers.worker import Nothing, Service, answer
@@ -35,16 +36,18 @@ def build_model(request: BuildRequest) -> None:
         eos_token_id=request.eos_token_id, pad_token_id=request.pad_token_id, seed=request.seed)
 
 
-def build_trainers(model: str, config: Config, groups: ProcessGroups, *, many: bool = False) -> dict[str, Part]:
-    """Load models, and build the trainers of a run by the part that they train, or that of `many` adapters; collective.
+def build_trainers(model: str, config: Config, groups: ProcessGroups, *, trains: Trainee = "policy") -> dict[str, Part]:
+    """Load models, and build the trainers of a run by the part that they train; collective.
 
     Args:
-        model: folder or hub id of the policy, whose trainer is the part "". The part "critic" is trained beside it, and "teacher" is the
-            frozen model of `teacher.path`.
+        model: folder or hub id of the policy, or of what else `trains` says; its trainer is the part "". The part "critic" is trained
+            beside a policy, and "teacher" is the frozen model of `teacher.path`.
     """
     parts: dict[str, Part] = {}
-    if many:
+    if trains == "adapters":
         parts[""] = BankTrainer.build_empty(model, config=config, groups=groups)
+    elif trains == "rewards":
+        parts[""] = RewardTrainer.build(model, config=config, groups=groups)
     else:
         policy = parts[""] = (BankTrainer if config.model.lora.rank else ModelTrainer).build(model, config=config, groups=groups)
         if config.algorithm.needs_critic:
@@ -119,7 +122,7 @@ class TrainWorker(Service):
         """Load the model that this rank joined for."""
         request, groups = self._request, self._groups
         assert request is not None and groups is not None, "a rank joins before it loads"
-        self._trainers = build_trainers(request.model, Config.model_validate_json(request.config), groups, many=request.many)
+        self._trainers = build_trainers(request.model, Config.model_validate_json(request.config), groups, trains=request.trains)
         return Nothing()
 
     def _give_up(self, error: StuckError) -> None:

@@ -161,7 +161,8 @@ class RayLauncher:
 
     @classmethod
     def from_config(cls, config: Config, *, devices_taken: int = 0) -> Self:  # noqa: ARG003 (Ray deals devices out itself)
-        num_cpus = config.train.num_ranks * config.train.threads + config.inference.num_engines * config.inference.threads
+        computing = config.inference.num_engines + config.rollout.reward_workers  # a reward may be a model that computes as engines do
+        num_cpus = config.train.num_ranks * config.train.threads + computing * (config.inference.threads or 1)
         return cls(
             address=config.cluster.ray_address, num_cpus=num_cpus, start_timeout_s=config.cluster.start_timeout_s,
             stop_timeout_s=config.cluster.stop_timeout_s)

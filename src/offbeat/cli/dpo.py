@@ -1,0 +1,50 @@
+"""`offbeat dpo CONFIG`: preference training on pairs of answers."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from offbeat.cli.common import add_config_argument, keep_private, make_console, report_line
+from offbeat.config.load import load_config
+from offbeat.runs.run import run_preference
+
+_DESCRIPTION = """\
+Preference training: makes the chosen answer of each pair likelier than the rejected one. The result is in the run's folder export.
+
+data.path names a .jsonl or .parquet file or a hub id whose rows have one of these layouts:
+  {"prompt": "7+5=", "chosen": "12", "rejected": "13"}
+  {"prompt": [messages], "chosen": [the assistant's message], "rejected": [the assistant's message]}
+  {"chosen": [the whole chat], "rejected": [the whole chat]}
+  {"prompt": "7+5=", "completion": "12", "label": true}          only for preference.loss = "kto"
+
+preference.loss is dpo, ipo, simpo or kto. All but simpo hold the model near where it began: how likely the initial model finds each answer
+is computed once, before the first step. Look at eval/accuracy, the share of held-out pairs that the model ranks rightly, and at
+preference/chosen_logratio_mean: where it falls together with that of rejected answers, both become less likely; lower the rate or raise
+beta then.
+"""
+_EXAMPLES = """\
+examples:
+  offbeat dpo examples/preferences.toml
+  offbeat dpo examples/preferences.toml --preference.loss simpo --preference.beta 2 --run.name simpo
+  offbeat dpo examples/preferences.toml --model.path org/model --model.lora.rank 16 --preference.optimizer.lr 5e-6 --run.name adapter
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `dpo` to the parser."""
+    parser = subparsers.add_parser(
+        "dpo", help="train on chosen and rejected answers", description=_DESCRIPTION, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Train the model, and print where the report is; return 130 if stopped before the end."""
+    config = load_config(args.config, overrides)
+    keep_private(config)
+    result = run_preference(config, make_console(config, args, sys.stdout), debug=args.debug)
+    if result is None:  # a rank in SPMD mode; the leader reports for all
+        return 0
+    report_line(config, args)
+    return 130 if result.stopped_early else 0

@@ -1,0 +1,17 @@
+"""[reward_model]: training a reward model on pairs of answers, `offbeat reward-model`."""
+
+from offbeat.config.base import Section, field
+from offbeat.config.train import OptimizerConfig
+
+
+class RewardModelConfig(Section):
+    """Reward models, `offbeat reward-model`: the chosen answer of each pair in [data] is to have a higher reward than the rejected one."""
+
+    centring: float = field(
+        0.01, "Weight of the square of a pair's summed rewards in the loss, which keeps rewards around 0; without it, 0, only their"
+        " differences mean anything.", ge=0)
+    total_steps: int = field(200, "Optimizer steps.", ge=1)
+    batch_size: int = field(64, "Pairs per step.", ge=1)
+    optimizer: OptimizerConfig = field(
+        OptimizerConfig(lr=1e-5, warmup_steps=10), "AdamW and its schedule; 1e-5 suits pretrained models.")
+    evaluate_every_steps: int = field(0, "Steps between evaluations on held-out pairs; 0 evaluates only at the end.", ge=0)

@@ -1,0 +1,288 @@
+"""Preferences: an answer that was chosen and one that was rejected, or single answers with a label. Read from what [data] names.
+
+`open_pairs` opens the rows of preference training and of reward models, with the readers, the held-out rows and the errors of other data;
+a `PairEncoder` makes tokens of them. Layouts are those that TRL reads, and a file may mix them:
+
+    {"prompt": "7+5=", "chosen": "12", "rejected": "13"}
+    {"prompt": [messages], "chosen": [the assistant's], "rejected": [the assistant's]}
+    {"chosen": [the whole chat], "rejected": [the whole chat]}                          whose common beginning is the prompt
+    {"prompt": "7+5=", "completion": "12", "label": true}                               for KTO
+
+A field `margin`, a number, says by how much the chosen answer is better.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Literal
+
+import numpy as np
+
+from offbeat.config.data import DataConfig
+from offbeat.data.chat import mark_answers
+from offbeat.data.dataset import Dataset, PromptStream, messages_of, open_records, sft_sequence
+from offbeat.data.row import Prompt, Row, kind_of, parse_messages
+from offbeat.data.supervised import Sequence, draw_kept
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import DataError, ModelError
+
+Answer = str | tuple[dict[str, str], ...]
+"""Text, or the messages that follow the prompt."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt and how its answers were judged.
+
+    Attributes:
+        answers: the chosen one, then the rejected one; or a single answer.
+        liked: whether each answer was chosen, or labelled as good.
+        margin: by how much the chosen answer is better; 0 if the record does not say.
+    """
+
+    prompt: Prompt
+    answers: tuple[Answer, ...]
+    liked: tuple[bool, ...]
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPair:
+    """A preference in tokens.
+
+    Attributes:
+        sequences: each answer with the prompt before it: tokens [L] int32, and loss_mask [L] bool, True on the answer and its end token.
+        liked: as in `Preference`.
+        prefix_len: number of tokens with which all sequences begin and that no mask covers; 0 of a single answer.
+    """
+
+    sequences: tuple[Sequence, ...]
+    liked: tuple[bool, ...]
+    margin: float
+    prefix_len: int
+
+
+def open_pairs(config: DataConfig, *, unpaired: bool = False) -> tuple[Dataset[Preference], Dataset[Preference]]:
+    """Open the preferences that [data] names.
+
+    Args:
+        unpaired: whether single answers with a label are allowed.
+
+    Returns:
+        Preferences to train on, and held-out ones (none if `data.heldout_size` is 0).
+
+    Raises:
+        DataError: nothing is configured, or a source or record cannot be used; every record is checked here.
+        MissingExtraError: the source needs an optional dependency.
+    """
+    if config.task:
+        raise DataError(
+            f"data.task = {config.task!r} makes prompts without preferences; give data.path, a .jsonl or .parquet file or a hub id with"
+            " chosen and rejected answers")
+    if not config.path:
+        raise DataError("data.path is empty; name a .jsonl or .parquet file, or a hub id, with chosen and rejected answers")
+
+    def parse(record: dict[str, Any], where: str) -> Preference:
+        preference = parse_preference(record, config, where=where)
+        if len(preference.answers) == 1 and not unpaired:
+            raise DataError(
+                f"{where}, has one answer with a label, and pairs are needed: fields 'chosen' and 'rejected'; only preference.loss = 'kto'"
+                " learns from labels")
+        return preference
+
+    return open_records(config, parse)
+
+
+def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: str) -> Preference:
+    """Make a preference from a JSON object or table row; see the module's layouts. `config.prompt_field` may name another prompt.
+
+    Args:
+        where: names the record in messages, such as `'pairs.jsonl', line 3`.
+
+    Raises:
+        DataError: a field is missing or of the wrong type, or answers are of different kinds or have no assistant's message.
+    """
+    present = record.keys()
+    if "chosen" in present and "rejected" in present:
+        names, liked = ("chosen", "rejected"), (True, False)
+    elif "completion" in present and "label" in present and not present & {"chosen", "rejected"}:
+        names, liked = ("completion",), (_label(record["label"], where),)
+    else:
+        raise DataError(
+            f"{where}, must have the fields 'chosen' and 'rejected', or 'completion' and 'label'; it has {', '.join(record) or 'none'}")
+    given = [_answer(record[name], name, where) for name in names]
+    if len({isinstance(answer, str) for answer in given}) > 1:
+        raise DataError(f"{where}: 'chosen' and 'rejected' must both be text or both be chats, got one of each")
+    prompt, answers = _split(record, config.prompt_field or "prompt", names, given, where)
+    return Preference(prompt, answers, liked, _margin(record.get("margin"), where))
+
+
+@dataclass(frozen=True)
+class PairEncoder:
+    """Makes tokens of preferences, within what the trainer can take. Nothing is ever cut.
+
+    Attributes:
+        too_long: whether a preference that is too long is refused, or dropped.
+        context: context length of the model in tokens.
+        max_row_tokens: largest number of tokens of one forward pass, which holds both answers of a pair.
+        share_prefix: whether a prompt runs once for both answers.
+    """
+
+    tokenizer: Tokenizer
+    data: DataConfig
+    too_long: Literal["refuse", "drop"]
+    context: int
+    max_row_tokens: int
+    share_prefix: bool
+
+    def encode(self, preference: Preference, *, name: str) -> EncodedPair | None:
+        """Encode a preference with the tokenizer, and with its chat template if it is a chat or `data.chat_template` is on.
+
+        Args:
+            name: name of the row, for messages.
+
+        Returns:
+            The preference in tokens; None if it is too long and is to be dropped.
+
+        Raises:
+            DataError: it is too long, an answer or the prompt has no tokens, or a chat does not fit its template.
+            ModelError: a chat is needed and the tokenizer cannot make one of the row.
+        """
+        sequences = tuple(self._sequence(preference.prompt, answer, name) for answer in preference.answers)
+        prefix_len = _shared(sequences) if len(sequences) > 1 else 0
+        pair = EncodedPair(sequences, preference.liked, preference.margin, prefix_len)
+        longest = max(len(tokens) for tokens, _ in sequences)
+        shared = prefix_len if self.share_prefix else 0
+        needed = shared + sum(len(tokens) - 1 - shared for tokens, _ in sequences)  # no pass runs a sequence's last token
+        if longest <= self.context and needed <= self.max_row_tokens:
+            return pair
+        if self.too_long == "drop":
+            return None
+        what = (
+            f"has {longest} tokens in its longest answer with the prompt, allowed are {self.context}, the model's context"
+            if longest > self.context else
+            f"needs a forward pass of {needed} tokens for all of its answers, allowed are train.max_tokens_per_microbatch ="
+            f" {self.max_row_tokens}")
+        raise DataError(f'{name} {what}; shorten it, or set sft.too_long = "drop"')
+
+    def draw(self, stream: PromptStream[Preference], count: int) -> list[tuple[int, EncodedPair]]:
+        """Encode the next `count` rows that are not dropped, each with its index in the dataset.
+
+        Raises as `encode`, or DataError if far too many are dropped.
+        """
+
+        def encode(row: Preference, name: str) -> list[EncodedPair]:
+            pair = self.encode(row, name=name)
+            return [] if pair is None else [pair]
+
+        return [(index, pair) for index, [pair] in draw_kept(stream, count, encode, limit="too long")]
+
+    def check(self, dataset: Dataset[Preference]) -> int:
+        """Encode every row before a run begins.
+
+        Returns:
+            Number of rows that will be dropped.
+
+        Raises:
+            DataError, ModelError: as `encode`, or because every row would be dropped.
+        """
+        count = dataset.num_rows
+        assert count is not None, "preferences come from files, which have an end"
+        num_dropped = sum(self.encode(dataset.row(index), name=f"row {index}") is None for index in range(count))
+        if count and num_dropped == count:
+            raise DataError(
+                f'all {count} rows are too long, so sft.too_long = "drop" leaves none; raise train.max_tokens_per_microbatch, or shorten'
+                " them")
+        return num_dropped
+
+    def _sequence(self, prompt: Prompt, answer: Answer, name: str) -> Sequence:
+        text = answer if isinstance(answer, str) else ""
+        row = Row(prompt, text)
+        messages = messages_of(row, self.data)
+        if messages is None:
+            tokens, mask = sft_sequence(row, self.tokenizer, self.data)
+        else:
+            said = ({"role": "assistant", "content": text},) if isinstance(answer, str) else answer
+            tokens, mask = self._chat(messages, said, name)
+        if mask[0]:
+            raise DataError(f"the prompt of {name} has no tokens; a prompt needs at least one")
+        if mask.sum() < 2:
+            raise DataError(f"an answer of {name} has no tokens; there is nothing to prefer or reject")
+        return tokens, mask
+
+    def _chat(self, prompt: tuple[dict[str, str], ...], answer: tuple[dict[str, str], ...], name: str) -> Sequence:
+        try:
+            texts = mark_answers((*prompt, *answer), self.tokenizer, turns="all", first=max(len(prompt), 1))
+        except (DataError, ModelError) as exc:
+            raise type(exc)(f"{name} cannot be encoded: {exc}") from exc
+        if len(texts) > 1:
+            raise DataError(
+                f"{name} has an answer of several messages, and the chat template writes earlier ones differently once others follow;"
+                " give answers of one message")
+        return texts[0].sequence(self.tokenizer)
+
+
+def _split(
+    record: Mapping[str, Any], prompt_field: str, names: tuple[str, ...], given: list[Answer], where: str,
+) -> tuple[Prompt, tuple[Answer, ...]]:
+    """Return the prompt, and the answers without it."""
+    prompt = record.get(prompt_field)
+    chats = [answer for answer in given if not isinstance(answer, str)]
+    # Chats that begin with another's message are whole: their prompt is in them, whatever the field of the prompt says.
+    if chats and (prompt is None or any(chat[0]["role"] != "assistant" for chat in chats)):
+        most = min(len(chat) for chat in chats) - 1
+        # The common beginning of a single chat is all but its last message.
+        same = takewhile(lambda messages: all(m == messages[0] for m in messages), zip(*chats, strict=False))
+        count = min(most, sum(1 for _ in same))
+        if not count:
+            raise DataError(
+                f"{where}: {_listed(names)} must begin with the same messages, which are the prompt, or there must be a field"
+                f" {prompt_field!r}; they differ from the first on")
+        split: Prompt = chats[0][:count]
+        answers: tuple[Answer, ...] = tuple(chat[count:] for chat in chats)
+    else:
+        if prompt is None:
+            raise DataError(f"{where}, has no field {prompt_field!r}; it has {', '.join(record)}; set data.prompt_field")
+        split = prompt if isinstance(prompt, str) else parse_messages(prompt, prompt_field, where)
+        if chats and isinstance(split, str):
+            split = ({"role": "user", "content": split},)
+        answers = tuple(given)
+    for name, answer in zip(names, answers, strict=True):
+        if not isinstance(answer, str) and answer[-1]["role"] != "assistant":
+            raise DataError(f"{where}: {name!r} must end with the assistant's message, got one of {answer[-1]['role']!r}")
+    return split, answers
+
+
+def _answer(value: Any, name: str, where: str) -> Answer:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return parse_messages(value, name, where)
+    raise DataError(f"{where}: field {name!r} must be text or a list of messages, got {kind_of(value)}")
+
+
+def _label(value: Any, where: str) -> bool:
+    if isinstance(value, bool) or value in (0, 1):
+        return bool(value)
+    raise DataError(f"{where}: field 'label' must be true or false, got {str(value)[:40]!r}")
+
+
+def _margin(value: Any, where: str) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{where}: field 'margin' must be a finite number, got {str(value)[:40]!r}")
+    return float(value)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(repr(name) for name in names)
+
+
+def _shared(sequences: tuple[Sequence, ...]) -> int:
+    """Return the length of the prompt with which all sequences begin; 0 if their prompts differ."""
+    lengths = {int(np.argmax(mask)) for _, mask in sequences}
+    length = lengths.pop()
+    first, _ = sequences[0]
+    return length if not lengths and all(np.array_equal(tokens[:length], first[:length]) for tokens, _ in sequences) else 0

@@ -1,0 +1,39 @@
+"""What crosses to the process of a reward model, and back. Torch-free: `rollout.model_reward` sends it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from offbeat.data.row import Prompt
+
+
+@dataclass(frozen=True)
+class RewardModelOptions:
+    """How a reward model is loaded.
+
+    Attributes:
+        model: folder or hub id of a sequence classifier with one label.
+        dtype: number format of the weights.
+        system_prompt: message before each prompt that its chat template renders; "" for none.
+        max_tokens: largest number of tokens of one forward pass.
+    """
+
+    model: str
+    dtype: Literal["float32", "bfloat16"]
+    system_prompt: str
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class TextsToScore:
+    """Prompts, each with an answer to score."""
+
+    prompts: tuple[Prompt, ...]
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ScoredTexts:
+    """A reward for each text, and why there is none; empty where there is one."""
+
+    rewards: tuple[float, ...]
+    failures: tuple[str, ...]

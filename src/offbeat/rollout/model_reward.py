@@ -1,0 +1,154 @@
+"""Scores completions with a reward model, which runs in processes of its own. Torch-free.
+
+    _serve   one loop for each process; consumes waiting completions; produces their rewards; waits for one to come; woken by `score`
+
+A process scores all that waits, up to a bound, in one call under the deadline of a reward. If the call is late, the process is ended, and
+its completions fail; a new process takes the next ones. If a process dies, what it was scoring is tried once more.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from offbeat.aio import gather_all
+from offbeat.data.reward import FailedReward, check_reward
+from offbeat.data.row import Prompt, Row
+from offbeat.engine.reward_options import RewardModelOptions, ScoredTexts, TextsToScore
+from offbeat.errors import CodeError, DeadlineError, DeathError, WorkerError, first_line
+from offbeat.rollout.reward_pool import check_call
+from offbeat.workers.worker import FAILED_STOP_S, Launcher, Nothing, Worker, WorkerSpec, ask
+
+_MOST_TEXTS = 64
+"""In one call: enough to fill a forward pass, and few enough that a call that fails does not take many completions along."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A completion that waits for its reward."""
+
+    prompt: Prompt
+    answer: str
+    reward: "asyncio.Future[float]"
+
+
+class ModelReward:
+    """A reward model in `num_workers` processes; may be used where a `RewardPool` may."""
+
+    def __init__(
+        self, launcher: Launcher, options: RewardModelOptions, *, num_workers: int, timeout_s: float, start_timeout_s: float,
+        log_dir: Path, threads: int = 1, num_devices: int = 0,
+    ) -> None:
+        """Prepare it; its processes start on entering it.
+
+        Args:
+            timeout_s: limit for one call.
+            start_timeout_s: limit for starting a process, and for loading the model.
+            threads, num_devices: of each process.
+        """
+        self._launcher = launcher
+        self._options = options
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        names = [f"reward model {index}" for index in range(num_workers)]
+        self._specs = [
+            WorkerSpec(
+                name, "offbeat.engine.reward_worker:RewardModelWorker", log_dir / f"{name.replace(' ', '-')}.log", threads=threads,
+                num_devices=num_devices)
+            for name in names]
+        self._workers: dict[int, Worker] = {}
+        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._serving: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        await gather_all(self._start(index) for index in range(len(self._specs)))
+        self._serving = [
+            asyncio.create_task(self._serve(index), name=f"serve {spec.name}") for index, spec in enumerate(self._specs)]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def check(self, row: Row) -> float:
+        """Score the row's own answer, so that a model that cannot be used is found before any training.
+
+        Raises:
+            CodeError: it cannot be scored.
+            WorkerError, DeadlineError: as in `score`.
+        """
+        [reward] = await self.score([row.answer], row)
+        if isinstance(reward, FailedReward):
+            raise CodeError(reward.reason)
+        return reward
+
+    async def score(self, completions: Sequence[str], row: Row) -> list[float]:
+        """Return one reward per completion; a `FailedReward` where there is none.
+
+        Raises:
+            CodeError: a workflow passes completions that are not text, or something other than a row.
+            WorkerError, DeadlineError: a replacement process does not start.
+        """
+        check_call(completions, row)
+        loop = asyncio.get_running_loop()
+        waiting = [_Waiting(row.prompt, completion, loop.create_future()) for completion in completions]
+        for each in waiting:
+            self._waiting.put_nowait(each)
+        return await gather_all(each.reward for each in waiting)
+
+    async def _serve(self, index: int) -> None:
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < _MOST_TEXTS and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            batch = [each for each in batch if not each.reward.done()]  # an episode that was cancelled waits no more
+            try:
+                rewards: Sequence[float] = await self._score(index, batch) if batch else ()
+            except Exception as exc:  # this loop goes on, and whoever waits decides
+                for each in batch:
+                    if not each.reward.done():
+                        each.reward.set_exception(exc)
+                continue
+            for each, reward in zip(batch, rewards, strict=True):
+                if not each.reward.done():
+                    each.reward.set_result(reward)
+
+    async def _score(self, index: int, batch: Sequence[_Waiting]) -> list[float]:
+        request = TextsToScore(tuple(each.prompt for each in batch), tuple(each.answer for each in batch))
+        why = ""
+        for _ in range(2):
+            worker = self._workers.get(index) or await self._start(index)
+            try:
+                found = await ask(worker, "score", request, ScoredTexts, timeout_s=self._timeout_s)
+            except DeadlineError:
+                await self._end(index)
+                return self._failed(
+                    batch, f"did not answer within rollout.reward_timeout_s = {self._timeout_s:g} s; raise the limit, or use a faster one")
+            except DeathError as exc:
+                await self._end(index)
+                why = f"ended its process: {first_line(exc)}"
+            except WorkerError as exc:
+                return self._failed(batch, f"failed: {first_line(exc)}")
+            else:
+                return [
+                    FailedReward(f"the reward model {self._options.model}: {failure}") if failure else check_reward(reward)
+                    for reward, failure in zip(found.rewards, found.failures, strict=True)]
+        return self._failed(batch, why)
+
+    def _failed(self, batch: Sequence[_Waiting], how: str) -> list[float]:
+        return [FailedReward(f"the reward model {self._options.model} {how}")] * len(batch)
+
+    async def _start(self, index: int) -> Worker:
+        worker = await self._launcher.start(self._specs[index], timeout_s=self._start_timeout_s)
+        try:
+            await ask(worker, "load", self._options, Nothing, timeout_s=self._start_timeout_s)
+        except BaseException:
+            await worker.stop(timeout_s=FAILED_STOP_S)
+            raise
+        self._workers[index] = worker
+        return worker
+
+    async def _end(self, index: int) -> None:
+        await self._workers.pop(index).stop(timeout_s=FAILED_STOP_S)

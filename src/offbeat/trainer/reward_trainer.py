@@ -1,0 +1,66 @@
+"""The trainer of a reward model: a value model without a bias, whose export is a folder for sequence classification."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from offbeat.config.root import Config
+from offbeat.data.tokenizer import load_tokenizer
+from offbeat.errors import ConfigError
+from offbeat.model.checkpoint_names import published_names
+from offbeat.model.reward_model import Classifier
+from offbeat.trainer.export import change_config, export_folder
+from offbeat.trainer.messages import Dtype
+from offbeat.trainer.snapshots import ModelSnapshot
+from offbeat.trainer.state import full_state
+from offbeat.trainer.trainer import WHOLE
+from offbeat.trainer.value_trainer import ValueTrainer
+
+
+class RewardTrainer(ValueTrainer):
+    """A reward model. It scores `values`, of which that of a text's last token is the reward."""
+
+    _has_bias = False
+
+    @classmethod
+    def _load_model(cls, folder: str, config: Config) -> PreTrainedModel:
+        """See `ValueTrainer`.
+
+        Raises:
+            ConfigError: an adapter is to be trained.
+            ModelError: transformers could not load what is exported.
+        """
+        if config.model.lora.rank:
+            raise ConfigError(
+                f"model.lora.rank must be 0 to train a reward model, got {config.model.lora.rank}; its head and all its weights are"
+                " trained, so leave it out")
+        model = super()._load_model(folder, config)
+        Classifier(model)
+        return model
+
+    def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> "RewardSnapshot":
+        """See `Trainer.snapshot`."""
+        self._check([name])
+        return RewardSnapshot(self._model, self._model_folder, full_state(self._model, dtype=dtype, keep=self.groups.rank == 0), dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class RewardSnapshot(ModelSnapshot):
+    """A whole reward model."""
+
+    def export(self, folder: Path, *, tokenizer_folder: Path) -> None:
+        """Write a Hugging Face folder for sequence classification, whose padding token is the tokenizer's."""
+        classifier = Classifier(self.model)
+        body = {name: tensor for name, tensor in self.state.items() if name != classifier.head}
+        settings = classifier.settings(padding=load_tokenizer(tokenizer_folder).pad_token_id)
+
+        def finish(part: Path) -> None:
+            change_config(part, settings)
+            for file in part.glob("*"):  # what the language model's folder had beside its weights
+                if not file.name.startswith("model") and file.name != "config.json" and not (tokenizer_folder / file.name).exists():
+                    file.unlink()
+
+        export_folder(
+            classifier.weights(published_names(self.model, body), self.state[classifier.head]), folder, model_folder=self.model_folder,
+            tokenizer_folder=tokenizer_folder, dtype=self.dtype, add=finish)

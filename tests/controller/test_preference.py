@@ -1,0 +1,144 @@
+"""Preference training with real ranks: it goes on after a crash with the very losses it would have had, and refuses other data."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from offbeat.aio import SideThread
+from offbeat.config.root import Config
+from offbeat.controller.inputs import read_pair_inputs
+from offbeat.controller.parts import RunParts
+from offbeat.controller.preference import _derangement, prefer
+from offbeat.controller.state import RunState
+from offbeat.controller.supervised import SftResult
+from offbeat.errors import ConfigError
+from offbeat.ranks.sharding import Sharder
+from offbeat.ranks.trainers import Trainers
+from offbeat.runs.rollouts import NoEngines
+from offbeat.spmd.peers import RankPeers
+from offbeat.spmd.ranks import OneRankLoads, OwnRank
+from offbeat.telemetry.console import Console
+from offbeat.telemetry.jsonl import read_json_lines
+from offbeat.telemetry.record import RunRecord, SilentRecord
+from offbeat.trainer.worker import build_trainers
+from ranks import run_alone, run_ranks
+from small_run import small_config
+
+SETTINGS = {
+    "data__task": "", "data__heldout_size": "3", "preference__total_steps": "5", "preference__batch_size": "4",
+    "preference__optimizer__lr": "1e-2", "preference__optimizer__warmup_steps": "0", "preference__evaluate_every_steps": "2",
+    "checkpoint__every_steps": "2", "rollout__balance_batch": "false"}
+
+
+class CrashError(Exception):
+    """The run is gone."""
+
+
+class Crashing(Trainers):
+    """Real trainers, which end at a step."""
+
+    at = 0
+
+    async def train_step(self, batch, *, num_minibatches=1):
+        if self._step + 1 == self.at:
+            raise CrashError
+        return await super().train_step(batch, num_minibatches=num_minibatches)
+
+
+def write_pairs(path: Path, count: int = 13, *, right: str = "ok", labelled: bool = False) -> str:
+    """Pairs whose chosen answer begins with `right`, and some answers with a label."""
+    rows: list[dict] = [{"prompt": f"{i}=", "chosen": f"{right}{i % 3}" * (1 + i % 2), "rejected": f"no{i}"} for i in range(count)]
+    if labelled:
+        rows[1::3] = [{"prompt": f"{i}=", "completion": f"no{i}", "label": False} for i in range(1, count, 3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def play(groups, config: Config, *, crash_at: int = 0) -> SftResult:
+    """One process's part of a run."""
+    inputs = read_pair_inputs(config, unpaired=config.preference.loss == "kto")
+    thread = SideThread("rank")
+    loads = OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world))
+    trainers = Crashing(OwnRank(build_trainers(config.model.path, config, groups), loads, thread), config)
+    trainers.at = crash_at
+    leads = groups.rank == 0
+    none = NoEngines(draws=leads)
+    with RunRecord(config.run_dir, trace=False, console=Console("quiet")) if leads else SilentRecord(config.run_dir) as record:
+        parts = RunParts(config, record, inputs, trainers, none, none, RankPeers(groups.sync, thread), none.watch)
+        try:
+            return asyncio.run(prefer(parts, RunState(total_steps=1)))
+        finally:
+            thread.close()
+
+
+def rows_of(config: Config) -> list[dict]:
+    """What metrics.jsonl says of the steps, but for the time they took."""
+    rows = read_json_lines(config.run_dir / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.endswith("_s") and not name.startswith("balance/")} for row in rows]
+
+
+def cut_off_and_whole(groups, argument: dict) -> list[list[dict]] | None:
+    whole, cut = (small_config(Path(argument["root"]) / name, argument["model"], **argument["settings"]) for name in ("whole", "cut"))
+    play(groups, whole)
+    with pytest.raises(CrashError):
+        play(groups, cut, crash_at=4)  # leaves the checkpoint of step 2
+    play(groups, cut)
+    return [rows_of(whole), rows_of(cut)] if groups.rank == 0 else None
+
+
+@pytest.mark.parametrize(("world", "changes"), [
+    (1, {}), (1, {"preference__loss": "simpo"}), (2, {"preference__loss": "kto", "model__lora__rank": "4"}),
+])
+def test_a_run_that_crashes_goes_on_with_the_losses_of_one_that_did_not(
+    world: int, changes: dict[str, str], tmp_path: Path, model_dir: str,
+) -> None:
+    path = write_pairs(tmp_path / "pairs.jsonl", labelled=changes.get("preference__loss") == "kto")
+    argument = {"model": model_dir, "root": str(tmp_path), "settings": {**SETTINGS, "data__path": path, **changes}}
+    [whole, cut], *_ = [run_alone(cut_off_and_whole, argument=argument)] if world == 1 else run_ranks(
+        cut_off_and_whole, world=world, argument=argument)
+    assert [row["global_step"] for row in whole] == list(range(1, 6)) and cut == whole
+    assert whole[-1]["train/loss"] < whole[0]["train/loss"] and whole[-1]["preference/margin_mean"] > whole[0]["preference/margin_mean"]
+    assert [("eval/accuracy" in row) for row in whole] == [False, True, False, True, True]
+    if changes.get("preference__loss") != "simpo":
+        assert abs(whole[0]["preference/chosen_logratio_mean"]) < 1e-4, "before the first step, the policy is the reference"
+        assert whole[0]["train/loss"] == pytest.approx(0.5 if changes else np.log(2), abs=1e-4)
+
+
+def test_the_reference_is_computed_once_and_other_data_is_refused(tmp_path: Path, model_dir: str) -> None:
+    path = tmp_path / "pairs.jsonl"
+    config = small_config(tmp_path, model_dir, **SETTINGS, data__path=write_pairs(path))
+    file = config.run_dir / "reference" / "train.safetensors"
+
+    def body(groups, _) -> None:
+        with pytest.raises(CrashError):
+            play(groups, config, crash_at=4)
+        before, written = load_file(file), file.stat().st_mtime_ns
+        other = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": "add", "chat_template": True})})
+        with pytest.raises(ConfigError, match="reference log-probabilities in .*train.safetensors' are of other preferences"):
+            play(groups, other)
+        write_pairs(path, right="oh")
+        with pytest.raises(ConfigError, match="of other preferences"):
+            play(groups, config)
+        write_pairs(path)
+        assert play(groups, config).steps == 5
+        assert file.stat().st_mtime_ns == written and all(np.array_equal(before[name], value) for name, value in load_file(file).items())
+
+    run_alone(body)
+    assert (config.run_dir / "export" / "config.json").exists()
+
+
+def test_ranks_that_draw_each_for_itself_are_refused(tmp_path: Path, model_dir: str) -> None:
+    config = small_config(
+        tmp_path, model_dir, **SETTINGS, data__path=write_pairs(tmp_path / "p.jsonl"), run__mode="spmd", rollout__single_rank_load="false")
+    with pytest.raises(ConfigError, match="rollout.single_rank_load must be true to train on preferences, got false"):
+        read_pair_inputs(config)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_every_row_gets_the_answer_of_another_and_each_answer_is_used_once(count: int) -> None:
+    others = _derangement(count, seed=3)
+    assert sorted(others) == list(range(count)) and (others != np.arange(count)).all()
