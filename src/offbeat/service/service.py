@@ -145,12 +145,12 @@ class Service:
         for model in self._models:
             session_id = model.row.session_id
             if model.row.ended:
-                if model.id not in kept and model.row.last_request < lately and not self._training.has_work(model):
+                if model.id not in kept and model.row.last_request < lately and not self._training.work.has(model):
                     await self._models.forget(model)
                     self._training.forget(model)
             elif self.sessions.has_ended(session_id):
                 self._training.dismiss(model, ends=True)
-            elif self.sessions.is_silent(session_id) and not self._training.has_work(model):
+            elif self.sessions.is_silent(session_id) and not self._training.work.has(model):
                 if is_left := self.sessions.silence_s(session_id) > self._settings.parked_retention_s:
                     _log.info("the parked model %s has expired", model.id)
                 if is_left or model.counted:
@@ -236,7 +236,7 @@ class Service:
         name = model_id(session_id, seq)
         future, is_new = self._futures.open(create_request(name), owner=caller.owner, kind=kind)
         if is_new and self._models.get(name) is not None:  # its answer was forgotten, but the model exists
-            self._training.answer(future, ModelCreated(name))
+            self._training.work.answer(future, ModelCreated(name))
         elif is_new:
             return future
         return None
@@ -329,7 +329,7 @@ class Service:
         return Status(
             base_model=self._base_models.name, trainers_alive=self._adapters.trainers_alive,
             trained_tokens=self._training.trained_tokens,
-            sampled_tokens=sum(dispatcher.generated_tokens for dispatcher in self._dispatchers), training=self._training.standing(),
+            sampled_tokens=sum(dispatcher.generated_tokens for dispatcher in self._dispatchers), training=self._training.work.standing(),
             models=tuple(
                 ModelStatus(
                     model.id, model.row.owner, model.row.lora.rank, model.step, model.resident, model.row.last_request,
@@ -340,7 +340,7 @@ class Service:
                     owner, use.models, use.queued_tokens, use.disk_bytes, use.queued_bytes, use.sessions,
                     self.checkpoints.count_of(owner), samplers.get(owner, 0))
                 for owner, use in uses.items()),
-            engines=self._engines(), failures=tuple(self._training.failures))
+            engines=self._engines(), failures=tuple(self._training.work.failures))
 
     def _engines(self) -> tuple[EngineStatus, ...]:
         held = self._adapters.fleet.adapters.held
