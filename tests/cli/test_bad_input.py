@@ -1,7 +1,6 @@
-"""Every mistake a user can make gives one clear sentence and exit code 2, and loses nothing. Through the real command, real processes."""
+"""Every mistake a user can make gives one clear sentence and exit code 2, and loses nothing. The real command on real processes."""
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from faults.workshop import Workshop
 from offbeat.cli.main import main
-from offbeat.config.model import TinyConfig
-from offbeat.data.tokenizer import character_tokenizer
-from offbeat.model.tiny import build_tiny
+from small_run import SmallRun
 
 SORT = str(Path(__file__).parents[2] / "examples" / "sort_digits.toml")
 SMALL = [
@@ -61,7 +59,6 @@ def fails(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     (["--rollout.reward", "rewards.py:absent"], "has no function 'absent'"),
     (["--rollout.reward", "rewards.py:boom"], "raised ValueError: no such answer"),
     (["--rollout.reward", "rewards.py:hang", "--rollout.reward_timeout_s", "1"], "did not answer within rollout.reward_timeout_s = 1 s"),
-    (["--rollout.reward", "rewards.py:later", "--rollout.max_failures_in_a_row", "3"], "reward failed: the reward rewards.py:later raised"),
 ])
 def test_a_wrong_setting_or_reward_is_one_sentence(fails: Callable[..., str], arguments: list[str], sentence: str) -> None:
     assert sentence in fails(*arguments)
@@ -84,29 +81,27 @@ def test_a_missing_extra_is_named(fails: Callable[..., str], monkeypatch: pytest
     assert "pip install 'offbeat[ray]'" in fails("--cluster.launcher", "ray")
 
 
-def test_a_full_disk_loses_no_checkpoint(fails: Callable[..., str], tmp_path: Path) -> None:
+def test_a_reward_that_breaks_later_ends_the_run_in_one_sentence(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    done = shop.train(
+        SmallRun(tmp_path, model_dir), rollout__reward=f"{tmp_path}/rewards.py:later", rollout__max_failures_in_a_row="3",
+        run__total_steps="100", data__heldout_size="0")
+    (line,) = done.error.strip().splitlines()
+    assert done.code == 2 and line.startswith("offbeat: ") and f"reward failed: the reward {tmp_path}/rewards.py:later raised" in line
+
+
+def test_a_full_disk_loses_no_checkpoint(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
     """A disk that takes the first checkpoint and not the second: a file stands where its folder would go, as a stand-in for no space."""
-    blocked = tmp_path / "runs" / "sort_digits" / "checkpoints" / "step-00000002"
+    run = SmallRun(tmp_path, model_dir)
+    blocked = run.folder / "checkpoints" / "step-00000002"
     blocked.parent.mkdir(parents=True)
     blocked.write_text("")
-    assert "step-00000002" in fails()
+    failed = shop.train(run, checkpoint__every_steps="1")
+    assert failed.code == 2 and "step-00000002" in failed.error and len(failed.error.splitlines()) == 1
     assert (blocked.parent / "step-00000001" / "complete.json").exists()
     blocked.unlink()
-    assert main(["train", SORT, *SMALL]) == 0
-    assert json.loads((tmp_path / "runs" / "sort_digits" / "result.json").read_text())["steps"] == 2
-
-
-def test_a_busy_port_is_named(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer()
-    tokenizer.save(tmp_path)
-    tiny = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
-    build_tiny(tmp_path, tiny=tiny, vocab_size=tokenizer.vocab_size, eos_token_id=0, pad_token_id=1, seed=0)
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = str(busy.getsockname()[1])
-        command = [sys.executable, "-m", "offbeat", "engine", "--model", str(tmp_path), "--port", port]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr.splitlines()[-1]
+    assert shop.train(run, checkpoint__every_steps="1").code == 0
+    assert json.loads((run.folder / "result.json").read_text())["steps"] == 2
 
 
 def test_a_run_that_another_process_holds_is_refused(fails: Callable[..., str], tmp_path: Path) -> None:

@@ -53,18 +53,20 @@ def play(
 
 
 @pytest.mark.parametrize(("path", "kind"), [("direct", "qwen3"), ("direct", "qwen2"), ("hf", "qwen2-sliding"), ("hf", "gpt2-untied")])
-def test_every_tensor_is_on_the_device_and_the_samples_are_those_of_the_cpu(path, kind, model_folder, monkeypatch):
+def test_every_tensor_is_on_the_device_the_samples_are_those_of_the_cpu_and_a_step_waits_once(path, kind, model_folder, monkeypatch):
     folder, other = model_folder(kind), model_folder(kind, 1)
     on_cpu = load(folder, path)
     expected, expected_scores = play(on_cpu, other), on_cpu.score(PROMPTS[0])
     monkeypatch.setattr(Platform, "device", DEVICE)
+    waits = []
     with torch.inference_mode(), Accelerator() as accelerator:
         engine = load(folder, path)
-        got, scores = play(engine, other), engine.score(PROMPTS[0])
+        got, scores = play(engine, other, before_step=lambda: waits.append(accelerator.num_waits)), engine.score(PROMPTS[0])
         version, tensors = engine.weights()
         assert all(isinstance(tensor, Held) for tensor in tensors.values())
         fingerprint = fingerprint_tensors(tensors)
-    assert accelerator.num_waits > 0 and version == 1
+    assert version == 1
+    assert len(waits) > 10 and {after - before for before, after in itertools.pairwise(waits)} == {1}, "the host waits once per step"
     assert got.keys() == expected.keys() and len(got) == 16
     for key, output in got.items():
         assert (output.token_ids, output.versions) == (expected[key].token_ids, expected[key].versions)
@@ -89,13 +91,6 @@ def test_adapters_are_on_the_device_and_cost_no_further_wait(path, kind, model_f
         assert output.token_ids == expected[key].token_ids
         assert output.logprobs == pytest.approx(expected[key].logprobs, abs=1e-4)
     assert fingerprint == read_adapter(adapters[0]).fingerprint()
-    assert len(waits) > 10 and {after - before for before, after in itertools.pairwise(waits)} == {1}
-
-
-@pytest.mark.parametrize(("path", "kind"), [("direct", "qwen3"), ("hf", "qwen3-untied"), ("hf", "gpt2-untied")])
-def test_the_host_waits_for_the_device_once_per_step(path, kind, model_folder, accelerator):
-    waits = []
-    play(load(model_folder(kind), path), model_folder(kind, 1), before_step=lambda: waits.append(accelerator.num_waits))
     assert len(waits) > 10 and {after - before for before, after in itertools.pairwise(waits)} == {1}
 
 

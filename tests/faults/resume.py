@@ -50,8 +50,20 @@ GIVEN: Mapping[str, str] = {
     "inference.max_cache_bytes": "100000000", "train.strategy": "fsdp", "train.num_ranks": "2",
     "curriculum.normal_weight": "0.5", "curriculum.unseen_weight": "0.5",
     "algorithm.clip_low": "0.1", "rollout.top_k": "5", "train.optimizer.beta1": "0.8", "train.optimizer.beta2": "0.9",
+    "algorithm.constants": "{tau_low = 1.2}",
 }
 """Values that mean something; other settings get the next value that is allowed."""
+
+WITH: Mapping[str, Mapping[str, str]] = {
+    "algorithm.anchor": {"algorithm.weight": "none"}, "algorithm.constants": {"algorithm.objective": "sapo"},
+}
+"""What is changed along with a setting that cannot be changed alone."""
+
+REFERRING = ("algorithm.kl_coefficient", "algorithm.reference_refresh_steps")
+"""Settings that mean something only to a run with a reference policy."""
+
+LOADING = ("algorithm.kl_loss", "algorithm.reward_kl", *REFERRING)
+"""Settings by which ranks load a reference policy when they start."""
 
 ELSEWHERE = {
     "run.name": "names another run", "run.dir": "names another run", "run.resume": "says whether to resume at all",
@@ -60,7 +72,6 @@ ELSEWHERE = {
     "cluster.ray_address": "needs Ray", "cluster.devices_per_worker": "needs accelerators", "inference.engine": "needs another engine",
     "inference.urls": "needs engines by URL", "inference.python": "needs another engine", "inference.arguments": "needs another engine",
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",
-    "algorithm.anchor": "needs another weight, too", "algorithm.constants": "belong to an objective",
     "algorithm.reference": "has one value",
     "curriculum.pools": "needs rows that come again", "curriculum.leave_at": "needs rows that come again",
     "data.heldout_path": "stands below", "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
@@ -126,7 +137,10 @@ def cases() -> list[Case]:
             continue
         if key.startswith("data.") and change is Change.CONTENT and key not in ("data.task", "data.task_size"):
             continue
-        rows.append(Case(f"`{key}`", change, {key: another_value(key, now[key])}, told=key))
+        changed = {key: another_value(key, now[key]), **WITH.get(key, {})}
+        what = "".join(f", with `{other} = {value}`" for other, value in WITH.get(key, {}).items())
+        rows.append(Case(
+            f"`{key}`{what}", change, changed, base="reference" if key in REFERRING else "task", own=key in LOADING, told=key))
     rows.append(Case("`run.total_steps`", Change.TOLD, told="run.total_steps"))
     for section in ("train", "rollout", "inference", "weights", "checkpoint", "evaluate", "cluster", "dist", "telemetry"):
         keys = [key for key, change in CHANGES.items() if change is Change.FREE and key.startswith(f"{section}.") and key not in ELSEWHERE]
@@ -211,7 +225,7 @@ class Bench:
             "WEIGHTS": str(root / "weights")}
         shutil.copytree(model, root / "same")
         self._settings: dict[str, dict[str, str]] = {
-            "task": {}, "lora": {"model.lora.rank": "4"},
+            "task": {}, "lora": {"model.lora.rank": "4"}, "reference": {"algorithm.kl_loss": "k3"},
             "file": {"data.task": "", "data.path": "rows.jsonl", "rollout.reward": "code.py:score"}}
         self._bases: dict[str, SmallRun] = {}
         self._model = model
@@ -255,7 +269,7 @@ class Bench:
             (run.root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             (run.root / "code.py").write_text(CODE)
             with contextlib.chdir(run.root):
-                done = self._train(run, self._settings[name], own=name == "lora")
+                done = self._train(run, self._settings[name], own=name in ("lora", "reference"))
             assert done.code == 0, done
             self._bases[name] = run
         return self._bases[name]

@@ -1,7 +1,7 @@
 """Many small runs in a row with the real command, on train ranks, an engine and a reward process that are started once.
 
-All else is each run's own: its folder, its checks, its checkpoints, its publisher. So a row of the tables of damaged files and of changed
-settings takes a second and not ten.
+All else is each run's own: its folder, its checks, its checkpoints, its publisher, and a reward process if it has another reward. So a
+row of the tables of damaged files and of changed settings takes a second and not ten.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from unittest.mock import patch
 from offbeat.aio import both
 from offbeat.cli.main import main
 from offbeat.config.root import Config
-from offbeat.controller.inputs import RunInputs, read_inputs
+from offbeat.controller.inputs import RunInputs, choose_reward, read_inputs
 from offbeat.controller.parts import RunParts, SingleProcess
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, open_fleet
@@ -70,6 +70,7 @@ class Workshop:
             both(
                 EngineGroup.start(launcher, config, log_dir=record.log_dir),
                 open_rewards(self._stack, inputs, config, record, launcher=launcher)))
+        self._reward = choose_reward(config)
         self._trainers = Trainers(ranks, config)
         urls = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         self._serving = await open_fleet(self._stack, engines, urls, config, record, model=inputs.model)
@@ -107,7 +108,9 @@ class Workshop:
 
         async with AsyncExitStack() as stack:
             policy = await open_policy(stack, self._serving, inputs, config, write=write)
-            source = EngineRollouts(config, record, inputs, policy.generate, self._rewards)
+            own = choose_reward(config) != self._reward
+            rewards = await open_rewards(stack, inputs, config, record) if own else self._rewards
+            source = EngineRollouts(config, record, inputs, policy.generate, rewards)
             yield RunParts(config, record, inputs, self._trainers, policy.publisher, source, SingleProcess(), policy.watch)
 
 

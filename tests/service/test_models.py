@@ -118,8 +118,9 @@ def test_a_parked_model_of_a_client_that_left_ends_and_its_checkpoints_stay(clus
                     await running.service.sweep()
                     await asyncio.sleep(0.05)
             assert len(list((tmp_path / "checkpoints").iterdir())) == 1, "no state is left but the checkpoint"
-            assert running.service.run_info(ALICE, model.model_id).model_id == model.model_id, "a run with checkpoints is remembered"
-            assert [info.name for info in running.service.list_checkpoints(ALICE)[0]] == ["kept"]
+            library = running.service.library
+            assert library.run_info(ALICE, model.model_id).model_id == model.model_id, "a run with checkpoints is remembered"
+            assert [info.name for info in library.list_checkpoints(ALICE)[0]] == ["kept"]
             assert len(running.store.load().models) == 1 and running.store.load().sessions == ()
             again = await running.model()
             (loaded,) = await again.both(again.load(saved.path))
@@ -147,7 +148,7 @@ def test_a_checkpoint_that_is_complete_after_its_session_has_ended_is_no_models_
             gate.set()
             saved = await running.outcome(saving)
             assert isinstance(saved, CheckpointSaved)
-            await running.service.delete_checkpoint(ALICE, saved.path)
+            await running.service.library.delete_checkpoint(ALICE, saved.path)
             assert not list((tmp_path / "checkpoints").iterdir())
 
     cluster.run(body)
@@ -200,7 +201,7 @@ def test_models_of_ended_sessions_are_runs_that_take_nothing_more(cluster: Small
             await until(lambda: running.usage.of("alice").models == 0)
             with pytest.raises(RequestError, match="has ended"):
                 await model.step()
-            assert running.service.run_info(ALICE, model.model_id).model_id == model.model_id
+            assert running.service.library.run_info(ALICE, model.model_id).model_id == model.model_id
             assert running.service.status().models == ()
             another = await running.model()
             loaded = await another.both(another.load(f"tinker://{model.model_id}/weights/kept"))

@@ -95,12 +95,12 @@ def test_public_checkpoints_are_for_everybody_and_outlive_their_deletion_where_t
             model = await trained(running)
             (saved,) = await model.both(model.save("one"))
             assert isinstance(saved, CheckpointSaved)
-            await running.service.set_public(ALICE, saved.path, public=True)
+            await running.service.library.set_public(ALICE, saved.path, public=True)
             session = await running.service.create_session(BOB, metadata={}, tags=(), display_name="")
             request = await running.service.create_from_weights(
                 BOB, session_id=session, model_seq_id=0, path=saved.path, optimizer=True, base_model=BASE, metadata={})
             assert isinstance(await running.outcome(request, BOB), WeightsLoaded)
-            await running.service.delete_checkpoint(ALICE, saved.path)
+            await running.service.library.delete_checkpoint(ALICE, saved.path)
             copy = Client(running, BOB, f"{session}:train:0")
             np.testing.assert_array_equal(await losses(copy), await losses(model))
         async with cluster.open(tmp_path) as running:
@@ -126,7 +126,7 @@ def test_each_sampler_has_a_version_of_its_own_that_engines_know(cluster: SmallC
             status = running.service.status()
             (engine,) = status.engines
             assert set(names.values()) <= set(engine.adapters) and engine.outstanding_tokens == 0 and status.sampled_tokens >= 2
-            await running.service.delete_checkpoint(ALICE, f"tinker://{model.model_id}/sampler_weights/a")
+            await running.service.library.delete_checkpoint(ALICE, f"tinker://{model.model_id}/sampler_weights/a")
             assert not running.service.checkpoints.path(row.folder).parent.joinpath("nothing").exists()
             assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat.service.errors import BadRequestError, LostError, RequestError, UnknownError
+from offbeat.service.errors import BadRequestError, LostError, UnknownError
 from offbeat.service.ids import CheckpointPath
 from offbeat.service.service import ServiceSettings
 from offbeat.service.types import Caller, CheckpointSaved, Failed, PassDone, SamplerSaved, StepDone, WeightsLoaded
@@ -38,7 +38,7 @@ def test_a_model_is_trained_saved_loaded_and_sampled(cluster: SmallCluster, tmp_
             assert named == SamplerSaved(path=f"tinker://{model.model_id}/sampler_weights/named")
             assert isinstance(ephemeral, SamplerSaved) and ephemeral.sampling_session_id.endswith(":sample:0")
             assert isinstance(external, CheckpointSaved) and external.kind == "external"
-            files = running.service.external_files(ALICE, external.path)
+            files = running.service.library.external_files(ALICE, external.path)
             assert set(files) == {"adapter_config.json", "adapter_model.safetensors"} and all(path.is_file() for path in files.values())
             await model.both(model.learn(data), model.step())
             loaded, again = await model.both(model.load(saved.path), model.learn(data, forward_only=True))
@@ -68,7 +68,7 @@ def test_after_a_kill_all_is_as_it_was_when_it_was_last_acknowledged(cluster: Sm
             assert await running.outcome(finished) is answered
             session = model.model_id.split(":")[0]
             assert running.service.session_info(ALICE, session).sampler_ids == (f"{session}:sample:7",)
-            assert [info.name for info in running.service.list_checkpoints(ALICE)[0]] == ["one"]
+            assert [info.name for info in running.service.library.list_checkpoints(ALICE)[0]] == ["one"]
             assert running.service.model_info(ALICE, model.model_id).lora == LORA
             lost = await model.both(model.learn(training_data(3)), model.step())
             assert all(isinstance(outcome, Failed) and outcome.category == "server" for outcome in lost)
@@ -126,7 +126,7 @@ def test_after_a_graceful_end_training_goes_on_exactly(cluster: SmallCluster, tm
 def test_nobody_sees_or_touches_what_is_anothers(cluster: SmallCluster, tmp_path: Path) -> None:
     async def body() -> None:
         async with cluster.open(tmp_path) as running:
-            service, model = running.service, await running.model()
+            service, library, model = running.service, running.service.library, await running.model()
             request = await model.learn(training_data(1))
             await running.outcome(request)
             (saved,) = await model.both(model.save("one"))
@@ -143,24 +143,19 @@ def test_nobody_sees_or_touches_what_is_anothers(cluster: SmallCluster, tmp_path
             for act in (
                 stranger.step, lambda: service.model_info(BOB, model.model_id), lambda: service.session_info(BOB, session),
                 lambda: service.heartbeat(BOB, session), lambda: service.finish_session(BOB, session, "success"),
-                lambda: service.delete_checkpoint(BOB, saved.path), lambda: service.set_public(BOB, saved.path, public=True),
-                lambda: service.set_ttl(BOB, saved.path, 5000), lambda: service.weights_info(BOB, saved.path),
-                lambda: service.list_checkpoints(BOB, run_id=model.model_id), lambda: service.run_info(BOB, model.model_id),
-                lambda: service.external_files(BOB, saved.path), lambda: service.retrieve(BOB, request, timeout_s=1),
+                lambda: library.delete_checkpoint(BOB, saved.path), lambda: library.set_public(BOB, saved.path, public=True),
+                lambda: library.set_ttl(BOB, saved.path, 5000), lambda: library.weights_info(BOB, saved.path),
+                lambda: library.list_checkpoints(BOB, run_id=model.model_id), lambda: library.run_info(BOB, model.model_id),
+                lambda: library.external_files(BOB, saved.path), lambda: service.retrieve(BOB, request, timeout_s=1),
                 lambda: service.create_model(
                     BOB, session_id=session, model_seq_id=4, base_model=BASE, lora=LORA, metadata={}),
-                lambda: service.copy_weights(
+                lambda: library.copy_weights(
                     Caller("carol"), path=saved.path, session_id=session, model_seq_id=1, ttl_s=None)):
                 await sentence(act)
             theirs, nothing = "22222222-2222-4222-8222-222222222222:train:0", model.model_id
             assert await sentence(lambda: service.model_info(BOB, theirs)) == (
                 await sentence(lambda: service.model_info(BOB, nothing))).replace(nothing, theirs)
-            assert service.runs(BOB, limit=10, offset=0) == ([], 0) and service.list_checkpoints(BOB) == ([], 0)
-            await service.set_public(ALICE, saved.path, public=True)
-            assert service.runs(BOB, limit=10, offset=0, accessible=True)[1] == 1
-            assert service.run_info(BOB, model.model_id, accessible=True).owner == "alice"
-            assert service.weights_info(BOB, saved.path) == (BASE, LORA)
-            assert service.list_checkpoints(BOB, run_id=model.model_id)[1] == 1
+            assert library.runs(BOB, limit=10, offset=0) == ([], 0) and library.list_checkpoints(BOB) == ([], 0)
 
     cluster.run(body)
 
@@ -183,10 +178,6 @@ def test_what_is_wrong_with_a_request_is_said_at_once(cluster: SmallCluster, tmp
                     ALICE, session_id=session, model_seq_id=len(sentence), base_model=base, lora=lora, metadata={})
                 outcome = await running.outcome(request)
                 assert isinstance(outcome, Failed) and outcome.category == "user" and sentence in outcome.message
-            (saved,) = await model.both(model.save("x"))
-            assert isinstance(saved, CheckpointSaved)
-            with pytest.raises(RequestError, match="training checkpoint, where one that is external"):
-                service.external_files(ALICE, saved.path)
 
     cluster.run(body)
 
@@ -206,25 +197,6 @@ def test_the_status_tells_what_everybody_takes_up(cluster: SmallCluster, tmp_pat
             assert (alice.owner, alice.models, alice.queued_tokens, alice.queued_bytes, alice.sessions) == ("alice", 1, 0, 0, 1)
             assert alice.disk_bytes > 10_000 > bob.disk_bytes, "bob has no more than the answer to a creation"
             assert [engine.name for engine in status.engines] == ["engine 0"]
-
-    cluster.run(body)
-
-
-def test_a_copy_of_a_checkpoint_is_a_checkpoint_of_the_other_run(cluster: SmallCluster, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with cluster.open(tmp_path) as running:
-            model = await running.model()
-            (saved,) = await model.both(model.save("one"))
-            assert isinstance(saved, CheckpointSaved)
-            session = await running.service.create_session(ALICE, metadata={}, tags=(), display_name="mine")
-            path = await running.service.copy_weights(ALICE, path=saved.path, session_id=session, model_seq_id=2, ttl_s=None)
-            assert path == f"tinker://{session}:train:2/weights/one"
-            await running.service.set_ttl(ALICE, path, 3600)
-            (info, _), _ = running.service.list_checkpoints(ALICE)
-            assert info.expires == pytest.approx(info.created + 3600, abs=30) and info.run_id.startswith(session)
-            await running.service.delete_checkpoint(ALICE, saved.path)
-            assert (await model.both(model.load(path)))[0] == WeightsLoaded(path, model.model_id)
-            assert running.service.list_sessions(ALICE, limit=1, offset=0) == [session]
 
     cluster.run(body)
 

@@ -115,7 +115,7 @@ def objective_of(name: str) -> Objective:
 
 def keeps_groups(batch: Batch) -> bool:
     """Whether a loss of the batch needs its groups whole, in each micro-batch."""
-    return any(OBJECTIVES[loss.name].by_group for loss in batch.losses)
+    return any(objective_of(loss.name).by_group for loss in batch.losses)
 
 
 def reads_of(loss: LossSpec) -> tuple[str, ...]:

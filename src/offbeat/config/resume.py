@@ -86,7 +86,8 @@ CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for
 
 _RL_ALONE = (
     "run.total_steps", "algorithm.", "critic.", "curriculum.", "teacher.", "train.optimizer.", "rollout.group_size",
-    "rollout.consumer_batch_size", "rollout.max_head", "rollout.on_stale", "rollout.temperature", "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt")
+    "rollout.consumer_batch_size", "rollout.max_head", "rollout.on_stale", "rollout.temperature",
+    "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt")
 _ON_PAIRS = ("preference.", "reward_model.")
 _NOT_ON_PAIRS = (
     *_RL_ALONE, *(key for key, _ in settings() if key.startswith("sft.") and key != "sft.too_long"), "rollout.", "inference.",

@@ -122,7 +122,9 @@ class NoEngines:
     async def watch(self) -> None:
         """Watch nothing."""
 
-    def rollouts(self, stream: PromptStream, *, version: Version, last_version: Version) -> Rollouts:  # noqa: ARG002
+    def rollouts(
+        self, stream: PromptStream, *, version: Version, last_version: Version, num_flat_rejected: int = 0,  # noqa: ARG002
+    ) -> Rollouts:
         """Never called: nothing is answered."""
         raise AssertionError("a run without engines was asked for rollouts")
 

@@ -8,10 +8,9 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from offbeat.aio import beside
 from offbeat.algorithms.adam import AdamParams
@@ -20,21 +19,20 @@ from offbeat.fleet.sampling_models import SamplingModel
 from offbeat.runs.adapters import Adapters
 from offbeat.service.base_models import BaseModels
 from offbeat.service.checkpoints import Checkpoints
-from offbeat.service.errors import BadRequestError, LostError, RequestError
+from offbeat.service.errors import BadRequestError, LostError
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import CheckpointPath, check_name, create_request, model_id
+from offbeat.service.library import Library
 from offbeat.service.limits import Usage
 from offbeat.service.models import Model, Models
 from offbeat.service.samplers import Samplers
 from offbeat.service.saving import Saving
 from offbeat.service.sessions import Sessions
 from offbeat.service.store import Rows, Store
-from offbeat.service.tables import CheckpointRow, ModelRow
+from offbeat.service.tables import ModelRow
 from offbeat.service.training import Training
 from offbeat.service.types import (
     Caller,
-    CheckpointInfo,
-    CheckpointKind,
     EngineStatus,
     Failed,
     LoraSpec,
@@ -52,7 +50,6 @@ from offbeat.service.work import Export, Load, Pass, Request, Save, SaveSampler,
 
 _log = logging.getLogger(__name__)
 _SWEEP_EVERY_S = 10.0
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,7 @@ class Service:
 
     Attributes:
         sessions, checkpoints, samplers: parts that others share.
+        library: runs and checkpoints, for REST.
     """
 
     def __init__(
@@ -112,6 +110,7 @@ class Service:
         saving = Saving(
             adapters=adapters, base_model=base_models.name, models=self._models, sessions=self.sessions, checkpoints=self.checkpoints,
             samplers=self.samplers)
+        self.library = Library(checkpoints=self.checkpoints, models=self._models, sessions=self.sessions)
         self._training = Training(
             adapters=adapters, base_model=base_models.name, futures=futures, usage=usage, models=self._models, saving=saving,
             max_tokens_per_pass=settings.max_tokens_per_pass, patience_s=settings.patience_s)
@@ -146,12 +145,12 @@ class Service:
         for model in self._models:
             session_id = model.row.session_id
             if model.row.ended:
-                if model.id not in kept and model.row.last_request < lately and not self._training.has_work(model):
+                if model.id not in kept and model.row.last_request < lately and not self._training.work.has(model):
                     await self._models.forget(model)
                     self._training.forget(model)
             elif self.sessions.has_ended(session_id):
                 self._training.dismiss(model, ends=True)
-            elif self.sessions.is_silent(session_id) and not self._training.has_work(model):
+            elif self.sessions.is_silent(session_id) and not self._training.work.has(model):
                 if is_left := self.sessions.silence_s(session_id) > self._settings.parked_retention_s:
                     _log.info("the parked model %s has expired", model.id)
                 if is_left or model.counted:
@@ -237,7 +236,7 @@ class Service:
         name = model_id(session_id, seq)
         future, is_new = self._futures.open(create_request(name), owner=caller.owner, kind=kind)
         if is_new and self._models.get(name) is not None:  # its answer was forgotten, but the model exists
-            self._training.answer(future, ModelCreated(name))
+            self._training.work.answer(future, ModelCreated(name))
         elif is_new:
             return future
         return None
@@ -318,96 +317,6 @@ class Service:
             self._training.heard(model, request_id)
         return answer
 
-    # -- runs and checkpoints, for REST ------------------------------------------------------------------------------------------------
-
-    def runs(self, caller: Caller, *, limit: int, offset: int, accessible: bool = False) -> tuple[list[ModelInfo], int]:
-        """Return a page of the caller's runs, newest first, and how many there are; `accessible` adds public runs of other owners."""
-        public = self.checkpoints.public_runs() if accessible else ()
-        found = [model for model in self._models if model.row.owner == caller.owner or model.id in public]
-        found.sort(key=lambda model: -model.row.created)
-        return [model.info for model in found[offset : offset + limit]], len(found)
-
-    def run_info(self, caller: Caller, run_id: str, *, accessible: bool = False) -> ModelInfo:
-        """Return a run of the caller, or one with a public checkpoint if `accessible`."""
-        model = self._models.get(run_id)
-        if accessible and model is not None and any(row.public for row in self.checkpoints.select(run_id=run_id)):
-            return model.info
-        return self._models.find(caller, run_id).info
-
-    def newest_checkpoints(self, caller: Caller, run_id: str) -> dict[CheckpointKind, CheckpointInfo]:
-        """Return the latest checkpoint of each kind in a run, among those that the caller may read."""
-        newest = self.checkpoints.newest(run_id, owner=caller.owner)
-        return {kind: _info(row) for kind, row in newest.items()}
-
-    def list_checkpoints(
-        self, caller: Caller, *, run_id: str | None = None, limit: int | None = None, offset: int = 0, exports: bool = True,
-    ) -> tuple[list[CheckpointInfo], int]:
-        """Return a page of the caller's checkpoints, of one run or of all, newest first, and their total number.
-
-        Of another owner's run, only the public ones are listed.
-
-        Args:
-            exports: whether the client knows exports; if not, they are left out.
-
-        Raises:
-            UnknownError: there is no such run.
-        """
-        rows = self.checkpoints.select(owner=caller.owner if run_id is None else None, run_id=run_id)
-        rows = [row for row in rows if row.public or row.owner == caller.owner]
-        if run_id is not None and not rows:
-            self._models.find(caller, run_id)
-        rows = [row for row in rows if exports or row.kind != "external"]
-        return [_info(row) for row in _page(rows, limit, offset)], len(rows)
-
-    async def delete_checkpoint(self, caller: Caller, path: str) -> None:
-        """Delete a checkpoint."""
-        await self.checkpoints.delete(self._owned(caller, path))
-
-    async def set_public(self, caller: Caller, path: str, *, public: bool) -> None:
-        """Make a checkpoint public, or private again."""
-        await self.checkpoints.set_public(self._owned(caller, path), public=public)
-
-    async def set_ttl(self, caller: Caller, path: str, ttl_s: float | None) -> None:
-        """Let a checkpoint expire `ttl_s` seconds from now, or never for None."""
-        await self.checkpoints.set_ttl(self._owned(caller, path), ttl_s)
-
-    def weights_info(self, caller: Caller, path: str) -> tuple[str, LoraSpec]:
-        """Return the name of a checkpoint's base model, and its adapter."""
-        row = self.checkpoints.readable(caller, CheckpointPath.parse(path))
-        return row.base_model, row.lora
-
-    def external_folder(self, caller: Caller, path: str) -> str:
-        """Return the folder of an export; it changes if the export is replaced."""
-        return self._readable(caller, path, "external").folder
-
-    def external_files(self, caller: Caller, path: str) -> Mapping[str, Path]:
-        """Return the paths of an export's files by name. May be called from any thread."""
-        return self.checkpoints.files(self._readable(caller, path, "external"))
-
-    def adapter_files(self, caller: Caller, path: str) -> tuple[Mapping[str, Path], str]:
-        """Return the paths of the files of a sampler checkpoint or an export by name, and the clients' name of its base model."""
-        row = self.checkpoints.readable(caller, CheckpointPath.parse(path))
-        if row.kind == "training":
-            raise RequestError(
-                f"{path} holds a state to train on from, which is no adapter to download; save one with save_weights_for_sampler")
-        return self.checkpoints.files(row), row.base_model
-
-    async def copy_weights(self, caller: Caller, *, path: str, session_id: str, model_seq_id: int, ttl_s: float | None) -> str:
-        """Copy a checkpoint to another run of the caller. Returns its path."""
-        self.sessions.check(caller, session_id)
-        return await self.checkpoints.copy(
-            self.checkpoints.readable(caller, CheckpointPath.parse(path)), run_id=model_id(session_id, model_seq_id), owner=caller.owner,
-            ttl_s=ttl_s)
-
-    def _owned(self, caller: Caller, path: str) -> CheckpointRow:
-        return self.checkpoints.owned(caller, CheckpointPath.parse(path))
-
-    def _readable(self, caller: Caller, path: str, kind: CheckpointKind) -> CheckpointRow:
-        row = self.checkpoints.readable(caller, CheckpointPath.parse(path))
-        if row.kind != kind:
-            raise RequestError(f"{path} is a {row.kind} checkpoint, where one that is {kind} is needed")
-        return row
-
     # -- standing ----------------------------------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
@@ -420,7 +329,7 @@ class Service:
         return Status(
             base_model=self._base_models.name, trainers_alive=self._adapters.trainers_alive,
             trained_tokens=self._training.trained_tokens,
-            sampled_tokens=sum(dispatcher.generated_tokens for dispatcher in self._dispatchers), training=self._training.standing(),
+            sampled_tokens=sum(dispatcher.generated_tokens for dispatcher in self._dispatchers), training=self._training.work.standing(),
             models=tuple(
                 ModelStatus(
                     model.id, model.row.owner, model.row.lora.rank, model.step, model.resident, model.row.last_request,
@@ -431,18 +340,10 @@ class Service:
                     owner, use.models, use.queued_tokens, use.disk_bytes, use.queued_bytes, use.sessions,
                     self.checkpoints.count_of(owner), samplers.get(owner, 0))
                 for owner, use in uses.items()),
-            engines=self._engines(), failures=tuple(self._training.failures))
+            engines=self._engines(), failures=tuple(self._training.work.failures))
 
     def _engines(self) -> tuple[EngineStatus, ...]:
         held = self._adapters.fleet.adapters.held
         return tuple(
             EngineStatus(name, state.value, tuple(held.get(name, ())), pool.outstanding[name])
             for pool in (dispatcher.pool for dispatcher in self._dispatchers) for name, state in pool.states.items())
-
-
-def _page(rows: Sequence[T], limit: int | None, offset: int) -> Sequence[T]:
-    return rows[offset:] if limit is None else rows[offset : offset + limit]
-
-
-def _info(row: CheckpointRow) -> CheckpointInfo:
-    return CheckpointInfo(row.run_id, row.kind, row.name, row.created, row.size_bytes, row.public, row.expires, row.metadata)

@@ -1,34 +1,32 @@
 """Carries out what clients ask of models: each model's requests in order, many models together, and every request to an outcome.
 
     run       consumes the schedule, turn by turn; produces outcomes; waits for work; woken by `submit`, and when patience runs out
-    tails     one task for what follows a request without the trainers: checksums, publication, storing the outcome; `close` waits for all
 
 A request that fails has its error as its outcome. If the trainers fail, the requests of that turn fail, the trainers are restarted, and
-every other request waits for that.
+every other request waits for that. What follows a request without the trainers, up to storing its outcome, is in `open_work`.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Coroutine, Set
+from collections.abc import Set
 from contextlib import suppress
-from typing import Any
 
 from offbeat.data.batch import Batch
-from offbeat.errors import OffbeatError, RunError, StorageError, UserError
+from offbeat.errors import OffbeatError, RunError, UserError
 from offbeat.runs.adapters import Adapters
 from offbeat.service.errors import OverLimitError, RequestError
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import training_request
 from offbeat.service.limits import Usage
 from offbeat.service.models import Loss, Model, Models
+from offbeat.service.open_work import OpenWork
 from offbeat.service.order import Sequencer
 from offbeat.service.saving import Rest, Saving
 from offbeat.service.schedule import Job, Lane, Part, Schedule, Turn
 from offbeat.service.speeds import Speeds
-from offbeat.service.types import Failed, Failure, Outcome, Pending, QueueStatus, StepDone
+from offbeat.service.types import Failed, Pending, StepDone
 from offbeat.service.work import (
     Export,
     Leave,
@@ -49,7 +47,6 @@ from offbeat.service.work import (
 _log = logging.getLogger(__name__)
 _IDLE_S = 1.0
 _DRAIN_S = 10.0
-_NUM_FAILURES = 50
 _RESTARTING = Pending("paused_capacity", "the trainers are being started again after a failure")
 
 
@@ -59,7 +56,7 @@ class Training:
     Attributes:
         trained_tokens: number of tokens in passes since the start.
         speeds: trained tokens per second, by model.
-        failures: latest failed requests.
+        work: requests that have not ended.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Training:
         """`max_tokens_per_pass` is the budget of a turn; `base_model` is the name by which clients call the trained model."""
         self.trained_tokens = 0
         self.speeds = Speeds()
-        self.failures: deque[Failure] = deque(maxlen=_NUM_FAILURES)
+        self.work = OpenWork(futures=futures, usage=usage, models=models)
         self._adapters = adapters
         self._base_model = base_model
         self._futures = futures
@@ -82,9 +79,6 @@ class Training:
         self._sequencers: dict[str, Sequencer[Work]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._number = 0
-        self._open: set[Work] = set()
-        self._pending = Pending()
-        self._tails: set[asyncio.Task[None]] = set()
         self._saves: set[asyncio.Task[None]] = set()
         self._woken = asyncio.Event()
         self._closing = False
@@ -109,13 +103,13 @@ class Training:
         work = Work(self._next_number(), model, seq, request, None, pass_tokens=self._pass_tokens)
         self._charge(work, is_awaited=seq == sequencer.next_seq and sequencer.next_due is not None)
         work.future, _ = self._futures.open(request_id, owner=owner, kind=kind)
-        self._begin(work)
+        self.work.begin(work)
         try:
             if isinstance(request, Pass):
                 self._adapters.limits.check_batch(request.data.batch, model=self._base_model)
         except UserError as exc:
             sequencer.skip(seq, time.monotonic())
-            self._end_soon(work, self._explain(work, exc))
+            self.work.end_soon(work, explain(exc, name=work.name))
         else:
             sequencer.offer(seq, work, time.monotonic())
         self._advance(model)
@@ -126,19 +120,15 @@ class Training:
         work = Work(self._next_number(), model, 0, request, future)
         work.charged = work.charge
         self._usage.add(model.row.owner, **work.charged)
-        self._begin(work)
+        self.work.begin(work)
         self._add(work)
 
     def dismiss(self, model: Model, *, ends: bool) -> None:
         """Remove a model from the trainers once its requests are done."""
-        if not any(isinstance(work.request, Leave) and work.model is model for work in self._open):
+        if not self.work.is_leaving(model):
             work = Work(self._next_number(), model, 0, Leave(ends), None)
-            self._begin(work)
+            self.work.begin(work)
             self._add(work)
-
-    def answer(self, future: Future, outcome: Outcome) -> None:
-        """End a request that needs no work."""
-        self._spawn(self._futures.finish(future, outcome))
 
     def skip(self, model: Model, seq: int) -> None:
         """Note that this number will not come, so that nothing waits for it."""
@@ -149,20 +139,11 @@ class Training:
         """Drop the state of a model that no longer exists."""
         self._sequencers.pop(model.id, None)
 
-    def has_work(self, model: Model) -> bool:
-        """Whether a model has requests that have not ended."""
-        return any(work.model is model for work in self._open)
-
     def heard(self, model: Model, request_id: str) -> None:
         """Note that a client has fetched an outcome, which may have told it of a loss."""
         loss = model.loss
         if loss and loss.heard_at is None and request_id in loss.told_by:
             loss.heard_at = self._number
-
-    def standing(self) -> QueueStatus:
-        """Return the state of the queue: requests that wait or run."""
-        oldest = min((work.since for work in self._open), default=time.monotonic())
-        return QueueStatus(len(self._open), sum(work.tokens for work in self._open), round(time.monotonic() - oldest, 2))
 
     def _next_number(self) -> int:
         self._number += 1
@@ -179,11 +160,6 @@ class Training:
                 raise
             self._usage.add(work.model.row.owner, **work.charge)
         work.charged = work.charge
-
-    def _begin(self, work: Work) -> None:
-        self._open.add(work)
-        if work.future is not None:
-            work.future.pending = self._pending
 
     def _sequencer(self, model: Model) -> Sequencer[Work]:
         if model.id not in self._sequencers:
@@ -213,8 +189,7 @@ class Training:
                 while not self._may_stop():
                     await self._go_on()
             except asyncio.CancelledError:
-                for tail in self._tails:
-                    tail.cancel()
+                self.work.cancel()
                 raise
 
     async def _go_on(self) -> None:
@@ -237,8 +212,7 @@ class Training:
         self._closing, self._give_up = True, time.monotonic() + _DRAIN_S
         self._woken.set()
         async with self._at_work:
-            while self._tails:
-                await self._settle(self._tails)
+            await self.work.settle()
             if not self._adapters.trainers_alive:
                 return
             for model in self._models:
@@ -298,7 +272,7 @@ class Training:
             if model.loss.concerns(work.number):
                 self._schedule.drop(job)
                 self._tell_loss(work, model.loss)
-                self._end_soon(work, Failed(model.loss.message, "server"))
+                self.work.end_soon(work, Failed(model.loss.message, "server"))
                 return False
             model.loss = None
         return True
@@ -308,7 +282,7 @@ class Training:
         if isinstance(job.item.request, Leave):
             return True
         try:
-            await self._models.make_room(job.item.model, wanted, busy={work.model for work in self._open})
+            await self._models.make_room(job.item.model, wanted, busy=self.work.models)
             if not isinstance(job.item.request, Load):
                 await self._models.enter(job.item.model)
         except Exception as exc:
@@ -343,7 +317,7 @@ class Training:
             for (part, _), passed in zip(its, split(scores[model.adapter], [datums for _, datums in its]), strict=True):
                 part.job.item.passes.append(passed)
                 if part.is_last:
-                    self._end_soon(part.job.item, pass_done(part.job.item))
+                    self.work.end_soon(part.job.item, pass_done(part.job.item))
 
     async def _begin_change(self, models: list[Model]) -> None:
         for model in models:
@@ -359,25 +333,25 @@ class Training:
             if math.isfinite(norm):
                 model.step += 1
                 model.num_changes += 1
-                self._end_soon(work, StepDone({"grad_norm": norm}))
+                self.work.end_soon(work, StepDone({"grad_norm": norm}))
             else:
-                self._end_soon(work, Failed(f"the gradient of {model.id} is not finite; the step was left out", "user"))
+                self.work.end_soon(work, Failed(f"the gradient of {model.id} is not finite; the step was left out", "user"))
 
     async def _alone(self, work: Work) -> None:
         model = work.model
         match work.request:
             case Save() | SaveSampler() | Export() as request:
                 rest = await self._saving.write(model, request)
-                tail = self._spawn(self._finish(work, rest))
+                tail = self.work.spawn(self._finish(work, rest))
                 if rest.keeps_state:
                     self._saves.add(tail)
                     tail.add_done_callback(self._saves.discard)
             case Load() as request:
-                await self._settle(self._saves)  # the checkpoint to load may be one that is just being saved
-                self._end_soon(work, await self._saving.load(model, request))
+                await self._settle_saves()  # the checkpoint to load may be one that is just being saved
+                self.work.end_soon(work, await self._saving.load(model, request))
             case Leave() as request:
                 await (self._models.end(model) if request.ends else self._models.leave(model))
-                self._open.discard(work)
+                self.work.drop(work)
             case request:
                 raise AssertionError(f"{request} is not alone")
 
@@ -389,8 +363,8 @@ class Training:
             try:
                 outcome = await rest.finish()
             except Exception as exc:
-                outcome = self._explain(work, exc)
-        self._end_soon(work, outcome)
+                outcome = explain(exc, name=work.name)
+        self.work.end_soon(work, outcome)
 
     def _fail(self, job: Job[Work], exc: Exception) -> None:
         """End a request with an error, and with what its model has lost by now."""
@@ -398,63 +372,28 @@ class Training:
         self._schedule.drop(job)
         if loss is not None and category_of(exc) == "server":
             self._tell_loss(work, loss)
-        self._end_soon(work, self._explain(work, exc, lost=loss.message if loss is not None else ""))
-
-    def _explain(self, work: Work, exc: Exception, *, lost: str = "") -> Failed:
-        return explain(exc, name=work.future.request_id if work.future else work.model.id, lost=lost)
+        self.work.end_soon(work, explain(exc, name=work.name, lost=loss.message if loss is not None else ""))
 
     def _tell_loss(self, work: Work, loss: Loss) -> None:
         """Note that this request's outcome tells of the loss, so that whoever fetches it has heard."""
         if work.future is not None:
             loss.told_by.add(work.future.request_id)
 
-    def _end_soon(self, work: Work, outcome: Outcome) -> None:
-        """Give a request its outcome, unless it already has one."""
-        if work.future is None:
-            self._open.discard(work)
-        elif not work.has_ended:
-            work.has_ended = True
-            work.model.numbers.use(work.seq)
-            self._spawn(self._end(work, work.future, outcome))
-
-    async def _end(self, work: Work, future: Future, outcome: Outcome) -> None:
-        """Store an outcome along with the model's progress."""
-        self._usage.release(work.model.row.owner, **work.charged)
-        if isinstance(outcome, Failed):
-            self.failures.append(Failure(time.time(), future.request_id, work.model.row.owner, outcome.message))
-        await asyncio.gather(self._store_progress(work), self._futures.finish(future, outcome))
-        self._open.discard(work)
-
-    async def _store_progress(self, work: Work) -> None:
-        model = work.model
-        if self._models.get(model.id) is not model:
-            return  # the model was never created
-        try:
-            await self._models.store_progress(model)
-        except StorageError as exc:
-            _log.error("%s: its progress could not be stored: %s", model.id, exc)
-
-    def _spawn(self, tail: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(tail)
-        self._tails.add(task)
-        task.add_done_callback(self._tails.discard)
-        return task
-
-    async def _settle(self, tasks: "set[asyncio.Task[None]]") -> None:
-        if tasks:
-            await asyncio.wait(tuple(tasks))
+    async def _settle_saves(self) -> None:
+        if self._saves:
+            await asyncio.wait(tuple(self._saves))
 
     # -- trainers that fail ------------------------------------------------------------------------------------------------------------
 
     async def _lose_all(self) -> None:
-        await self._settle(self._saves)  # states that are just being saved are not lost
+        await self._settle_saves()  # states that are just being saved are not lost
         self._models.lose_all("the trainers failed")
 
     async def _revive(self) -> None:
         """Restart the trainers; if that fails, everything that waits for them fails."""
         await self._lose_all()
         _log.warning("the trainers have failed; they are started again")
-        self._tell(_RESTARTING)
+        self.work.tell(_RESTARTING)
         try:
             await self._adapters.restart_trainers()
         except Exception as exc:
@@ -462,10 +401,4 @@ class Training:
                 self._fail(job, exc)
             await asyncio.sleep(_IDLE_S)
         finally:
-            self._tell(Pending())
-
-    def _tell(self, pending: Pending) -> None:
-        self._pending = pending
-        for work in self._open:
-            if work.future is not None:
-                work.future.pending = pending
+            self.work.tell(Pending())

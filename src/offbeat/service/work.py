@@ -126,6 +126,11 @@ class Work:
             self._sizes = np.array([self.cost.tokens], np.int64)
 
     @property
+    def name(self) -> str:
+        """Name of the request for clients, or that of its model where nobody waits."""
+        return self.future.request_id if self.future else self.model.id
+
+    @property
     def charge(self) -> Mapping[str, int]:
         """Amounts to charge to the owner. Only passes are charged tokens; the price of other requests affects only whose turn it is."""
         return self.cost.charge if isinstance(self.request, Pass) else {**self.cost.charge, "queued_tokens": 0}

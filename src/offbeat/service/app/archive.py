@@ -17,7 +17,7 @@ from offbeat.errors import StorageError
 from offbeat.service.app.links import Links
 from offbeat.service.app.reply import Call, Endpoint, answer, refusal
 from offbeat.service.errors import RequestError
-from offbeat.service.service import Service
+from offbeat.service.library import Library
 from offbeat.service.types import Caller
 from offbeat.service.wire import rest
 
@@ -39,8 +39,8 @@ class _Archive:
 class Archives:
     """Links to archives, which nobody can guess. A link is valid for an hour, as long as its requester may read the adapter."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, library: Library) -> None:
+        self._library = library
         self._links: Links[_Archive] = Links()
 
     @property
@@ -55,7 +55,7 @@ class Archives:
 
     async def _make(self, call: Call) -> Response:
         path = f"tinker://{call.param('run')}/{call.param('segment')}/{call.param('name')}"
-        files, _ = await asyncio.to_thread(self._service.adapter_files, call.caller, path)
+        files, _ = await asyncio.to_thread(self._library.adapter_files, call.caller, path)
         token, expires = self._links.add(_Archive(call.caller, path, tuple(files.items())))
         return answer(rest.archive_url(f"{call.http.base_url}api/v1/archives/{token}.tar", expires=expires))
 
@@ -63,7 +63,7 @@ class Archives:
         archive = self._links.find(http.path_params["token"])
         try:
             if archive is not None:
-                files, base_model = await asyncio.to_thread(self._service.adapter_files, archive.caller, archive.path)
+                files, base_model = await asyncio.to_thread(self._library.adapter_files, archive.caller, archive.path)
                 if tuple(files.items()) == archive.files:
                     return stream(files, base_model=base_model)
         except (RequestError, StorageError, OSError):

@@ -38,7 +38,7 @@ def open_front(
     names: Names = LOCAL_NAMES, max_requests_of_one: int = 2048, incidents: Incidents | None = None,
 ) -> Front:
     """Assemble the application; see `make_app`. `incidents` concern ranks and engines."""
-    registry, exports, archives = CollectorRegistry(), Exports(service.external_folder), Archives(service)
+    registry, exports, archives = CollectorRegistry(), Exports(service.library.external_folder), Archives(service.library)
     journal, incidents = Journal(registry), incidents or Incidents()
 
     def status() -> Status:

@@ -28,6 +28,7 @@ class RestRoutes:
 
     def __init__(self, service: Service, exports: "Exports") -> None:
         self._service = service
+        self._library = service.library
         self._exports = exports
 
     @property
@@ -51,63 +52,63 @@ class RestRoutes:
 
     async def _runs(self, call: Call) -> Response:
         limit, offset = _page(call, default=20)
-        infos, total = self._service.runs(call.caller, limit=limit, offset=offset, accessible=_accessible(call))
+        infos, total = self._library.runs(call.caller, limit=limit, offset=offset, accessible=_accessible(call))
         runs = [self._run_answer(call, info) for info in infos]
         return answer(rest.training_runs(runs, limit=limit, offset=offset, total=total))
 
     async def _run(self, call: Call) -> Response:
-        info = self._service.run_info(call.caller, call.param("run"), accessible=_accessible(call))
+        info = self._library.run_info(call.caller, call.param("run"), accessible=_accessible(call))
         return answer(self._run_answer(call, info))
 
     def _run_answer(self, call: Call, info: ModelInfo) -> rest.Answer:
         """Describe a run with its latest checkpoints for training and for sampling."""
-        newest = self._service.newest_checkpoints(call.caller, info.model_id)
+        newest = self._library.newest_checkpoints(call.caller, info.model_id)
         return rest.training_run(info, last_checkpoint=newest.get("training"), last_sampler_checkpoint=newest.get("sampler"))
 
     async def _checkpoints_of_run(self, call: Call) -> Response:
-        infos, total = self._service.list_checkpoints(call.caller, run_id=call.param("run"), exports=knows_external(call.http.headers))
+        infos, total = self._library.list_checkpoints(call.caller, run_id=call.param("run"), exports=knows_external(call.http.headers))
         return await _listed(call, infos, limit=total, offset=0, total=total)
 
     async def _checkpoints(self, call: Call) -> Response:
         limit, offset = _page(call, default=100)
-        infos, total = self._service.list_checkpoints(
+        infos, total = self._library.list_checkpoints(
             call.caller, limit=limit, offset=offset, exports=knows_external(call.http.headers))
         return await _listed(call, infos, limit=limit, offset=offset, total=total)
 
     async def _delete(self, call: Call) -> Response:
-        await self._service.delete_checkpoint(call.caller, _path(call))
+        await self._library.delete_checkpoint(call.caller, _path(call))
         self._exports.end(_path(call))
         return Response(status_code=204)
 
     async def _publish(self, call: Call) -> Response:
-        await self._service.set_public(call.caller, _path(call), public=True)
+        await self._library.set_public(call.caller, _path(call), public=True)
         return Response(status_code=204)
 
     async def _unpublish(self, call: Call) -> Response:
-        await self._service.set_public(call.caller, _path(call), public=False)
+        await self._library.set_public(call.caller, _path(call), public=False)
         self._exports.end(_path(call))
         return Response(status_code=204)
 
     async def _set_ttl(self, call: Call) -> Response:
-        await self._service.set_ttl(call.caller, _path(call), (await call.json(TtlBody)).ttl_seconds)
+        await self._library.set_ttl(call.caller, _path(call), (await call.json(TtlBody)).ttl_seconds)
         return Response(status_code=204)
 
     async def _urls(self, call: Call) -> Response:
         path = _path(call)
-        folder = self._service.external_folder(call.caller, path)
-        files = await asyncio.to_thread(self._service.external_files, call.caller, path)
+        folder = self._library.external_folder(call.caller, path)
+        files = await asyncio.to_thread(self._library.external_files, call.caller, path)
         token, expires = self._exports.link(Export(call.caller, path, folder, files))
         base = f"{call.http.base_url}api/v1/external/{token}"
         return answer(rest.external_weights_urls({name: f"{base}/{name}" for name in files}, expires=expires))
 
     async def _weights_info(self, call: Call) -> Response:
-        base_model, lora = self._service.weights_info(call.caller, (await call.json(WeightsInfoBody)).tinker_path)
+        base_model, lora = self._library.weights_info(call.caller, (await call.json(WeightsInfoBody)).tinker_path)
         return answer(rest.weights_info(base_model, lora))
 
     async def _copy(self, call: Call) -> Response:
         body = await call.json(CopyWeightsBody)
         assert body.session_id is not None and body.model_seq_id is not None, "checked when the body was read"
-        path = await self._service.copy_weights(
+        path = await self._library.copy_weights(
             call.caller, path=body.source_path, session_id=body.session_id, model_seq_id=body.model_seq_id, ttl_s=body.ttl_seconds)
         return answer({"tinker_path": path})
 
