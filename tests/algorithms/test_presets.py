@@ -16,9 +16,13 @@ from offbeat.data.trajectory import Group, Trajectory
 LIMIT = 10
 """Tokens at which answers are cut off."""
 
+END_VALUE = -0.5
+"""What the critic expects after an answer that was cut off; before a token it expects what the reference's log-probability is."""
+
 MEAN_AND_STD = ("grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "gmpo", "tis", "icepop", "mis", "kpop", "m2po")
 MEAN = ("dr_grpo", "dppo", "prime_rl", "aipo", "deepseek_v32")
-OTHERS = ("rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "scale_rl", "max_rl", "opo", "gdpo", "raft", "opd", "sdft")
+OTHERS = (
+    "ppo", "vapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "scale_rl", "max_rl", "opo", "gdpo", "raft", "opd", "sdft")
 AGGREGATIONS = {
     "dr_grpo": "fixed_length", "gspo": "sequence_mean", "sapo": "sequence_mean", "gmpo": "sequence_mean", "luspo": "sequence_sum",
     "scale_rl": "prompt_mean"}
@@ -69,7 +73,7 @@ def outcome(preset, group, sample, rewards, everyone):
         own -= penalty.get(sample.length, 0.0)
     if preset == "reinforce_pp":
         return own
-    if preset in ("opd", "sdft"):
+    if preset in ("opd", "sdft", "ppo", "vapo"):
         return 0.0  # replaced
     if preset == "raft":
         return 1.0 if own > 0 else 0.0
@@ -122,6 +126,14 @@ def slow(preset, groups):
         flat = len(set(tokens)) <= 1
         found = {key: [0.0 if flat else (v - mean(tokens)) / math.sqrt(statistics.pvariance(tokens) + 1e-8) for v in values]
                  for key, values in found.items()}
+    if preset in ("ppo", "vapo"):
+        for group in groups:
+            for sample in group:
+                lam = max(0.0, 1 - 1 / (0.05 * max(sample.length, 1))) if preset == "vapo" else 1.0
+                before = [*sample.ref, END_VALUE if sample.length == LIMIT else 0.0]
+                surprises = [before[t + 1] - before[t] + (sample.reward if t + 1 == sample.length else 0.0) for t in range(sample.length)]
+                found[id(sample)] = [
+                    math.fsum(lam ** (later - t) * surprises[later] for later in range(t, sample.length)) for t in range(sample.length)]
     num_tokens, num_samples, num_groups = sum(trained.values()), len(trained), sum(map(bool, groups))
     weights = {}
     for group in groups:
@@ -152,8 +164,9 @@ def batch_of(preset, groups):
     ref = np.array([p for sample in kept for p in sample.ref], np.float32)
     if config.needs_teacher:
         batch = with_teacher(batch, TeacherScores.of_targets(ref, np.zeros(len(batch), np.bool_)), config)
-    if config.compares_reference:
-        batch = with_scores(batch, {"ref_logprobs": ref}, config)
+    if config.compares_reference or config.needs_critic:
+        end_values = np.array([END_VALUE if sample.length == LIMIT else 0.0 for sample in kept], np.float32)
+        batch = with_scores(batch, {"ref_logprobs": ref, "values": ref, "end_values": end_values}, config)
     assert ("ref_logprobs" in batch.columns) == (config.kl_loss != "none")
     return batch, kept
 
@@ -177,7 +190,7 @@ def test_the_slow_version_knows_every_preset(preset):
     assert [preset in names for names in (MEAN_AND_STD, MEAN, OTHERS)].count(True) == 1
 
 
-@pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if not AlgorithmConfig(preset=name).terms_on_all_tokens])
+@pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if AlgorithmConfig(preset=name).drop_zero_advantage])
 def test_groups_without_a_signal_are_left_out_unless_the_batch_is_the_baseline(preset):
     flat = [[Sample(2, (1.0, 0.0), (0.0, 0.0), (0.0, 0.0)) for _ in range(3)], [Sample(1, (0.25, 0.0), (0.0,), (0.0,))]]
     batch, _ = batch_of(preset, flat)

@@ -14,7 +14,7 @@ def test_the_default_is_grpo():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_fills_exactly_what_it_names_and_a_given_field_wins(preset):
     filled, default, named = AlgorithmConfig(preset=preset).model_dump(), AlgorithmConfig().model_dump(), PRESETS[preset].settings
-    implied = {"preset", "filters"} | ({"drop_zero_advantage"} if AlgorithmConfig(preset=preset).terms_on_all_tokens else set())
+    implied = {"preset", "filters", "drop_zero_advantage"}
     assert {name: filled[name] for name in named if name != "filters"} == {name: named[name] for name in named if name != "filters"}
     assert all(filled[name] == default[name] for name in filled.keys() - named.keys() - implied)
     assert AlgorithmConfig(preset=preset, loss_aggregation="fixed_length").loss_aggregation == "fixed_length"

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,7 +116,8 @@ def test_the_columns_of_the_ranks_become_tokens_and_logprobs():
 def test_the_score_step_gives_the_batch_what_the_teacher_says_and_counts_it(settings, expected):
     config, ranks = AlgorithmConfig(preset="sdft", **settings), Ranks()
     teacher = SelfTeacher(ranks, contexts(max_tokens=10), of="reference")
-    found, stats = asyncio.run(score_batch(BATCH, ranks, config, teacher=teacher, row_of=ROWS.__getitem__))
+    parts = SimpleNamespace(trainers=ranks, critic=None, teacher=teacher)
+    found, stats = asyncio.run(score_batch(BATCH, parts, config, seed=0, row_of=ROWS.__getitem__))
     known = BATCH.target_sequences < 4
     taught = np.clip(-BATCH.targets - BATCH.columns["rollout_logprobs"], -20, 20)
     np.testing.assert_allclose(found.columns["advantages"], np.where(known, expected(taught, BATCH.columns["advantages"]), 0), rtol=1e-6)

@@ -14,6 +14,7 @@ INSIDE_KINDS = ("stop", "hang")
 SYNC_TIMEOUT_S, ANSWER_TIMEOUT_S, JOIN_TIMEOUT_S, WRITE_TIMEOUT_S = 2.0, 1.0, 5.0, 3.0
 HEADS = {"rollout.single_rank_load": "false", "rollout.balance_batch": "false"}
 REFERRING = {"algorithm.kl_loss": "k3", "algorithm.kl_coefficient": "1e-3"}
+CRITICISED = {"algorithm.preset": "ppo", "critic.normalise": "true"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ POINTS = (
     Point("distributed_batch", rank_0=True),
     Point("train_batch", heads=True),
     Point("train_step", everywhere=True, rank_0=True),
+    Point("value_scale", everywhere=True, settings=CRITICISED),
     Point("train_stats_maxima", everywhere=True),
     Point("train_stats_sums", everywhere=True),
     Point("step_times"),

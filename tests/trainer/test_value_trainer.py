@@ -4,13 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from offbeat.config.root import Config
 from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import LossSpec
 from offbeat.trainer.messages import Folder
+from offbeat.trainer.model_trainer import ModelTrainer
+from offbeat.trainer.strategies import whole
 from offbeat.trainer.value_trainer import ValueTrainer
 from ranks import run_alone, run_ranks
-from train_samples import build_model, configure, make_batch, score, share, take_step
+from train_samples import build_model, configure, make_batch, score, share, take_step, train
 
 VALUE = LossSpec("value", {"clip": 0.0})
 OPTIMIZER = OptimizerConfig(lr=1e-2)
@@ -70,5 +74,51 @@ def test_it_scores_values(tmp_path):
         assert list(whole) == ["values"] and whole["values"].any()
         np.testing.assert_allclose(small["values"], whole["values"], atol=1e-5)
         assert list(score(trainer, BATCH, with_entropy=True)) == ["values"], "values have no entropy"
+
+    run_alone(check)
+
+
+def _normalised(groups, folder):
+    """Losses, explained variance and values around steps in moving units, on rewards of a hundred."""
+    config = Config.model_validate({
+        "model": {"path": folder}, "algorithm": {"preset": "ppo"}, "critic": {"normalise": True, "value_clip": 0}})
+    trainer = ValueTrainer.build_critic(folder, config=config, groups=groups, policy=None)
+    large = BATCH.with_columns(returns=100 + 50 * BATCH.columns["returns"])
+    part, micros = share(large, rank=groups.rank, world=groups.world)
+    before = score(trainer, large)["values"]
+    trainer._normalised(part)
+    moved = float(np.abs(score(trainer, large)["values"] - before).max())
+    return moved, [take_step(trainer, part, [micros], optimizer=OPTIMIZER) for _ in range(8)]
+
+
+def test_units_that_follow_the_returns_change_no_value_and_let_a_critic_learn_large_rewards(tmp_path):
+    moved, steps = run_alone(_normalised, argument=build_model(tmp_path / "model"))
+    assert moved < 1e-3
+    returns = 100 + 50 * BATCH.columns["returns"].astype(np.float64)
+    scaled = np.square(returns) / returns.var() / 2
+    assert steps[0]["train/loss"] == pytest.approx((scaled * BATCH.columns["loss_weights"]).sum(), rel=1e-3)
+    assert steps[-1]["train/loss"] < 0.5 * steps[0]["train/loss"] and steps[-1]["critic/value_mean"] > 30
+    for _, others in run_ranks(_normalised, world=2, argument=str(tmp_path / "model")):
+        assert others[-1]["train/loss"] == pytest.approx(steps[-1]["train/loss"], rel=1e-2)
+
+
+def test_a_critic_begins_with_what_a_warm_up_has_taught_the_policy_and_goes_its_own_way_then(tmp_path):
+    folder = build_model(tmp_path / "model")
+
+    def check(groups, _):
+        for strategy in ("ddp", "fsdp"):
+            config = configure(folder, strategy=strategy)
+            policy = ModelTrainer.build(folder, config=config, groups=groups)
+            critic = ValueTrainer.build_critic(folder, config=config, groups=groups, policy=policy)
+            train(policy, [make_batch(3, 2)])
+            _steps(critic, 1)
+            critic.restart_optimizer()
+            policy.restart_optimizer()
+            theirs, own = policy.model.state_dict(), critic.model.state_dict()
+            same = [name for name in own if name in theirs and "lm_head" not in name]
+            assert len(same) > 10 and all(torch.equal(whole(own[name]), whole(theirs[name])) for name in same)
+            assert score(critic, BATCH)["values"].any(), "its head stays"
+            _steps(critic, 1)
+            assert not torch.equal(whole(critic.model.state_dict()[same[0]]), whole(policy.model.state_dict()[same[0]]))
 
     run_alone(check)
