@@ -67,7 +67,8 @@ def checkpoints_of(
 ) -> Checkpoints:
     said = [] if notes is None else notes
     parts = SimpleNamespace(
-        trainers=ranks, config=small_config(root, **changes), peers=SingleProcess(), num_heads=num_heads, publisher=engines or Engines(),
+        trainers=ranks, critic=None, config=small_config(root, **changes), peers=SingleProcess(), num_heads=num_heads,
+        publisher=engines or Engines(),
         inputs=SimpleNamespace(tokenizer_folder="tokenizer", identity=identity),
         record=SimpleNamespace(note=lambda _kind, text: said.append(text)))
     return Checkpoints(parts, kind)

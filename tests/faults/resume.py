@@ -33,6 +33,9 @@ def score(completion, row):
 def accepts(group):
     return True
 
+def credit(groups, constants):
+    return groups.rewards - groups.mean(groups.rewards)
+
 async def play(episode):
     return await single_turn(episode)
 """
@@ -50,16 +53,19 @@ GIVEN: Mapping[str, str] = {
     "inference.max_cache_bytes": "100000000", "train.strategy": "fsdp", "train.num_ranks": "2",
     "curriculum.normal_weight": "0.5", "curriculum.unseen_weight": "0.5",
     "algorithm.clip_low": "0.1", "rollout.top_k": "5", "train.optimizer.beta1": "0.8", "train.optimizer.beta2": "0.9",
-    "algorithm.constants": "{tau_low = 1.2}",
+    "algorithm.constants": "{tau_low = 1.2}", "algorithm.objective": "gspo", "algorithm.credit": "code.py:credit",
+    "algorithm.gae_lambda": "0.9", "algorithm.critic_lambda": "0.9", "critic.optimizer.beta1": "0.8", "critic.optimizer.beta2": "0.9",
+    "critic.optimizer.min_lr_ratio": "0.5",
 }
 """Values that mean something; other settings get the next value that is allowed."""
 
 WITH: Mapping[str, Mapping[str, str]] = {
     "algorithm.anchor": {"algorithm.weight": "none"}, "algorithm.constants": {"algorithm.objective": "sapo"},
+    "algorithm.cov_control": {"algorithm.objective": "ppo"},
 }
 """What is changed along with a setting that cannot be changed alone."""
 
-REFERRING = ("algorithm.kl_coefficient", "algorithm.reference_refresh_steps")
+REFERRING = ("algorithm.kl_coefficient", "algorithm.reference_refresh_steps", "algorithm.kl_target")
 """Settings that mean something only to a run with a reference policy."""
 
 LOADING = ("algorithm.kl_loss", "algorithm.reward_kl", *REFERRING)
@@ -72,7 +78,9 @@ ELSEWHERE = {
     "cluster.ray_address": "needs Ray", "cluster.devices_per_worker": "needs accelerators", "inference.engine": "needs another engine",
     "inference.urls": "needs engines by URL", "inference.python": "needs another engine", "inference.arguments": "needs another engine",
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",
-    "algorithm.reference": "has one value",
+    "algorithm.reference": "has one value", "algorithm.objective_reads": "is for an objective in a file",
+    "algorithm.teacher": "needs a teacher", "critic.path": "needs a critic",
+    **{key: "needs a teacher" for key in CHANGES if key.startswith("teacher.")},
     "curriculum.pools": "needs rows that come again", "curriculum.leave_at": "needs rows that come again",
     "data.heldout_path": "stands below", "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
 }

@@ -64,7 +64,7 @@ class Workshop:
     async def _open(self, config: Config) -> None:
         inputs = read_inputs(config)
         record = self._stack.enter_context(RunRecord(config.run_dir, trace=False, console=Console("quiet")))
-        launcher = await self._stack.enter_async_context(make_launcher(config))
+        launcher = self._launcher = await self._stack.enter_async_context(make_launcher(config))
         ranks, (engines, self._rewards) = await both(
             WorkerRanks.start(launcher, config, model=inputs.model, build=None, log_dir=record.log_dir),
             both(
@@ -109,7 +109,7 @@ class Workshop:
         async with AsyncExitStack() as stack:
             policy = await open_policy(stack, self._serving, inputs, config, write=write)
             own = choose_reward(config) != self._reward
-            rewards = await open_rewards(stack, inputs, config, record) if own else self._rewards
+            rewards = await open_rewards(stack, inputs, config, record, launcher=self._launcher) if own else self._rewards
             source = EngineRollouts(config, record, inputs, policy.generate, rewards)
             yield RunParts(config, record, inputs, self._trainers, policy.publisher, source, SingleProcess(), policy.watch)
 

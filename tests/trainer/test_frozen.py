@@ -79,7 +79,7 @@ def test_it_stands_beside_a_whole_model_and_beside_an_adapter(tmp_path):
             assert type(parts[""]) is kind and list(parts) == ["", "teacher"]
             assert find_trainer(parts, "teacher.score") == (parts["teacher"], "score")
         many = config_of(tmp_path, rank=4)
-        assert list(build_trainers(str(tmp_path / "model"), many, groups, many=True)) == [""]
+        assert list(build_trainers(str(tmp_path / "model"), many, groups, trains="adapters")) == [""]
 
     run_alone(check)
 

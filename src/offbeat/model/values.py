@@ -20,15 +20,16 @@ class ValueHead(nn.Linear):
     """A linear layer to one number, which computes in float32 under autocast, too. It begins with zeros, so that every value is 0.
 
     Attributes:
-        mean, scale: [] float32, the units of what the layer gives: a value is `mean` plus `scale` times that.
+        mean, scale: [] float32, the units of what a layer with a bias gives: a value is `mean` plus `scale` times that.
     """
 
     def __init__(self, hidden_size: int, *, bias: bool = True) -> None:
         super().__init__(hidden_size, 1, bias=bias)
         self.mean: Tensor
         self.scale: Tensor
-        self.register_buffer("mean", torch.zeros(()))
-        self.register_buffer("scale", torch.ones(()))
+        if bias:
+            self.register_buffer("mean", torch.zeros(()))
+            self.register_buffer("scale", torch.ones(()))
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.zero_()
@@ -36,7 +37,8 @@ class ValueHead(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # the parameter name of nn.Linear
         """Map hidden states [..., H] to values [..., 1] float32."""
         with torch.autocast(input.device.type, enabled=False):
-            return self.mean + self.scale * linear(input.float(), self.weight, self.bias)
+            values = linear(input.float(), self.weight, self.bias)
+            return values.clone() if self.bias is None else self.mean + self.scale * values  # never a view, which FSDP2 warns about
 
     @torch.no_grad()
     def change_units(self, *, mean: float, scale: float) -> None:
