@@ -1,7 +1,8 @@
 """Every preset on one task under one budget: held-out accuracy of `sort_digits` before and after, and seconds.
 
 Each run is `offbeat train` with the quick start's configuration on one warmed-up base, which `offbeat sft` makes once: the same steps,
-samples, learning rate and staleness for all, and nothing but `algorithm.preset` differs. A seed draws other prompts, held-out prompts and
+samples, learning rate and staleness for all, and nothing but `algorithm.preset` differs, and what a preset needs besides (`NEEDED`): a
+critic's learning rate, and a teacher, which is the same base after more supervised steps. A seed draws other prompts, held-out prompts and
 samples; the base is the same. Seconds are those of the run's training and evaluation, without the start of its processes.
 
     python benchmarks/presets.py [--quick] [--presets grpo,cispo] [--seeds 0 1 2] [--resume] [--write-docs]
@@ -25,11 +26,15 @@ from step import offbeat
 from offbeat.config.presets import PRESETS
 
 FOLDER = WORK / "presets"
-BASE = FOLDER / "base" / "export"
+BASE, TEACHER = FOLDER / "base" / "export", FOLDER / "teacher" / "export"
 RESULTS = WORK / "presets.jsonl"
 DOCUMENT = ROOT / "docs" / "algorithms.md"
 BEGIN, END = "<!-- begin: presets on sort_digits -->\n", "<!-- end: presets on sort_digits -->\n"
 BASE_SETTINGS = {"sft.stop_at_accuracy": "0.35", "sft.evaluate_every_steps": "5"}
+TEACHER_SETTINGS = {"sft.stop_at_accuracy": "0.97", "sft.evaluate_every_steps": "20", "sft.total_steps": "400"}
+NEEDED: Mapping[str, Mapping[str, object]] = {
+    "ppo": {"critic.optimizer.lr": "1e-3"}, "vapo": {"critic.optimizer.lr": "1e-3", "critic.warmup_steps": "10"},
+    "opd": {"teacher.path": TEACHER}}
 BUDGET = {
     "run.total_steps": "80", "train.optimizer.lr": "2e-4", "rollout.group_size": "8", "rollout.consumer_batch_size": "64",
     "rollout.max_head_offpolicyness": "1"}
@@ -68,6 +73,9 @@ def main() -> None:
     if not (BASE / "config.json").exists():
         note("supervised warm-up, once")
         offbeat("sft", "--run.dir", FOLDER, "--run.name", BASE.parent.name, *_overrides(BASE_SETTINGS))
+    if any("teacher.path" in NEEDED.get(preset, ()) for preset in args.presets) and not (TEACHER / "config.json").exists():
+        note("a teacher, once")
+        offbeat("sft", "--run.dir", FOLDER, "--run.name", TEACHER.parent.name, *_overrides(TEACHER_SETTINGS))
     for preset in args.presets:
         done = {run.seed: run for run in read_results(settings) if run.preset == preset}
         for seed in seeds:
@@ -97,7 +105,7 @@ def train(preset: str, seed: int, settings: Mapping[str, str]) -> Run:
     start = time.monotonic()
     offbeat("train", *_overrides({
         "run.dir": FOLDER, "run.name": name, "run.seed": seed, "run.warm_up": "false", "model.path": BASE, "evaluate.every_steps": 0,
-        "checkpoint.export": "false", "algorithm.preset": preset, **settings}))
+        "checkpoint.export": "false", "algorithm.preset": preset, **NEEDED.get(preset, {}), **settings}))
     result = json.loads((FOLDER / name / "result.json").read_text())
     run = Run(preset, seed, settings, result["heldout_before"], result["heldout_after"], round(result["train_wall_s"], 1))
     note(f"{name}: held-out accuracy {run.before:.3f} to {run.after:.3f} in {run.seconds} s, {time.monotonic() - start:.0f} s in all")

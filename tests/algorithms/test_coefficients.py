@@ -48,6 +48,7 @@ def test_the_entropy_bonus_follows_the_papers_rule() -> None:
         assert (now.entropy, now.last_entropy) == (pytest.approx(c), entropy)
     assert c == 0.005
     assert now.after({"train/entropy": 0.0, "train/tokens": 0.0}, ENTROPY) == now, "a step without tokens says nothing"
+    assert now.after({"train/tokens": 3.0}, ENTROPY) == now, "nor does the warm-up of a critic"
 
 
 def test_a_checkpoint_goes_on_exactly_and_settings_that_are_not_adaptive_come_from_the_file() -> None:

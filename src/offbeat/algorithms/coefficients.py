@@ -65,7 +65,7 @@ class Coefficients:
             error = min(max(stats[KL_METRIC] / config.kl_target - 1, -_MAX_ERROR), _MAX_ERROR)
             factor = 1 + error / config.kl_horizon
             found = replace(found, kl_loss=found.kl_loss * factor, reward_kl=found.reward_kl * factor)
-        if config.entropy_target and stats.get("train/tokens", 0.0) > 0:
+        if config.entropy_target and stats.get("train/tokens", 0.0) > 0 and _ENTROPY_METRIC in stats:  # not in a critic's warm-up
             entropy = stats[_ENTROPY_METRIC]
             step = config.entropy_step if entropy <= config.entropy_target else -config.entropy_step
             found = replace(found, entropy=max(found.entropy + step, 0.0), last_entropy=entropy)
