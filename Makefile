@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-ray vllm test-vllm test-tinker probes test-real cookbook smollm2 check bench faults soak clean
+.PHONY: help quickstart test test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook smollm2 check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -50,8 +50,12 @@ $(TINKER_OLD_STAMP): tools/install_tinker.sh tests/sdk/constraints.txt
 	touch $(TINKER_OLD_STAMP)
 
 # These run in the client's environments, where there is no offbeat, and so without the conftest.py that imports it.
-test-tinker: $(STAMP) $(TINKER_STAMP) $(TINKER_OLD_STAMP)  ## run the tests of the service with two versions of the public Tinker client
+test-tinker: test-tinker-newest test-tinker-oldest  ## run the tests of the service with two versions of the public Tinker client
+
+test-tinker-newest: $(STAMP) $(TINKER_STAMP)
 	.venv-tinker/bin/python -m pytest --confcutdir=tests/sdk tests/sdk
+
+test-tinker-oldest: $(STAMP) $(TINKER_OLD_STAMP)
 	.venv-tinker-old/bin/python -m pytest --confcutdir=tests/sdk tests/sdk
 
 probes: $(STAMP)  ## run the probes of the service: what a hostile client can try, each against a real server
