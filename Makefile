@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook smollm2 check bench faults soak clean
+.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook smollm2 check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -26,8 +26,11 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
-test: $(STAMP)  ## run the tests, all but those of test-ray, test-vllm, test-tinker, probes and test-real
-	$(BIN)/python -m pytest -n 2 -m "not ray" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
+test: $(STAMP)  ## run the tests, all but those of test-runs, test-ray, test-vllm, test-tinker, probes and test-real
+	$(BIN)/python -m pytest -n 2 -m "not ray and not whole_run" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
+
+test-runs: $(STAMP)  ## run whole runs with critics, teachers, references, reward models, preferences and code of the user's own
+	$(BIN)/python -m pytest -n 2 -m whole_run --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
 
 test-ray: $(STAMP)  ## run the tests that start Ray on this machine
 	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real

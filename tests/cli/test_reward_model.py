@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from offbeat.cli import main as cli
 from offbeat.data.reward_model import open_reward_folder
 from small_run import SmallRun, read_rollouts
@@ -13,6 +15,7 @@ def record(number: int) -> str:
     return json.dumps({"prompt": f"{number}>", "chosen": f"{number}", "rejected": f"{number}{number}"})
 
 
+@pytest.mark.whole_run
 def test_a_reward_model_is_trained_resumed_exported_and_rewards_a_run(tmp_path: Path, model_dir: str, capsys) -> None:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(record(number) + "\n" for number in range(40)))

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from small_run import SmallRun, offbeat, torchrun
 
 PPO = {"algorithm__preset": "ppo", "rollout__group_size": "1", "critic__optimizer__lr": "1e-3", "checkpoint__every_steps": "1"}
 
 
+@pytest.mark.whole_run
 def test_a_critic_is_warmed_up_saved_and_resumed_beside_an_adapter(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     settings = PPO | {"critic__warmup_steps": "1", "critic__normalise": "true", "algorithm__num_minibatches": "2", "model__lora__rank": "2"}
@@ -23,6 +26,7 @@ def test_a_critic_is_warmed_up_saved_and_resumed_beside_an_adapter(tmp_path: Pat
     assert (run.folder / "checkpoints" / "step-00000003" / "critic" / ".metadata").is_file()
 
 
+@pytest.mark.whole_run
 def test_every_head_trains_the_critic_on_what_it_has_drawn(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     settings = PPO | {"rollout__single_rank_load": "false", "rollout__balance_batch": "false", "train__strategy": "fsdp"}

@@ -33,6 +33,7 @@ def train(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
         env=os.environ | ENVIRONMENT)
 
 
+@pytest.mark.whole_run
 def test_a_run_trains_with_own_code_and_adaptive_coefficients_and_goes_on_exactly(tmp_path: Path, model_dir: str) -> None:
     for name in ("own_losses.py", "own_credits.py"):
         shutil.copy(SUPPORT / name, tmp_path)
@@ -57,6 +58,7 @@ def test_a_run_trains_with_own_code_and_adaptive_coefficients_and_goes_on_exactl
     assert beta != 0.1
 
 
+@pytest.mark.whole_run
 def test_own_code_that_fails_in_a_run_is_named_with_its_line_and_the_step(tmp_path: Path, model_dir: str) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     run = SmallRun(tmp_path, model_dir)

@@ -20,6 +20,7 @@ def test_a_run_that_reads_no_other_policy_scores_nothing(finished_run: SmallRun)
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.whole_run
 def test_a_run_scores_each_batch_before_it_trains_on_it(mode: str, tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     arguments = run.arguments(**REFERRING, **MODES[mode], checkpoint__every_steps="1")

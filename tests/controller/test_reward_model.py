@@ -89,6 +89,7 @@ def cut_off_and_whole(groups, argument: dict) -> list[list[dict]] | None:
     return [rows_of(whole), rows_of(cut)] if groups.rank == 0 else None
 
 
+@pytest.mark.whole_run
 def test_a_run_that_crashes_goes_on_with_the_losses_of_one_that_did_not(tmp_path: Path, model_dir: str) -> None:
     settings = {**SETTINGS, "data__path": write_pairs(tmp_path / "pairs.jsonl")}
     [whole, cut], _ = run_ranks(cut_off_and_whole, world=2, argument={"model": model_dir, "root": str(tmp_path), "settings": settings})

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from small_run import REWARDS, SmallRun, torchrun
 
 SAMPLED = {
@@ -19,6 +21,7 @@ def heads_of(run: SmallRun, step: int) -> list[dict[str, Any]]:
     return json.loads(complete.read_text(encoding="utf-8"))["heads"]
 
 
+@pytest.mark.whole_run
 def test_each_head_rejects_flat_groups_up_to_its_bound_and_knows_its_own_rows(tmp_path: Path, model_dir: str) -> None:
     data = tmp_path / "rows.jsonl"
     # The rows of the first rank are the even ones.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from faults.drill import Chain
-from faults.points import OTHER_PLACES, PLACES, POINTS, TENANT_POINTS, Drill
+from faults.points import OTHER_PLACES, OTHER_POINTS, PLACES, POINTS, TENANT_POINTS, Drill
 from small_run import SmallRun
 
 SOURCE = Path(__file__).parents[2] / "src" / "offbeat"
@@ -25,7 +25,7 @@ def test_every_sync_point_of_the_source_is_drilled() -> None:
                 names |= _text(node.args[0])
             for point in (word.value for word in node.keywords if word.arg == "point"):  # statistics reduce at two points
                 names |= {f"{name}_{part}" for name in _text(point) for part in ("maxima", "sums")}
-    assert names == {point.name for point in POINTS} | set(TENANT_POINTS)
+    assert names == {point.name for point in POINTS} | set(OTHER_POINTS) | set(TENANT_POINTS)
 
 
 def test_every_place_inside_of_the_source_is_drilled() -> None:

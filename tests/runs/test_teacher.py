@@ -48,6 +48,7 @@ def test_a_teacher_that_cannot_score_the_policys_tokens_is_refused_before_anythi
         tmp_path, model_dir, algorithm__preset="opd", teacher__path=str(tmp_path / "short"), inference__max_context="16"))
 
 
+@pytest.mark.whole_run
 def test_a_run_learns_from_a_folder_beside_an_adapter(tmp_path: Path, model_dir: str) -> None:
     run, teacher = SmallRun(tmp_path, model_dir), build_small_model(tmp_path / "teacher", seed=5)
     done = offbeat("train", *run.arguments(**ALIKE, teacher__path=teacher, model__lora__rank="4", train__num_ranks="2"))
@@ -57,6 +58,7 @@ def test_a_run_learns_from_a_folder_beside_an_adapter(tmp_path: Path, model_dir:
         assert row["step/score_s"] > 0 and row["train/grad_norm"] > 0
 
 
+@pytest.mark.whole_run
 def test_a_run_in_spmd_mode_learns_the_likeliest_tokens_of_an_engine(tmp_path: Path, model_dir: str, start_engine) -> None:
     run = SmallRun(tmp_path, model_dir)
     _, url = start_engine(model=build_small_model(tmp_path / "teacher", seed=5))
@@ -67,6 +69,7 @@ def test_a_run_in_spmd_mode_learns_the_likeliest_tokens_of_an_engine(tmp_path: P
         assert row["train/loss"] > 0, "a divergence"
 
 
+@pytest.mark.whole_run
 def test_a_run_of_several_heads_teaches_itself(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     done = torchrun("train", *run.arguments(

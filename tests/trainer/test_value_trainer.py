@@ -98,8 +98,6 @@ def test_units_that_follow_the_returns_change_no_value_and_let_a_critic_learn_la
     scaled = np.square(returns) / returns.var() / 2
     assert steps[0]["train/loss"] == pytest.approx((scaled * BATCH.columns["loss_weights"]).sum(), rel=1e-3)
     assert steps[-1]["train/loss"] < 0.5 * steps[0]["train/loss"] and steps[-1]["critic/value_mean"] > 30
-    for _, others in run_ranks(_normalised, world=2, argument=str(tmp_path / "model")):
-        assert others[-1]["train/loss"] == pytest.approx(steps[-1]["train/loss"], rel=1e-2)
 
 
 def test_a_critic_begins_with_what_a_warm_up_has_taught_the_policy_and_goes_its_own_way_then(tmp_path):
