@@ -325,12 +325,12 @@ def _goes_on_from(config: Config, kind: str) -> tuple[str, ...]:
     return (TRAINING, WARM_UP) if kind == TRAINING and config.run.warm_up else (kind,)
 
 
-def _trained(config: Config) -> str | None:
-    """What reinforcement learning has done and how it would go on, if it is finished."""
-    newest = index_of(config, TRAINING).newest()
-    if newest is None or newest.step < config.run.total_steps:
+def _done_steps(config: Config, kind: str, *, section: str, word: str = "") -> str | None:
+    """What a run of a kind that ends after `total_steps` of its section has done and how it would go on, if it is finished."""
+    newest = index_of(config, kind).newest()
+    if newest is None or newest.step < getattr(config, section).total_steps:
         return None
-    return f"done its {newest.step} steps; raise run.total_steps to go on"
+    return f"done its {newest.step} {word}steps; raise {section}.total_steps to go on"
 
 
 def _fine_tuned(config: Config) -> str | None:
@@ -348,22 +348,6 @@ def _fine_tuned(config: Config) -> str | None:
         f" {config.sft.stop_at_accuracy:g} above that to go on")
 
 
-def _preferred(config: Config) -> str | None:
-    """What `offbeat dpo` has done and how it would go on, if it is finished."""
-    newest = index_of(config, PREFERENCE).newest()
-    if newest is None or newest.step < config.preference.total_steps:
-        return None
-    return f"done its {newest.step} preference steps; raise preference.total_steps to go on"
-
-
-def _rewarded(config: Config) -> str | None:
-    """What `offbeat reward-model` has done and how it would go on, if it is finished."""
-    newest = index_of(config, REWARD_MODEL).newest()
-    if newest is None or newest.step < config.reward_model.total_steps:
-        return None
-    return f"done its {newest.step} reward model steps; raise reward_model.total_steps to go on"
-
-
 @dataclass(frozen=True)
 class _Kind:
     """What is special to the start of one kind of run.
@@ -378,10 +362,14 @@ class _Kind:
 
 
 _KINDS = {
-    TRAINING: _Kind(read_inputs, _trained),
+    TRAINING: _Kind(read_inputs, partial(_done_steps, kind=TRAINING, section="run")),
     FINE_TUNING: _Kind(partial(read_inputs, supervised=True), _fine_tuned),
-    PREFERENCE: _Kind(lambda config: read_pair_inputs(config, unpaired=config.preference.loss == "kto"), _preferred),
-    REWARD_MODEL: _Kind(partial(read_pair_inputs, rewards=True), _rewarded),
+    PREFERENCE: _Kind(
+        lambda config: read_pair_inputs(config, unpaired=config.preference.loss == "kto"),
+        partial(_done_steps, kind=PREFERENCE, section="preference", word="preference ")),
+    REWARD_MODEL: _Kind(
+        partial(read_pair_inputs, rewards=True),
+        partial(_done_steps, kind=REWARD_MODEL, section="reward_model", word="reward model ")),
 }
 """By what names of its checkpoints begin with."""
 
