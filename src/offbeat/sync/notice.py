@@ -28,12 +28,12 @@ class Notice:
         self._thread = SideThread(f"notice {name}")
 
     async def put_up(self, text: str) -> None:
-        """Replace the text.
+        """Replace the text; every read that begins after the return finds it.
 
         Raises:
             DeadlineError: the store does not answer.
         """
-        await self._call(partial(self._client.set, self._name, text))
+        await self._call(partial(self._put_up, text))
 
     async def read(self) -> str:
         """Return the latest text.
@@ -46,6 +46,10 @@ class Notice:
     def close(self) -> None:
         """End the thread; a call that it is in is abandoned."""
         self._thread.close()
+
+    def _put_up(self, text: str) -> None:
+        self._client.set(self._name, text)
+        self._client.check([self._name])  # `set` is sent without an answer; the store answers this only after it has taken the text.
 
     def _read(self) -> str:
         return self._client.get(self._name).decode() if self._client.check([self._name]) else ""

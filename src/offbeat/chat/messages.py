@@ -1,0 +1,123 @@
+"""Canonical messages: what all dialects are read into and written from. Frozen; no I/O."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool by the model.
+
+    Attributes:
+        id: connects the call with its result.
+        arguments: JSON text of an object, as the model wrote it.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a chat.
+
+    Attributes:
+        content: its text; empty beside calls.
+        calls: of an assistant's message.
+        call_id: of a tool's message, the call that it answers.
+        name: of a tool's message, the tool; else whoever wrote it, where somebody says so.
+        reasoning: of an assistant's message, the text before its answer that users do not see.
+    """
+
+    role: Role
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that the model may call.
+
+    Attributes:
+        parameters: JSON schema of an object.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a client asks for. None leaves a choice to the server.
+
+    Attributes:
+        tool_choice: "auto", "none" or "required".
+        tool_name: the tool that has to be called, if the client names one; `tool_choice` is then "required".
+        parallel_calls: whether an answer may hold several calls.
+        n: number of answers.
+        logprobs: whether each token's log-probability is wanted.
+        include_usage: whether a stream ends with the numbers of tokens.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    tool_name: str = ""
+    parallel_calls: bool = True
+    model: str = ""
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    stream: bool = False
+    include_usage: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer.
+
+    Attributes:
+        message: the assistant's.
+        stop: the stop string that ended it; empty if none did.
+        logprobs: text and log-probability of each token, if they are wanted.
+        num_tokens: number of generated tokens.
+        malformed: what was wrong with a call that could not be read, which `message` then holds as text; empty if nothing was.
+    """
+
+    message: Message
+    finish: Finish
+    stop: str = ""
+    logprobs: tuple[tuple[str, float], ...] = ()
+    num_tokens: int = 0
+    malformed: str = ""
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """A whole answer, before a dialect writes it.
+
+    Attributes:
+        id: unique; the dialect adds its own prefix.
+        created: seconds since the epoch.
+        num_prompt_tokens: length of the prompt.
+    """
+
+    id: str
+    created: int
+    model: str
+    replies: tuple[Reply, ...]
+    num_prompt_tokens: int
