@@ -3,6 +3,7 @@
 from offbeat.agents.tools.sandbox import Sandbox
 
 _SANDBOX = Sandbox()
+_SANDBOX.check()  # so that a run which names this tool ends before anything is trained where programs cannot be confined
 
 
 def python(code: str) -> str:

@@ -87,18 +87,27 @@ class Sandbox:
         """Run a program and wait for its end.
 
         Raises:
-            MachineError: this machine cannot confine it, and `allow_unconfined` is not set; or it cannot be started.
+            MachineError: as in `check`; or it cannot be started.
         """
+        mode = self.check()
         source = code.encode(errors="replace")
         if len(source) > _MOST_CODE_BYTES:
             return Ran("", 1, f"a program has at most {_MOST_CODE_BYTES} bytes")
+        with _slots(self.max_concurrent):
+            return self._run(source, mode)
+
+    def check(self) -> Confinement:
+        """Return how programs are confined.
+
+        Raises:
+            MachineError: this machine cannot confine them, and `allow_unconfined` is not set.
+        """
         found, why = confinement()
         if found == "none" and not self.allow_unconfined:
             raise MachineError(
                 f"this machine cannot confine programs that a model writes: {why}; they run only in a Sandbox with allow_unconfined=True,"
                 " where nothing keeps them from files and the network")
-        with _slots(self.max_concurrent):
-            return self._run(source, found)
+        return found
 
     def _run(self, source: bytes, mode: Confinement) -> Ran:
         folder = tempfile.mkdtemp(prefix="offbeat-python-")
