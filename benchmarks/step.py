@@ -48,9 +48,7 @@ def main() -> None:
     steps, repeats = (5, 1) if args.quick else (args.steps, args.repeats)
     if not args.trl_python.exists():
         parser.error(f"there is no {args.trl_python}; see the top of this file for how to make TRL's environment")
-    if not START.exists():
-        note("supervised warm-up, once")
-        offbeat("sft", "--run.dir", WORK, "--run.name", START.parent.name)
+    warm_up()
     shutil.rmtree(RUNS, ignore_errors=True)
     RUNS.mkdir(parents=True)
     results = take_turns(
@@ -63,6 +61,13 @@ def main() -> None:
     emit("step", "GRPO, sort 8 digits, 64 x 8 samples, vs TRL", ours=ours["s/step"], peer=peer["s/step"], unit="s/step", aim=AIM,
          less_is_better=True)
     emit("step", f"held-out accuracy after {steps + 1} steps, vs TRL", ours=ours["accuracy"], peer=peer["accuracy"], unit="accuracy")
+
+
+def warm_up() -> None:
+    """Make the checkpoint from which both sides start, unless it is there."""
+    if not START.exists():
+        note("supervised warm-up, once")
+        offbeat("sft", "--run.dir", WORK, "--run.name", START.parent.name)
 
 
 def run_offbeat(turn: int, *, steps: int) -> dict[str, float]:

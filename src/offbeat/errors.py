@@ -45,6 +45,10 @@ class MissingExtraError(UserError, ImportError):
     """An optional dependency is not installed; the message names the extra."""
 
 
+class MachineError(UserError, OSError):
+    """This machine cannot do what was asked, such as confine a program."""
+
+
 class PortBusyError(UserError, OSError):
     """A requested port is taken."""
 

@@ -62,6 +62,9 @@ def test_code_is_told_by_its_file_and_never_imported(tmp_path: Path, monkeypatch
     assert of_file and code_digest("package.inner:f") == code_digest("package:f") == of_file
     (tmp_path / "package" / "inner.py").write_text("x = 1\n")
     assert code_digest("package.inner:f") not in ("", of_file)
+    (tmp_path / "judge.toml").write_text("model = 1\n")
+    assert code_digest(f"judge:{tmp_path / 'judge.toml'}") not in ("", of_file)
+    assert code_digest("judge:missing.toml") == ""
     assert code_digest("") == code_digest("no_such.module:f") == code_digest("offbeat.rollout.rewards.math:math_reward") == ""
 
 

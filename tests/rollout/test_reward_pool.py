@@ -208,3 +208,29 @@ def test_a_reward_that_cannot_be_loaded_ends_the_start() -> None:
 
     with pytest.raises(CodeError, match="did you mean 'equal'"):
         check("equals", never, num_workers=2)
+
+
+def test_a_reward_of_groups_sees_all_completions_in_one_call() -> None:
+    async def body(pool: RewardPool) -> None:
+        first, second, failed = await pool.score(["y", "longer", ""], ROW)
+        assert (first, second) == (1.0, 1.0)
+        assert isinstance(first, NamedReward) and first.parts == {"longest": 0.0, "right": 1.0}
+        assert isinstance(second, NamedReward) and second.parts == {"longest": 1.0, "right": 0.0}
+        assert isinstance(failed, FailedReward) and "no judgement" in failed.reason
+        assert await pool.score([], ROW) == []
+        assert await pool.check(ROW) == 2.0
+
+    check("best_of_group", body)
+
+
+@pytest.mark.parametrize(("completion", "why"), [
+    ("x", "raised ValueError: x is no number"), ("few", r"must return a list of 2 rewards, returned \[1.0\]"),
+    ("hang", "did not answer within rollout.reward_timeout_s = 2 s"), ("die", "ended its process"),
+])
+def test_a_reward_of_groups_that_fails_fails_for_the_group_alone(completion: str, why: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        rewards = await pool.score(["y", completion], ROW)
+        assert [isinstance(reward, FailedReward) and bool(re.search(why, reward.reason)) for reward in rewards] == [True, True]
+        assert await pool.score(["y"], ROW) == [2.0]
+
+    check("best_of_group", body, timeout_s=2.0 if completion == "hang" else 20.0)

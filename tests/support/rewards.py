@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from offbeat.data.reward import FailedReward, of_group
+
 
 def random_looking(completion, row):
     return float(sum(map(ord, completion)) % 3) / 2
@@ -122,3 +124,18 @@ def exits(completion, row):
 
 def calls_itself(completion, row):
     return calls_itself(completion, row)
+
+
+@of_group
+def best_of_group(completions, row):
+    if "x" in completions:
+        raise ValueError("x is no number")
+    if "few" in completions:
+        return [1.0]
+    if "hang" in completions:
+        time.sleep(60)
+    if "die" in completions:
+        os._exit(3)
+    longest = max(map(len, completions))
+    return [FailedReward("no judgement") if not each else {"longest": len(each) == longest, "right": each == row.answer}
+            for each in completions]

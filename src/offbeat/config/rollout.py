@@ -24,13 +24,13 @@ class RolloutConfig(Section):
     workflow: str = field(
         "offbeat.rollout.workflows.single_turn:single_turn", "Dotted name, module:function, of the async function that plays an episode.")
     reward: str = field(
-        "", "Dotted name, module:function, of the reward, or model:FOLDER for a reward model; empty takes the task's own, math for GSM8K, "
-        "else exact match of text and answer.")
+        "", "Dotted name, module:function, of the reward, model:FOLDER for a reward model, or judge:FILE for a judge behind an endpoint; "
+        "empty takes the task's own, math for GSM8K, else exact match of text and answer.")
     should_accept: str = field("", "Dotted name, module:function, of a filter on finished groups; empty accepts all.")
     reward_workers: int = field(1, "Reward processes; of a reward model, each holds a copy of it.", ge=1)
     reward_timeout_s: float = field(
         15.0, "Seconds for one reward call; a call that passes them is killed, and its completion is not trained on. A reward model scores "
-        "up to 64 completions in a call.", gt=0)
+        "up to 64 completions in a call, and a reward of groups, such as a judge, all of one group.", gt=0)
     reward_memory_bytes: int = field(
         4 * 2**30, "Memory that a reward process may take; what needs more is not trained on. 0 sets no limit. The default has room for "
         "parsers and small models, and a reward that runs away does not take the machine along. A reward model has no limit.", ge=0)

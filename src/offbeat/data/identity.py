@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.data import wire
+from offbeat.data.reward import JUDGE_PREFIX
 
 _DIGEST_BYTES = 16
 _HEADER_BYTES = 65_536
@@ -73,14 +74,16 @@ def model_digest(folder: Path) -> str:
 
 
 def code_digest(dotted: str) -> str:
-    """Return the digest of the source file of "module:function" or "file.py:function", without importing it.
+    """Return the digest of the source file of "module:function" or "file.py:function", without importing it, or of a judge's file.
 
     Empty for a module of Offbeat, whose source changes with its version, and for a module that is no file on the search path.
     """
     module, _, _ = dotted.rpartition(":")
     if not module or module.startswith("offbeat."):
         return ""
-    if module.endswith(".py"):
+    if dotted.startswith(JUDGE_PREFIX):
+        candidates = [Path(dotted.removeprefix(JUDGE_PREFIX))]
+    elif module.endswith(".py"):
         candidates = [Path(module)]
     else:
         inner = Path(*module.split("."))

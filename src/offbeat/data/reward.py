@@ -6,15 +6,35 @@ rewards by name are one number, too, their sum, which carries them.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from offbeat.errors import shorten
 
 LARGEST_REWARD = 1e12
 """Rewards scale gradients, whose squares are summed over all parameters in float32, which ends at 3.4e38."""
 
+JUDGE_PREFIX = "judge:"
+"""Marks a `rollout.reward` that is the file of a judge; see `rollout.judges`."""
+
+_OF_GROUP = "scores_groups"
+_Reward = TypeVar("_Reward", bound=Callable[..., Any])
+
 _TEXT, _NO_NUMBER_KINDS = (str, bytes, bytearray, memoryview), "SUMmc"
+
+
+def of_group(reward: _Reward) -> _Reward:
+    """Mark a reward that is called once for all completions of a group: `(completions: list[str], row) -> list` of rewards in their order.
+
+    So it can ask about all of them at the same time, or compare them. `rollout.reward_timeout_s` bounds that one call.
+    """
+    setattr(reward, _OF_GROUP, True)
+    return reward
+
+
+def is_of_group(reward: Callable[..., Any]) -> bool:
+    """Return whether `of_group` has marked this reward."""
+    return getattr(reward, _OF_GROUP, False) is True
 
 
 class FailedReward(float):

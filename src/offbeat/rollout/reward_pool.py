@@ -2,7 +2,8 @@
 
 A worker scores the completions of one group in successive calls, each under a deadline. A completion that cannot be scored fails alone;
 the others of its group are scored. If a call is late, its process is killed, and a new one continues with the next completion. A process
-that dies is replaced, and the completion that it was scoring is tried once more, because something else may have killed the process.
+that dies is replaced, and the completion that it was scoring is tried once more, because something else may have killed the process. A
+reward of groups scores all completions of one in a single call, which fails as a whole.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError, WorkerError, shorten
 from offbeat.process import Child, ChildSpec
-from offbeat.rollout.reward_worker import LoadRequest, Scored, ScoreRequest
+from offbeat.rollout.reward_worker import GroupRequest, Loaded, LoadRequest, Scored, ScoredGroup, ScoreRequest
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 1.0
@@ -50,6 +51,7 @@ class RewardPool:
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._log_dir = log_dir
+        self._of_group = False
         self._children: dict[int, Child] = {}
         self._idle: asyncio.Queue[int] = asyncio.Queue()
 
@@ -88,36 +90,42 @@ class RewardPool:
             WorkerError, DeadlineError: a replacement process does not start.
         """
         check_call(completions, row)
+        if not completions:
+            return []
         index = await self._idle.get()
         try:
-            return await self._score(index, [wire.encode(ScoreRequest(completion, row)) for completion in completions])
+            if self._of_group:
+                [scored] = await self._answers(index, "score_group", [wire.encode(GroupRequest(tuple(completions), row))])
+                group = wire.decode(ScoredGroup, scored).scored if isinstance(scored, bytes) else [scored] * len(completions)
+                return [_reward(each) for each in group]
+            answers = await self._answers(index, "score", [wire.encode(ScoreRequest(completion, row)) for completion in completions])
+            return [_reward(wire.decode(Scored, answer) if isinstance(answer, bytes) else answer) for answer in answers]
         finally:
             self._idle.put_nowait(index)
 
-    async def _score(self, index: int, requests: Sequence[bytes]) -> list[float]:
-        rewards: list[float] = []
-        died_at = -1  # index of the completion at which a process last died
-        while rest := requests[len(rewards):]:
+    async def _answers(self, index: int, method: str, requests: Sequence[bytes]) -> list[bytes | FailedReward]:
+        """Return the process's answer to each request, or why there is none."""
+        answers: list[bytes | FailedReward] = []
+        died_at = -1  # index of the request at which a process last died
+        while rest := requests[len(answers):]:
             child = self._children.get(index) or await self._start(index)
             try:
-                async for answer in child.call_each("score", rest, timeout_s=self._timeout_s):
-                    scored = wire.decode(Scored, answer)
-                    rewards.append(
-                        FailedReward(scored.failure) if scored.failure else NamedReward(scored.parts) if scored.parts else scored.reward)
+                async for answer in child.call_each(method, rest, timeout_s=self._timeout_s):
+                    answers.append(answer)
             except BaseException as exc:  # late, dead, or cancelled during a call: this process cannot be used again
                 del self._children[index]
                 await child.kill()
                 if isinstance(exc, DeadlineError):
-                    rewards.append(FailedReward(
+                    answers.append(FailedReward(
                         f"the reward {self._dotted} did not answer within rollout.reward_timeout_s = {self._timeout_s:g} s; "
                         "make it faster or raise the limit"))
                 elif not isinstance(exc, WorkerError):
                     raise
-                elif died_at < len(rewards):
-                    died_at = len(rewards)
+                elif died_at < len(answers):
+                    died_at = len(answers)
                 else:
-                    rewards.append(FailedReward(f"the reward {self._dotted} ended its process: {exc}"))
-        return rewards
+                    answers.append(FailedReward(f"the reward {self._dotted} ended its process: {exc}"))
+        return answers
 
     async def _start(self, index: int) -> Child:
         log = self._log_dir / f"reward-{index}.log" if self._log_dir else None
@@ -125,12 +133,19 @@ class RewardPool:
         spec = ChildSpec(f"reward {index}", "offbeat.rollout.reward_worker:RewardWorker", env, log, without=self._hidden)
         child = await Child.start(spec, timeout_s=_START_TIMEOUT_S)
         try:
-            await child.call("load", wire.encode(LoadRequest(self._dotted, self._memory_bytes)), timeout_s=_START_TIMEOUT_S)
+            request = wire.encode(LoadRequest(self._dotted, self._memory_bytes))
+            self._of_group = wire.decode(Loaded, await child.call("load", request, timeout_s=_START_TIMEOUT_S)).of_group
         except BaseException:
             await child.kill()
             raise
         self._children[index] = child
         return child
+
+
+def _reward(scored: Scored | FailedReward) -> float:
+    if isinstance(scored, FailedReward):
+        return scored
+    return FailedReward(scored.failure) if scored.failure else NamedReward(scored.parts) if scored.parts else scored.reward
 
 
 def check_call(completions: Sequence[str], row: Row) -> None:
