@@ -1,4 +1,4 @@
-"""Imports modules by name that bring large libraries along: the handler of a child process, and what a run's mode needs.
+"""Imports modules by name that bring large libraries along: a command, the handler of a child process, what a run's mode needs.
 
 The garbage collector would walk all that the libraries have loaded so far again and again, for a sixth of the time that loading takes, and
 once more, for a second, when the process ends. None of it is ever freed, so the collector rests meanwhile and then leaves it alone.
