@@ -1,5 +1,6 @@
 """Lets every test import the helpers beside this file, shares what is slow to make, and undoes what a test did to logging."""
 
+import gc
 import logging
 import random
 import signal
@@ -23,6 +24,11 @@ from waiting import wait_until
 # The same examples at every run, however slow the machine is.
 settings.register_profile("offbeat", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("offbeat")
+
+
+def pytest_collection_finish() -> None:
+    """What has been loaded by now stays until the end: no garbage collection has to walk it, in a test or when this process ends."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

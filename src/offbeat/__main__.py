@@ -3,11 +3,12 @@
 What a command does under signals begins with its event loop: `asyncio` puts its own handlers in the place of these.
 """
 
-import importlib
 import os
 import signal
 import sys
 from types import FrameType
+
+from offbeat.loading import load_module
 
 
 def main() -> int:
@@ -20,7 +21,7 @@ def main() -> int:
         signal.signal(number, _end_at_once)
     try:
         # By name and not at the top: it takes a second in which Ctrl-C would show a traceback.
-        return importlib.import_module("offbeat.cli.main").main()
+        return load_module("offbeat.cli.main").main()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # all is said, and the interpreter has only to end

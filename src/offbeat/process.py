@@ -14,7 +14,6 @@ the process.
 import asyncio
 import contextlib
 import ctypes
-import importlib
 import itertools
 import os
 import queue
@@ -33,6 +32,7 @@ from typing import Protocol, runtime_checkable
 
 from offbeat import errors
 from offbeat.aio import deadline
+from offbeat.loading import load_module
 from offbeat.onlooker import LOOK_S, Onlooker, is_stopped, log_tail, system_view
 
 _HEADER = struct.Struct("!QQB")  # payload bytes, call id, kind
@@ -135,7 +135,7 @@ class _Reaching(Protocol):
 def resolve_handler(target: str) -> Handler:
     """Construct an instance of the class named "module:Class"."""
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)()
+    return getattr(load_module(module), name)()
 
 
 def thread_stacks() -> str:

@@ -7,10 +7,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from offbeat.config.load import split_overrides
 from offbeat.errors import OffbeatError
+from offbeat.loading import load_module
 
 _COMMANDS = {
     "quickstart": "quickstart", "train": "train", "sft": "sft", "dpo": "dpo", "reward-model": "reward_model", "eval": "evaluate",
@@ -61,7 +61,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in [_COMMANDS[command]] if command in _COMMANDS else _COMMANDS.values():
-        import_module(f"offbeat.cli.{module}").add_parser(commands)
+        load_module(f"offbeat.cli.{module}").add_parser(commands)
     return parser
 
 

@@ -1,7 +1,6 @@
 """One run from its configuration to its result: folder, processes, warm-up, training, report. Called by the command line."""
 
 import asyncio
-import importlib
 import logging
 import os
 import resource
@@ -32,6 +31,7 @@ from offbeat.controller.supervised import SftResult, fine_tune, is_finished
 from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError
+from offbeat.loading import load_module
 from offbeat.runs.base_model import needs_base, on_base
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
 from offbeat.runs.threads import choose_threads, usable_cores
@@ -253,7 +253,7 @@ def open_run(config: Config, rank_info: RankInfo, inputs: RunInputs, record: Run
     for variable, value in library_environment(config.train.threads).items():
         os.environ.setdefault(variable, value)  # a rank of SPMD mode is about to import torch
     module, name = _MODES[config.run.mode]
-    return getattr(importlib.import_module(module), name)(config, rank_info, inputs, record)
+    return getattr(load_module(module), name)(config, rank_info, inputs, record)
 
 
 async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord, body: Body[T]) -> T:
