@@ -116,6 +116,7 @@ class Chats:
             tools = () if asked.tool_choice == "none" else asked.tools
             parsed = self._parser.parse(text, tools, opening=opening, call_ids=lambda: f"call_{uuid.uuid4().hex[:24]}")
             message, malformed = parsed.message, parsed.malformed
+            message = message if asked.parallel_calls else replace(message, calls=message.calls[:1])
         else:
             text, stop = _cut(tokenizer.decode(ids), asked.stop, ())
             message = Message("assistant", text)
