@@ -98,32 +98,35 @@ def check(trajectories, model: Model, read: Counter) -> None:
 # -- random clients -----------------------------------------------------------------------------------------------------------------------
 
 
+HELLO = Message("user", "hello")
+Chat = tuple[tuple[Message, ...], tuple[Tool, ...]]
+
+
 class Client:
     """A program that holds several chats, repeats what it was answered in its own way, and sometimes gives up."""
 
     def __init__(self, draw, template: str, **options) -> None:
         self.draw, self.recorder, self.model = draw, recorder(template, **options), Model()
-        self.chats: list[tuple[Message, ...]] = [(Message("user", "hello"),)]
+        self.chats: list[Chat] = [((HELLO,), ()), ((HELLO,), (ADD,))]
         self.waiting: list[Turn] = []
         self.read: Counter = Counter()
         self.tokenizer = parts(template)[0].tokenizer
 
     def step(self) -> None:
-        getattr(self, self.draw(st.sampled_from(["ask", "ask", "answer", "answer", "lose", "edit", "begin", "fail"])))()
+        getattr(self, self.draw(st.sampled_from(["ask", "ask", "answer", "answer", "answer", "lose", "edit", "begin", "fail"])))()
 
     def ask(self) -> None:
-        chat = self.draw(st.sampled_from(self.chats))
+        messages, tools = self._chat()
         stop = self.draw(st.sampled_from([(), ("</code>",)]))
         n = self.draw(st.sampled_from([1, 1, 1, 2]))
-        tools = self.draw(st.sampled_from([(), (ADD,), (ADD,)]))
-        self.waiting.append(self.recorder.open(ChatRequest(chat, tools, stop=stop, n=n)))
+        self.waiting.append(self.recorder.open(ChatRequest(messages, tools, stop=stop, n=n)))
 
     def answer(self) -> None:
         for turn, samples, replies in self._sampled():
             self.recorder.mark_read(turn)
             self.read.update(sample.logprobs for sample in samples)
             for reply in replies:
-                self.chats.append((*turn.request.messages, self._repeated(reply), *self._next(reply)))
+                self.chats.append(((*turn.request.messages, self._repeated(reply), *self._next(reply)), turn.request.tools))
 
     def lose(self) -> None:
         """The answer comes, and nobody reads it."""
@@ -134,13 +137,18 @@ class Client:
             self.recorder.drop(self.waiting.pop())
 
     def edit(self) -> None:
-        chat = list(self.draw(st.sampled_from(self.chats)))
-        at = self.draw(st.integers(0, len(chat) - 1))
-        chat[at] = replace(chat[at], content=chat[at].content + "!")
-        self.chats.append(tuple(chat))
+        messages, tools = self._chat()
+        edited = list(messages)
+        at = self.draw(st.integers(0, len(edited) - 1))
+        edited[at] = replace(edited[at], content=edited[at].content + "!")
+        self.chats.append((tuple(edited), tools))
 
     def begin(self) -> None:
-        self.chats.append((Message("system", "be brief"), Message("user", self.draw(st.sampled_from(["hello", "sum it up"])))))
+        self.chats.append(((Message("system", "be brief"), self.draw(st.sampled_from([HELLO, Message("user", "sum it up")]))), (ADD,)))
+
+    def _chat(self) -> "Chat":
+        """One of the latest chats, so that several calls continue the same."""
+        return self.draw(st.sampled_from(self.chats[-3:]))
 
     def _sampled(self):
         if not self.waiting:
@@ -194,7 +202,7 @@ def test_a_client_that_appends_makes_one_chain(data, template, num_turns):
     client = Client(data.draw, template)
     tools = data.draw(st.sampled_from([(), (ADD,)]))
     for _ in range(num_turns):
-        turn = client.recorder.open(ChatRequest(client.chats[-1], tools, stop=("</code>",)))
+        turn = client.recorder.open(ChatRequest(client.chats[-1][0], tools, stop=("</code>",)))
         client.waiting.append(turn)
         client.answer()
     [trajectory] = client.recorder.chains(0.5, episode=0)
@@ -203,9 +211,6 @@ def test_a_client_that_appends_makes_one_chain(data, template, num_turns):
 
 
 # -- single rules -------------------------------------------------------------------------------------------------------------------------
-
-
-HELLO = Message("user", "hello")
 
 
 def test_parallel_calls_are_branches_and_what_they_share_is_trained_once():
