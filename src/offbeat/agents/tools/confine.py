@@ -8,7 +8,7 @@ start is most of what a call costs. What it gives up it can never get back; the 
    file. In mode "none" it can do what the user can.
 2. Capabilities, and the gain of any by executing a file.
 3. System calls, by a seccomp filter: no sockets, no processes and threads, no signals, no execution of files, no change of owners and
-   permissions, nothing that administers a kernel, and none of those that are newer than Linux 5.1.
+   permissions, nothing that administers a kernel, and none that Linux has gained since 5.1.
 
 Only then does it read on with what the model wrote. One process of one thread means that its limits of memory and time are those of the
 whole program.
