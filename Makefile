@@ -27,10 +27,10 @@ quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
 test: $(STAMP)  ## run the tests, all but those of test-runs, test-ray, test-vllm, test-tinker, probes and test-real
-	$(BIN)/python -m pytest -n 2 -m "not ray and not whole_run" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not whole_run" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
 
-test-runs: $(STAMP)  ## run whole runs with critics, teachers, references, reward models, preferences and code of the user's own
-	$(BIN)/python -m pytest -n 2 -m whole_run --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
+test-runs: $(STAMP)  ## run whole runs with critics, teachers, references, reward models, preferences and code of the user's own, and some under torchrun
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m whole_run --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
 
 test-ray: $(STAMP)  ## run the tests that start Ray on this machine
 	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real

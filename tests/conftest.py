@@ -1,11 +1,16 @@
 """Lets every test import the helpers beside this file, shares what is slow to make, and undoes what a test did to logging."""
 
+import fcntl
 import gc
+import json
 import logging
+import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +58,30 @@ def _restore_logging():
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory):
+def make_once(tmp_path_factory):
+    """Makes what all processes of a test run share: `make(folder)` is called by the first that asks for `name`, and its JSON by all.
+
+    The others wait meanwhile. If it fails, the next one tries again, in a new folder.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def once(name, make):
+        note = shared / f"{name}.json"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not note.exists():
+                made = make(Path(tempfile.mkdtemp(prefix=f"{name}-", dir=shared)))
+                note.write_text(json.dumps(made))
+        return json.loads(note.read_text())
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def model_dir(make_once):
     """Folder of a random model of one layer with its character tokenizer."""
-    return build_small_model(tmp_path_factory.mktemp("model"), seed=1)
+    return make_once("model", partial(build_small_model, seed=1))
 
 
 @pytest.fixture
@@ -80,24 +106,31 @@ def shop(tmp_path_factory, model_dir):
         yield shop
 
 
+def _restore(root, model_dir, done):
+    """A run that a process has made, with what its command came to."""
+    return SmallRun(Path(root), model_dir, subprocess.CompletedProcess(*done))
+
+
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory, model_dir):
+def finished_run(make_once, model_dir):
     """A run of two steps by `offbeat train`, in processes of its own. Tests only read it."""
-    root = tmp_path_factory.mktemp("finished")
-    run = SmallRun(root, model_dir)
-    run.done = offbeat("train", *run.arguments(), "--json")
-    assert run.done.returncode == 0, run.done.stderr
-    return run
+    def make(root):
+        done = offbeat("train", *SmallRun(root, model_dir).arguments(), "--json")
+        assert done.returncode == 0, done.stderr
+        return str(root), model_dir, (done.args, done.returncode, done.stdout, done.stderr)
+
+    return _restore(*make_once("finished", make))
 
 
 @pytest.fixture(scope="session")
-def stopped_run(tmp_path_factory, model_dir):
+def stopped_run(make_once, model_dir):
     """A long run that was interrupted once while it trained. Tests copy it before they go on with it."""
-    root = tmp_path_factory.mktemp("stopped")
-    run = SmallRun(root, model_dir)
-    with start_offbeat("train", *run.arguments(run__total_steps="100000"), "--json") as process:
-        wait_until(lambda: len(run.metrics()) > 2 or process.poll() is not None, timeout_s=120)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
-    run.done = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-    return run
+    def make(root):
+        run = SmallRun(root, model_dir)
+        with start_offbeat("train", *run.arguments(run__total_steps="100000"), "--json") as process:
+            wait_until(lambda: len(run.metrics()) > 2 or process.poll() is not None, timeout_s=120)
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
+        return str(root), model_dir, (process.args, process.returncode, stdout, stderr)
+
+    return _restore(*make_once("stopped", make))

@@ -12,7 +12,7 @@ from small_run import SmallRun, offbeat, torchrun
 LORA = {"model__lora__rank": "4", "inference__num_engines": "2"}
 
 
-@pytest.fixture(params=["controller", "spmd"])
+@pytest.fixture(params=["controller", pytest.param("spmd", marks=pytest.mark.whole_run)])
 def start(request: pytest.FixtureRequest):
     """The command in a mode."""
     return offbeat if request.param == "controller" else lambda *arguments: torchrun(*arguments, world=2)

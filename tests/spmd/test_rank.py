@@ -20,6 +20,16 @@ HEADS = {"rollout__single_rank_load": "false", "rollout__balance_batch": "false"
 WORKFLOWS = Path(__file__).parents[1] / "support" / "workflows.py"
 
 
+@pytest.fixture
+def engine(model_dir: str) -> Iterator[tuple[EngineServer, str]]:
+    """An engine in this process, and its URL."""
+    server = EngineServer(EngineOptions(model=model_dir))
+    try:
+        yield server, server.start()
+    finally:
+        server.stop()
+
+
 def processes_of(run: SmallRun) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if str(run.root) in " ".join(process.info["cmdline"] or ())]
 
@@ -45,20 +55,22 @@ def test_ranks_under_torchrun_train_save_and_go_on(changes: dict[str, str], tmp_
     assert (resumed["global_step"], resumed["version"]) == (2, 2)
 
 
-def skewed(run: SmallRun, **changes: str) -> list[str]:
-    """Every second row, which is every row of the second head, takes ten times as long."""
+def skewed(run: SmallRun, engine: str, **changes: str) -> list[str]:
+    """Every second row, which is every row of the second head, takes ten times as long; `engine` is the URL of the engine that plays."""
     rows = [{"prompt": f"{i % 10}>", "answer": "slow" if i % 2 else "fast"} for i in range(64)]
     data = run.root / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run.arguments(
         data__task="", data__path=str(data), data__heldout_size="0", data__shuffle="false", rollout__consumer_batch_size="4",
         rollout__max_concurrent_rollouts="64", rollout__max_head_offpolicyness="4", rollout__workflow=f"{WORKFLOWS}:slow_by_answer",
-        dist__sync_timeout_s="5", **changes)
+        dist__sync_timeout_s="5", inference__urls=json.dumps([engine]), **changes)
 
 
-def test_a_head_whose_rollouts_are_slow_is_named_with_what_it_waits_for(tmp_path: Path, model_dir: str) -> None:
+def test_a_head_whose_rollouts_are_slow_is_named_with_what_it_waits_for(
+    engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
+) -> None:
     run = SmallRun(tmp_path, model_dir)
-    done = torchrun("train", *skewed(run, **HEADS), "--json", world=2)
+    done = torchrun("train", *skewed(run, engine[1], **HEADS), "--json", world=2)
     assert done.returncode == 1
     last_words = [line for line in done.stderr.splitlines() if line.startswith("offbeat: ")]
     assert len(last_words) == 2, done.stderr
@@ -67,22 +79,14 @@ def test_a_head_whose_rollouts_are_slow_is_named_with_what_it_waits_for(tmp_path
     assert not processes_of(run)
 
 
-def test_one_rank_that_loads_carries_the_same_work_through(tmp_path: Path, model_dir: str) -> None:
+def test_one_rank_that_loads_carries_the_same_work_through(
+    engine: tuple[EngineServer, str], tmp_path: Path, model_dir: str,
+) -> None:
     run = SmallRun(tmp_path, model_dir)
-    done = torchrun("train", *skewed(run, rollout__single_rank_load="true", rollout__balance_batch="true"), "--json", world=2)
+    done = torchrun("train", *skewed(run, engine[1], rollout__single_rank_load="true", rollout__balance_batch="true"), "--json", world=2)
     assert done.returncode == 0, done.stderr
     assert [row["global_step"] for row in read_json_lines(run.folder / "metrics.jsonl")] == [1, 2]
     assert max(row["step/rollout_wait_s"] for row in run.metrics()) > 5, "no wait was longer than the deadline, so this shows nothing"
-
-
-@pytest.fixture
-def engine(model_dir: str) -> Iterator[tuple[EngineServer, str]]:
-    """An engine in this process, and its URL."""
-    server = EngineServer(EngineOptions(model=model_dir))
-    try:
-        yield server, server.start()
-    finally:
-        server.stop()
 
 
 def test_ranks_go_on_while_an_adapter_is_fanned_out_and_one_that_no_engine_takes_ends_the_run(
