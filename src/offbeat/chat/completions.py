@@ -81,6 +81,7 @@ class _Body(msgspec.Struct):
     logprobs: bool | int | None = None
     stream: bool | None = None
     stream_options: _Options | None = None
+    return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     functions: list[Any] | None = None
     top_logprobs: int | None = None
@@ -128,14 +129,17 @@ class Completions:
             logprobs=got.logprobs is not None and got.logprobs is not False,
             stream=bool(got.stream),
             include_usage=got.stream_options is not None and got.stream_options.include_usage,
+            return_token_ids=bool(got.return_token_ids),
         )
 
     def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:  # noqa: ARG002
         choices = [
-            {"index": index, "message": message_of(reply.message), "finish_reason": reply.finish, "logprobs": _logprobs(reply)}
+            {"index": index, "message": message_of(reply.message), "finish_reason": reply.finish, "logprobs": _logprobs(reply),
+             **_ids(reply)}
             for index, reply in enumerate(answer.replies)
         ]
-        return msgspec.json.encode({**_head(answer), "object": "chat.completion", "choices": choices, "usage": usage_of(answer)})
+        told = {**_head(answer), "object": "chat.completion", "choices": choices, "usage": usage_of(answer)}
+        return msgspec.json.encode({**told, "prompt_token_ids": answer.prompt_ids} if answer.prompt_ids else told)
 
     def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
         head = {**_head(answer), "object": "chat.completion.chunk", **({"usage": None} if request.include_usage else {})}
@@ -144,7 +148,7 @@ class Completions:
             for delta in _deltas(reply):
                 logprobs = _logprobs(reply) if "role" in delta else None
                 yield data({**head, "choices": [{**choice, "delta": delta, "logprobs": logprobs}]})
-            yield data({**head, "choices": [{**choice, "delta": {}, "finish_reason": reply.finish}]})
+            yield data({**head, "choices": [{**choice, "delta": {}, "finish_reason": reply.finish, **_ids(reply)}]})
         if request.include_usage:
             yield data({**head, "choices": [], "usage": usage_of(answer)})
         yield DONE
@@ -194,6 +198,10 @@ def _logprobs(reply: Reply) -> dict[str, Any] | None:
     if not reply.logprobs:
         return None
     return {"content": [{"token": token, "logprob": logprob} for token, logprob in reply.logprobs]}
+
+
+def _ids(reply: Reply) -> dict[str, Any]:
+    return {"token_ids": reply.token_ids, "versions": reply.versions} if reply.token_ids else {}
 
 
 def _messages(got: list[_Message]) -> tuple[Message, ...]:

@@ -89,8 +89,8 @@ class AnswerParser:
                 raise ValueError(f"the call has a {opened} without its {closed}")
 
     def _attempts(self, text: str) -> bool:
-        """Whether a text that could not be read holds a call, rather than a mention of its tags."""
-        return self._format is None or re.search(self._format.begins, text) is not None
+        """Whether a text that could not be read holds a call, rather than a mention of its tags; a tokenizer's own tags mean a call."""
+        return self._own is not None or self._format is None or re.search(self._format.begins, text) is not None
 
 
 def _split_reasoning(head: str, text: str) -> tuple[str, str]:
