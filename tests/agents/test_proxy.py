@@ -130,6 +130,17 @@ def test_a_chat_with_a_tool_is_recorded_as_one_chain():
     play(body)
 
 
+def test_a_chat_may_be_told_its_tokens():
+    async def body(world: World) -> None:
+        _, answer = await world.post({"messages": [USER], "return_token_ids": True})
+        [trajectory] = world.chains()
+        mask = trajectory.loss_mask
+        assert answer["prompt_token_ids"] + answer["choices"][0]["token_ids"] == trajectory.tokens.tolist()
+        assert answer["choices"][0]["versions"] == trajectory.versions[mask].tolist()
+
+    play(body)
+
+
 def test_the_responses_api_is_recorded_as_one_chain():
     async def body(world: World) -> None:
         world.script.texts = ["let me see\n" + CALL, "it is 3"]
