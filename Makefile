@@ -98,6 +98,7 @@ bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON lin
 	$(BIN)/python benchmarks/proxy.py
 	$(BIN)/python benchmarks/publish.py
 	$(BIN)/python benchmarks/service.py
+	$(BIN)/python benchmarks/async_env.py
 
 faults: $(STAMP)  ## damage files, change settings, run wrong user code, let ranks misbehave at every sync point, and write docs/faults.md; takes over an hour
 	$(BIN)/python tests/faults/damage.py
