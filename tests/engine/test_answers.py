@@ -6,16 +6,15 @@ from dataclasses import replace
 import pytest
 
 from offbeat.data.tokenizer import character_tokenizer
-from offbeat.engine.answers import Answer, ChatFormat, CompletionFormat, error_body
+from offbeat.engine.answers import Answer, ChatFormat, CompletionFormat
 from offbeat.engine.request import Output
-from offbeat.engine.wire import CompletionBody
+from offbeat.engine.wire import CompletionBody, StreamOptions
 
 TOKENIZER = character_tokenizer()
 
 
 def answer(form, **body) -> Answer:
-    stops = tuple(body.get("stop", ()))
-    return Answer("id-1", form, CompletionBody(prompt=[1], **body), tokenizer=TOKENIZER, model="tiny", prompt_len=3, stops=stops)
+    return Answer("id-1", form, CompletionBody(prompt=[1], **body), tokenizer=TOKENIZER, model="tiny", prompt_len=3)
 
 
 def output(index: int, text: str, reason: str | None = "stop") -> Output:
@@ -66,12 +65,20 @@ def test_pieces_of_a_stream_add_up_to_the_text(form, read) -> None:
     assert [event["choices"][0]["finish_reason"] for event in events] == [None, "stop"]
 
 
-def test_a_chat_answers_as_the_assistant_with_each_token_beside_its_logprob() -> None:
-    (choice,) = json.loads(answer(ChatFormat(), logprobs=True).whole([output(0, "12")]))["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "12"}
-    assert choice["logprobs"]["content"] == [{"token": "1", "logprob": -0.5}, {"token": "2", "logprob": -0.5}]
+def test_a_chat_begins_as_the_assistant_with_each_token_beside_its_logprob() -> None:
+    streaming = answer(ChatFormat(), logprobs=True)
+    first, second = (json.loads(streaming.piece(output(0, text, None)).removeprefix(b"data: "))["choices"][0] for text in ("12", "3"))
+    assert first["delta"] == {"role": "assistant", "content": "12"} and second["delta"] == {"content": "3"}
+    assert first["logprobs"]["content"] == [{"token": "1", "logprob": -0.5}, {"token": "2", "logprob": -0.5}]
 
 
-def test_errors_say_whose_they_are() -> None:
-    assert json.loads(error_body("x", status=400))["error"] == {"message": "x", "type": "invalid_request_error", "code": 400}
-    assert json.loads(error_body("x", status=500))["error"]["type"] == "server_error"
+def test_a_stream_ends_with_the_numbers_of_tokens_if_they_are_wanted() -> None:
+    plain = answer(CompletionFormat(), stream=True)
+    assert b"usage" not in plain.piece(output(0, "12")) and plain.ending() == b"data: [DONE]\n\n"
+    counted = answer(CompletionFormat(), stream=True, stream_options=StreamOptions(include_usage=True))
+    pieces = [counted.piece(output(index, "12")) for index in (0, 1)]
+    assert all(json.loads(piece.removeprefix(b"data: "))["usage"] is None for piece in pieces)
+    last, done = counted.ending().decode().removesuffix("\n\n").split("\n\n")
+    told = json.loads(last.removeprefix("data: "))
+    assert told["choices"] == [] and told["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert done == "data: [DONE]"

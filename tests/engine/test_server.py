@@ -175,7 +175,7 @@ def test_a_stream_adds_up_to_the_whole_answer(url):
         ("/v1/completions", {"prompt": [10**6]}, "outside the vocabulary"),
         ("/v1/completions", {"prompt": [5] * 150, "max_tokens": 20, "stream": True}, "150 tokens and max_tokens is 20"),
         ("/v1/completions", {"prompt": "a", "stop": [""]}, "empty string"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "missing required field `content`"),
+        ("/v1/chat/completions", {"messages": [{"content": "hi"}]}, "missing required field `role`"),
         ("/v1/score", {"tokens": [5]}, "2 to 160 tokens"),
         ("/v1/score", {"tokens": [5, 6], "targets": [[]]}, "one list for each of the 2 tokens, got 1 lists"),
         ("/v1/completions", {"prompt": "a", "logprobs": -1}, "logprobs must be 0 to 1024 likeliest tokens, got -1"),

@@ -2,8 +2,9 @@
 
 import pytest
 
+from offbeat.chat.messages import ChatRequest
 from offbeat.engine.request import SamplingParams
-from offbeat.engine.wire import ChatBody, CompletionBody, SwitchBody, read_body
+from offbeat.engine.wire import ChatExtras, CompletionBody, SwitchBody, body_of, read_body
 from offbeat.errors import RefusedError
 
 
@@ -30,12 +31,16 @@ def test_null_zero_and_vllms_minus_one_mean_no_limit():
     assert not body.wants_logprobs
 
 
-def test_chat_logprobs_are_a_switch():
-    message = b'"messages": [{"role": "user", "content": "hi"}]'
-    wanted = read_body(ChatBody, b'{"logprobs": true, ' + message + b"}")
-    assert wanted.wants_logprobs and wanted.num_top == 0
+def test_a_chats_settings_are_those_of_a_completion():
+    request = ChatRequest(
+        (), max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, n=3, seed=11, stop=("a",), logprobs=True, include_usage=True)
+    body = body_of(request, ChatExtras([5], ignore_eos=True, scaled_logprobs=True), stops=("a", "b"), stream=True)
+    assert body.params(default_max_tokens=16) == SamplingParams(
+        max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop=("a", "b"), stop_token_ids=(5,), ignore_eos=True,
+        scaled_logprobs=True)
+    assert body.wants_logprobs and body.include_usage and body.n == 3 and body.stream
+    assert not body_of(ChatRequest(()), ChatExtras(), stops=(), stream=False).wants_logprobs
     assert read_body(CompletionBody, b'{"prompt": "a", "logprobs": true}').num_top == 0
-    assert not read_body(ChatBody, b'{"logprobs": false, ' + message + b"}").wants_logprobs
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"version": "one"}', b'{"version": 1, "interrupt": "now"}', b"\xff"])

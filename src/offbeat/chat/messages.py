@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
-Finish = Literal["stop", "length", "tool_calls"]
+Finish = Literal["stop", "length", "tool_calls", "abort"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class ChatRequest:
         n: number of answers.
         logprobs: whether each token's log-probability is wanted.
         include_usage: whether a stream ends with the numbers of tokens.
+        return_token_ids: whether the ids of tokens, and the versions that sampled them, are wanted; only chat completions can ask.
     """
 
     messages: tuple[Message, ...]
@@ -84,6 +85,7 @@ class ChatRequest:
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
+    return_token_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Reply:
         stop: the stop string that ended it; empty if none did.
         logprobs: text and log-probability of each token, if they are wanted.
         num_tokens: number of generated tokens.
+        token_ids: the generated tokens, if they are wanted.
+        versions: of the weights that sampled each of them.
         malformed: what was wrong with a call that could not be read, which `message` then holds as text; empty if nothing was.
     """
 
@@ -103,6 +107,8 @@ class Reply:
     stop: str = ""
     logprobs: tuple[tuple[str, float], ...] = ()
     num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
     malformed: str = ""
 
 
@@ -114,6 +120,7 @@ class ChatAnswer:
         id: unique; the dialect adds its own prefix.
         created: seconds since the epoch.
         num_prompt_tokens: length of the prompt.
+        prompt_ids: the prompt's tokens, if they are wanted.
     """
 
     id: str
@@ -121,3 +128,4 @@ class ChatAnswer:
     model: str
     replies: tuple[Reply, ...]
     num_prompt_tokens: int
+    prompt_ids: tuple[int, ...] = ()

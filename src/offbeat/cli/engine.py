@@ -18,7 +18,7 @@ from offbeat.runs.threads import usable_cores
 
 _DESCRIPTION = """\
 Serve a Hugging Face causal language model: /v1/completions and /v1/chat/completions with streaming, token ids, log-probabilities and weight
-versions, continuous batching, /health and Prometheus /metrics. Runs until Ctrl-C.
+versions, chats with tools also as /v1/responses and /v1/messages, continuous batching, /health and Prometheus /metrics. Runs until Ctrl-C.
 
 Without a key it answers to programs of this machine alone. A key, in $OFFBEAT_API_KEY or a file, is wanted of every request.
 

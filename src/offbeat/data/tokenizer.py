@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from huggingface_hub import snapshot_download
 from jinja2 import TemplateError
@@ -124,11 +124,14 @@ class Tokenizer:
         """Return the token ids of a chat, up to where the assistant is to answer. Arguments and errors are those of `chat_text`."""
         return self.encode(self.chat_text(messages))
 
-    def chat_text(self, messages: Sequence[Mapping[str, str]], *, to_answer: bool = True) -> str:
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, to_answer: bool = True
+    ) -> str:
         """Render a chat with the template.
 
         Args:
-            messages: each with `role` and `content`.
+            messages: each with `role` and `content`, and with what else the template knows.
+            tools: descriptions of functions, for templates that write them.
             to_answer: whether to add what precedes the assistant's next answer.
 
         Raises:
@@ -139,7 +142,9 @@ class Tokenizer:
                 f"tokenizer {self.name!r} has no chat template; put a chat_template.jinja beside its tokenizer.json,"
                 " or use plain prompts (data.chat_template = false)")
         try:
-            return cast(str, self.hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=to_answer))
+            return cast(str, self.hf.apply_chat_template(
+                [dict(m) for m in messages], tools=None if not tools else [dict(t) for t in tools],
+                tokenize=False, add_generation_prompt=to_answer))
         except (TemplateError, ValueError, TypeError) as exc:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ModelError(f"the chat template of tokenizer {self.name!r} refuses messages with roles {roles}: {exc}") from exc

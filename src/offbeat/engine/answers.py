@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+from offbeat.chat.completions import DONE
+from offbeat.chat.dialects import data
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.request import Output
 from offbeat.engine.text import TextStream, cut_at_stop
 from offbeat.engine.wire import GenerateBody
-
-DONE = b"data: [DONE]\n\n"
 
 
 class Format(Protocol):
@@ -21,8 +21,8 @@ class Format(Protocol):
     kind: str
     chunk_kind: str
 
-    def text(self, text: str, *, chunk: bool) -> dict[str, Any]:
-        """Return the part of a choice that holds the text."""
+    def text(self, text: str, *, first: bool) -> dict[str, Any]:
+        """Return the part of a choice that holds the text; `first` if it is the first of its sample."""
         ...
 
     def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class CompletionFormat:
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def text(self, text: str, *, chunk: bool) -> dict[str, Any]:  # noqa: ARG002
+    def text(self, text: str, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
         return {"text": text}
 
     def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:  # noqa: ARG002
@@ -47,66 +47,64 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """The format of /v1/chat/completions."""
+    """The format of a stream of /v1/chat/completions without tools; `chats` has the other ways to answer chats."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def text(self, text: str, *, chunk: bool) -> dict[str, Any]:
-        return {"delta" if chunk else "message": {"role": "assistant", "content": text}}
+    def text(self, text: str, *, first: bool) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": text} if first else {"content": text}}
 
     def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
-        tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in output.token_ids]
-        return {"content": [{"token": token, "logprob": logprob} for token, logprob in zip(tokens, output.logprobs, strict=True)]}
+        return {"content": [{"token": token, "logprob": logprob} for token, logprob in token_logprobs(output, tokenizer)]}
 
 
 class Answer:
     """Encodes the outputs of one request as bytes, whole or as server-sent events."""
 
     def __init__(
-        self,
-        request_id: str,
-        form: Format,
-        body: GenerateBody,
-        *,
-        tokenizer: Tokenizer,
-        model: str,
-        prompt_len: int,
-        stops: tuple[str, ...],
+        self, request_id: str, form: Format, body: GenerateBody, *, tokenizer: Tokenizer, model: str, prompt_len: int
     ) -> None:
         self._form = form
         self._body = body
         self._tokenizer = tokenizer
         self._prompt_len = prompt_len
-        self._stops = stops
+        self._num_generated = 0
         self._streams: dict[int, TextStream] = {}
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
 
     def whole(self, outputs: Sequence[Output]) -> bytes:
         """Encode the answer to a request that does not stream, once all samples are done."""
-        generated = sum(len(output.token_ids) for output in outputs)
-        usage = {"prompt_tokens": self._prompt_len, "completion_tokens": generated, "total_tokens": self._prompt_len + generated}
+        self._num_generated = sum(len(output.token_ids) for output in outputs)
         choices = []
         for output in sorted(outputs, key=lambda o: o.index):
-            text = cut_at_stop(self._tokenizer.decode(self._told(output)), self._stops)
-            choices.append(self._choice(output, text, chunk=False))
-        return msgspec.json.encode({**self._head, "object": self._form.kind, "choices": choices, "usage": usage})
+            text = cut_at_stop(self._tokenizer.decode(told_ids(output, self._body)), self._body.stops)
+            choices.append(self._choice(output, text, first=True))
+        return msgspec.json.encode({**self._head, "object": self._form.kind, "choices": choices, "usage": self._usage()})
 
     def piece(self, output: Output) -> bytes:
         """Encode one event of a streaming answer."""
-        stream = self._streams.setdefault(output.index, TextStream(self._tokenizer, self._stops))
-        text = "".join(map(stream.push, self._told(output)))
+        self._num_generated += len(output.token_ids)
+        first = output.index not in self._streams
+        stream = self._streams.setdefault(output.index, TextStream(self._tokenizer, self._body.stops))
+        text = "".join(map(stream.push, told_ids(output, self._body)))
         if output.finish_reason is not None:
             text += stream.finish()
-        choice = self._choice(output, text, chunk=True)
-        return b"data: " + msgspec.json.encode({**self._head, "object": self._form.chunk_kind, "choices": [choice]}) + b"\n\n"
+        return self._chunk([self._choice(output, text, first=first)], {"usage": None})
 
-    def _told(self, output: Output) -> list[int]:
-        """Return the tokens whose text belongs to the answer: all but a stop token at the end."""
-        stopped = output.finish_reason == "stop" and output.token_ids[-1] in (self._body.stop_token_ids or ())
-        return output.token_ids[:-1] if stopped else output.token_ids
+    def ending(self) -> bytes:
+        """Encode what comes after the last event: the numbers of tokens, if they are wanted, and the end of the stream."""
+        return (self._chunk([], {"usage": self._usage()}) if self._body.include_usage else b"") + DONE
 
-    def _choice(self, output: Output, text: str, *, chunk: bool) -> dict[str, Any]:
-        choice = {"index": output.index, **self._form.text(text, chunk=chunk), "finish_reason": output.finish_reason, "logprobs": None}
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+        usage = usage if self._body.include_usage else {}
+        return data({**self._head, "object": self._form.chunk_kind, "choices": choices, **usage})
+
+    def _usage(self) -> dict[str, int]:
+        prompt, generated = self._prompt_len, self._num_generated
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+    def _choice(self, output: Output, text: str, *, first: bool) -> dict[str, Any]:
+        choice = {"index": output.index, **self._form.text(text, first=first), "finish_reason": output.finish_reason, "logprobs": None}
         if self._body.wants_logprobs:
             choice["logprobs"] = self._form.logprobs(output, self._tokenizer)
         if self._body.return_token_ids:
@@ -114,7 +112,13 @@ class Answer:
         return choice
 
 
-def error_body(message: str, *, status: int) -> bytes:
-    """Encode an error in OpenAI's format."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
+def told_ids(output: Output, body: GenerateBody) -> list[int]:
+    """Return the tokens whose text belongs to the answer: all but a stop token at the end."""
+    stopped = output.finish_reason == "stop" and output.token_ids[-1] in (body.stop_token_ids or ())
+    return output.token_ids[:-1] if stopped else output.token_ids
+
+
+def token_logprobs(output: Output, tokenizer: Tokenizer) -> list[tuple[str, float]]:
+    """Return the text and the log-probability of each token."""
+    tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in output.token_ids]
+    return list(zip(tokens, output.logprobs, strict=True))

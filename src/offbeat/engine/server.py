@@ -1,4 +1,4 @@
-"""The engine's HTTP front end: OpenAI's completions, weight control and metrics, on Starlette and uvicorn.
+"""The engine's HTTP front end: OpenAI's completions, weight control and metrics, on Starlette and uvicorn; `chats` has those of chats.
 
 `EngineServer` runs two threads: uvicorn's event loop and the engine's (`loop`). A request handler submits and then waits on a queue of its
 own, which the engine's events reach in one hop per step. When a client disconnects, its samples are aborted. With a key, every request
@@ -7,12 +7,10 @@ must carry it; without one, only programs on this machine are served, and no web
 
 import asyncio
 import logging
-import secrets
-import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,21 +20,21 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from offbeat.engine.adapters import UnknownAdapterError
-from offbeat.engine.answers import DONE, Answer, ChatFormat, CompletionFormat, Format, error_body
+from offbeat.engine.answers import Answer, CompletionFormat
+from offbeat.engine.chats import Chats, errors_of, streaming
 from offbeat.engine.loader import load_engine
 from offbeat.engine.loop import EngineLoop
 from offbeat.engine.metrics import registry_of
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Event, Output, Request, Scored, ScoreJob
 from offbeat.engine.versions import Source, fingerprint_tensors
+from offbeat.engine.web import Disconnected, Handler, HttpServer, WriteError, bind, error_answer, json_answer, refusal
 from offbeat.engine.wire import (
-    ChatBody,
     CompletionBody,
-    GenerateBody,
     LoadAdapterBody,
     PauseBody,
     ScoreBody,
@@ -45,11 +43,9 @@ from offbeat.engine.wire import (
     UnloadAdapterBody,
     read_body,
 )
-from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, PortBusyError, RefusedError, UserError
-from offbeat.hosts import names_loopback
+from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, RefusedError, UserError
 
 T = TypeVar("T")
-Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
 
 DEFAULT_MAX_TOKENS = 16
 STALLED_S = 60.0
@@ -59,27 +55,8 @@ _KEEP_ALIVE_S = 30
 logger = logging.getLogger(__name__)
 
 
-class Disconnected(Exception):  # noqa: N818 (an event, not an error)
-    """The client of a request disconnected."""
-
-
 Inbox = asyncio.Queue[Output | Scored | EngineError | Disconnected]
 """Messages of the engine to one request."""
-
-
-class HttpServer(uvicorn.Server):
-    """A uvicorn server on a thread of its own, which reports when it listens and on which event loop it runs."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = threading.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.loop = asyncio.get_running_loop()
-        self.ready.set()
 
 
 class EngineServer:
@@ -102,6 +79,7 @@ class EngineServer:
         self._tokenizer = self._engine.tokenizer
         self._loop = EngineLoop(self._engine, deliver=self._deliver)
         self._registry = registry_of(self._engine)
+        self._chats = Chats(self._engine, self._outputs, self._adapter_of, model_name=self._model_name)
         self._inboxes: dict[str, Inbox] = {}
         self._pause_by, self._pause_s = "", 0.0  # who paused the engine, and when
         self._http: HttpServer | None = None
@@ -116,7 +94,7 @@ class EngineServer:
             PortBusyError: the port is taken.
             DeadlineError: uvicorn did not start in time.
         """
-        listener = _bind(host, port)
+        listener = bind(host, port)
         config = uvicorn.Config(
             Starlette(routes=self._routes()), lifespan="off", access_log=False, log_level="warning",
             timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=2,
@@ -153,7 +131,7 @@ class EngineServer:
     def _routes(self) -> list[Route]:
         table: list[tuple[str, str, Handler]] = [
             ("POST", "/v1/completions", self._completions),
-            ("POST", "/v1/chat/completions", self._chat),
+            *self._chats.routes(),
             ("GET", "/v1/models", self._models),
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics),
@@ -166,29 +144,29 @@ class EngineServer:
             ("POST", "/pause", self._pause),
             ("POST", "/resume", self._resume),
         ]
-        return [Route(path, self._guarded(handler), methods=[method]) for method, path, handler in table]
+        return [Route(path, self._guarded(handler, errors_of(path)), methods=[method]) for method, path, handler in table]
 
-    def _guarded(self, handler: Handler) -> Handler:
+    def _guarded(self, handler: Handler, write: WriteError) -> Handler:
         """Check that the client may ask, and turn errors into HTTP answers."""
 
         async def guarded(http: HttpRequest) -> Response:
-            if (refusal := _refusal(http, self._options.api_key)) is not None:
-                return refusal
+            if (refused := refusal(http, self._options.api_key)) is not None:
+                return error_answer(refused[0], status=refused[1], write=write)
             try:
                 return await handler(http)
             except BusyError as exc:
-                return _error(str(exc), status=429, headers={"Retry-After": "1"})
+                return error_answer(str(exc), status=429, write=write, headers={"Retry-After": "1"})
             except UnknownAdapterError as exc:
-                return _error(str(exc), status=404)
+                return error_answer(str(exc), status=404, write=write)
             except (RefusedError, UserError) as exc:
-                return _error(str(exc), status=400)
+                return error_answer(str(exc), status=400, write=write)
             except Disconnected:
                 return Response(status_code=499)
             except OffbeatError as exc:
-                return _error(str(exc), status=500)
+                return error_answer(str(exc), status=500, write=write)
             except Exception as exc:
                 logger.exception("a request to %s failed", http.url.path)
-                return _error(f"unexpected {type(exc).__name__}: {exc}; the engine's log says where", status=500)
+                return error_answer(f"unexpected {type(exc).__name__}: {exc}; the engine's log says where", status=500, write=write)
 
         return guarded
 
@@ -197,30 +175,15 @@ class EngineServer:
         if body.echo:
             raise RefusedError("echo is not offered; POST /v1/score gives log-probabilities of a prompt")
         prompt = self._tokenizer.prompt(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        return await self._generate(http, body, prompt, CompletionFormat(), default_max_tokens=DEFAULT_MAX_TOKENS)
-
-    async def _chat(self, http: HttpRequest) -> Response:
-        body = read_body(ChatBody, await http.body())
-        body.max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        prompt = self._tokenizer.chat([{"role": m.role, "content": m.content} for m in body.messages])
-        rest = max(self._engine.max_context - len(prompt), 1)
-        return await self._generate(http, body, prompt, ChatFormat(), default_max_tokens=rest)
-
-    async def _generate(
-        self, http: HttpRequest, body: GenerateBody, prompt: list[int], form: Format, *, default_max_tokens: int
-    ) -> Response:
-        params = body.params(default_max_tokens=default_max_tokens)
-        adapter = self._adapter_of(body.model or "")
-        name = f"{form.prefix}-{uuid.uuid4().hex}"
-        request = Request(id=name, prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
-        model = adapter or self._model_name
-        answer = Answer(name, form, body, tokenizer=self._tokenizer, model=model, prompt_len=len(prompt), stops=params.stop)
+        params = body.params(default_max_tokens=DEFAULT_MAX_TOKENS)
+        form, adapter = CompletionFormat(), self._adapter_of(body.model or "")
+        request = Request(
+            id=f"{form.prefix}-{uuid.uuid4().hex}", prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
+        answer = Answer(request.id, form, body, tokenizer=self._tokenizer, model=adapter or self._model_name, prompt_len=len(prompt))
         outputs = self._outputs(http, request)
         if not body.stream:
-            return _json(answer.whole([output async for output in outputs]))
-        # Wait for the first output before sending headers, because a refusal must be able to set the status.
-        first = await anext(outputs)
-        return StreamingResponse(_stream(answer, first, outputs), media_type="text/event-stream")
+            return json_answer(answer.whole([output async for output in outputs]))
+        return await streaming(answer, outputs)
 
     def _adapter_of(self, model: str) -> str:
         """Return the adapter that a request's `model` names; empty for the base model, which clients may call anything without an "@"."""
@@ -268,16 +231,16 @@ class EngineServer:
         rest = {"object": "model", "owned_by": "offbeat", "max_model_len": self._engine.max_context}
         adapters = [
             {"id": name, **rest, "parent": self._model_name, "root": folder} for name, folder in self._engine.adapters.folders.items()]
-        return _json(msgspec.json.encode({"object": "list", "data": [{"id": self._model_name, **rest}, *adapters]}))
+        return json_answer(msgspec.json.encode({"object": "list", "data": [{"id": self._model_name, **rest}, *adapters]}))
 
     async def _health(self, _: HttpRequest) -> Response:
         engine, error = self._engine, self._loop.error
         if error is not None:
-            return _error(str(error), status=500)
+            return error_answer(str(error), status=500)
         if (round_s := self._loop.round_s) > STALLED_S:
-            return _error(f"the engine has been in one step for {round_s:.0f} s, so its computation hangs", status=500)
+            return error_answer(f"the engine has been in one step for {round_s:.0f} s, so its computation hangs", status=500)
         pause = self._pause_by and {"by": self._pause_by, "for_s": round(time.monotonic() - self._pause_s, 3)}
-        return _json(msgspec.json.encode({
+        return json_answer(msgspec.json.encode({
             "status": "paused" if engine.paused else "ok", "paused": pause or None, "version": engine.version,
             "running": engine.num_running, "waiting": engine.num_waiting, "max_context": engine.max_context,
             "max_adapter_rank": self._options.max_adapter_rank}))
@@ -290,13 +253,13 @@ class EngineServer:
     async def _stage(self, http: HttpRequest) -> Response:
         body = read_body(StageBody, await http.body())
         await asyncio.to_thread(self._loop.stage, body.version, Source(body.folder, body.fingerprint), body.broadcast)
-        return _json(msgspec.json.encode({"version": body.version, "folder": body.folder}))
+        return json_answer(msgspec.json.encode({"version": body.version, "folder": body.folder}))
 
     async def _switch(self, http: HttpRequest) -> Response:
         body = read_body(SwitchBody, await http.body())
         done = await asyncio.wrap_future(self._loop.call(lambda: self._engine.switch(body.version, body.interrupt)))
         switch_s = await asyncio.wrap_future(done)
-        return _json(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
+        return json_answer(msgspec.json.encode({"version": body.version, "switch_s": switch_s}))
 
     async def _fingerprint(self, http: HttpRequest) -> Response:
         if name := http.query_params.get("adapter"):
@@ -305,7 +268,7 @@ class EngineServer:
         else:
             version, tensors = await asyncio.wrap_future(self._loop.call(self._engine.weights))
             fingerprint = await asyncio.to_thread(fingerprint_tensors, tensors)
-        return _json(msgspec.json.encode({"version": version, "fingerprint": fingerprint}))
+        return json_answer(msgspec.json.encode({"version": version, "fingerprint": fingerprint}))
 
     async def _score(self, http: HttpRequest) -> Response:
         body = read_body(ScoreBody, await http.body())
@@ -321,30 +284,30 @@ class EngineServer:
             answer["target_logprobs"] = scored.target_logprobs
         if scored.draws is not None:
             answer["draws"] = scored.draws
-        return _json(msgspec.json.encode(answer))
+        return json_answer(msgspec.json.encode(answer))
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         body = read_body(LoadAdapterBody, await http.body())
         if body.lora_name == self._model_name:
             raise RefusedError(f"{body.lora_name!r} is the base model's name; give the adapter another")
         await asyncio.to_thread(self._loop.load_adapter, body.lora_name, body.lora_path)
-        return _json(msgspec.json.encode({"status": "ok"}))
+        return json_answer(msgspec.json.encode({"status": "ok"}))
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
         body = read_body(UnloadAdapterBody, await http.body())
         await asyncio.wrap_future(self._loop.call(lambda: self._engine.adapters.unload(body.lora_name)))
-        return _json(msgspec.json.encode({"status": "ok"}))
+        return json_answer(msgspec.json.encode({"status": "ok"}))
 
     async def _pause(self, http: HttpRequest) -> Response:
         body = read_body(PauseBody, await http.body())
         self._pause_by, self._pause_s = body.by or (http.client.host if http.client else "somebody"), time.monotonic()
         await asyncio.wrap_future(self._loop.pause(body.mode))
-        return _json(msgspec.json.encode({"status": "paused"}))
+        return json_answer(msgspec.json.encode({"status": "paused"}))
 
     async def _resume(self, _: HttpRequest) -> Response:
         self._pause_by = ""
         await asyncio.wrap_future(self._loop.call(self._engine.resume))
-        return _json(msgspec.json.encode({"status": "ok"}))
+        return json_answer(msgspec.json.encode({"status": "ok"}))
 
 
 async def _next(inbox: Inbox, kind: type[T]) -> T:
@@ -354,54 +317,3 @@ async def _next(inbox: Inbox, kind: type[T]) -> T:
         raise result
     assert isinstance(result, kind), "the engine answers what it was asked"
     return result
-
-
-async def _stream(answer: Answer, first: Output, outputs: AsyncGenerator[Output]) -> AsyncIterator[bytes]:
-    try:
-        yield answer.piece(first)
-        async for output in outputs:
-            yield answer.piece(output)
-        yield DONE
-    except EngineError as exc:
-        yield b"data: " + error_body(str(exc), status=500) + b"\n\n"
-    except Disconnected:
-        return
-    finally:
-        await outputs.aclose()
-
-
-def _refusal(http: HttpRequest, key: str) -> Response | None:
-    """Return the answer that refuses this client, or None if it may be served."""
-    if key:
-        given = http.headers.get("authorization", "")
-        if secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            return None
-        return _error("this engine wants its key; send it as 'Authorization: Bearer KEY'", status=401)
-    host, origin = http.headers.get("host", ""), http.headers.get("origin")
-    if not names_loopback(host):  # DNS rebinding: a page's own host name may resolve to this machine
-        return _error(f"this engine has no key, and so answers to 127.0.0.1 and localhost only, not to {host[:80]!r}", status=403)
-    if origin is not None and not names_loopback(origin.partition("://")[2]):
-        return _error(f"this engine has no key, and so does nothing for a page of {origin[:80]!r}", status=403)
-    kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if http.method == "POST" and kind != "application/json":  # a page may send other types without a CORS preflight
-        return _error(f"the body must be JSON, sent as 'Content-Type: application/json', got {kind[:80]!r}", status=415)
-    return None
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as exc:
-        listener.close()
-        raise PortBusyError(f"the engine cannot listen on {host}:{port}: {exc.strerror}; choose another port, or 0 for a free one") from exc
-    return listener
-
-
-def _json(data: bytes) -> Response:
-    return Response(data, media_type="application/json")
-
-
-def _error(message: str, *, status: int, headers: dict[str, str] | None = None) -> Response:
-    return Response(error_body(message, status=status), status_code=status, headers=headers, media_type="application/json")

@@ -7,11 +7,19 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from offbeat.chat import dialects
+from offbeat.chat.messages import ChatRequest
 from offbeat.engine.request import SamplingParams
 from offbeat.errors import RefusedError
 from offbeat.weights.protocol import Interrupt
 
 T = TypeVar("T")
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream holds besides its text."""
+
+    include_usage: bool = False
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
@@ -36,6 +44,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     stream: bool = False
+    stream_options: StreamOptions | None = None
     logprobs: int | bool | None = None
     scaled_logprobs: bool = False
     return_token_ids: bool = False
@@ -46,19 +55,26 @@ class GenerateBody(msgspec.Struct, kw_only=True):
         Raises:
             RefusedError: a value is out of range.
         """
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_new_tokens=default_max_tokens if self.max_tokens is None else self.max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),  # vLLM writes -1 for no limit
             seed=self.seed,
-            stop=tuple(stop),
+            stop=self.stops,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             scaled_logprobs=self.scaled_logprobs,
             top_logprobs=self.num_top,
         )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def num_top(self) -> int:
@@ -81,18 +97,21 @@ class CompletionBody(GenerateBody, kw_only=True):
         return int(self.logprobs or 0) if self.logprobs is not True else 0
 
 
-class Message(msgspec.Struct):
-    """One turn of a chat."""
+class ChatExtras(msgspec.Struct):
+    """What a body of any dialect may hold besides its own fields, as in `SamplingParams`."""
 
-    role: str
-    content: str
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    scaled_logprobs: bool = False
 
 
-class ChatBody(GenerateBody, kw_only=True):
-    """Body of POST /v1/chat/completions."""
-
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+def body_of(request: ChatRequest, extras: ChatExtras, *, stops: tuple[str, ...], stream: bool) -> GenerateBody:
+    """Write a chat's settings as those of a completion."""
+    return GenerateBody(
+        model=request.model, max_tokens=request.max_new_tokens, n=request.n, temperature=request.temperature, top_p=request.top_p,
+        top_k=request.top_k, seed=request.seed, stop=list(stops), stop_token_ids=extras.stop_token_ids, ignore_eos=extras.ignore_eos,
+        stream=stream, stream_options=StreamOptions(request.include_usage), logprobs=request.logprobs or None,
+        scaled_logprobs=extras.scaled_logprobs, return_token_ids=request.return_token_ids)
 
 
 class StageBody(msgspec.Struct):
@@ -148,13 +167,10 @@ class PauseBody(msgspec.Struct):
 
 
 def read_body(kind: type[T], data: bytes) -> T:
-    """Decode and check a body.
-
-    Raises:
-        RefusedError: it is not JSON, lacks a field or has one of the wrong type; the message names the field.
-    """
+    """Decode and check a body. Errors are those of `dialects.read_body`."""
     try:
-        return msgspec.json.decode(data or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        hint = "; prompt takes one string or one list of token ids" if "$.prompt" in str(exc) else ""
-        raise RefusedError(f"the request body is wrong: {exc}{hint}") from exc
+        return dialects.read_body(kind, data)
+    except RefusedError as exc:
+        if "$.prompt" not in str(exc):
+            raise
+        raise RefusedError(f"{exc}; prompt takes one string or one list of token ids") from exc

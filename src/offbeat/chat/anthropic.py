@@ -1,0 +1,250 @@
+"""Messages, Anthropic's API: POST /v1/messages, and /v1/messages/count_tokens, which only counts.
+
+Its messages consist of blocks: results of tools are blocks of the user's messages, and become messages of their own here.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from offbeat.chat.dialects import call_of, check_choice, check_harmless, check_tools, event, named, read_body, refuse_format, tool_of
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Tool
+from offbeat.errors import RefusedError
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
+_ERRORS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+class _Block(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    content: "str | list[_Block] | None" = None
+    thinking: str | None = None
+
+
+_Content = str | list[_Block] | None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: _Content = None
+
+
+class _Tool(msgspec.Struct):
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    type: str = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class _Body(msgspec.Struct):
+    messages: list[_Message]
+    model: str | None = None
+    max_tokens: int | None = None
+    system: _Content = None
+    tools: list[_Tool] | None = None
+    tool_choice: _Choice | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    output_format: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+
+
+class Anthropic:
+    """The dialect of /v1/messages."""
+
+    keep_alive = event({"type": "ping"})
+
+    def read(self, body: bytes) -> ChatRequest:
+        got = read_body(_Body, body)
+        check_harmless(mcp_servers=(got.mcp_servers, []), container=(got.container, None))
+        _check_format(got)
+        tools = check_tools([_tool(tool) for tool in got.tools or ()])
+        choice, name = _choice(got.tool_choice)
+        check_choice(choice, name, tools)
+        messages = _messages(got)
+        if not messages:
+            raise RefusedError("messages is empty; it needs at least one message with content")
+        if messages[-1].role == "assistant":
+            raise RefusedError("the last of messages is the assistant's, and a begun answer is not continued here; end with the user's")
+        return ChatRequest(
+            messages=messages,
+            tools=tools,
+            tool_choice=choice,  # type: ignore[reportArgumentType]
+            tool_name=name,
+            parallel_calls=got.tool_choice is None or not got.tool_choice.disable_parallel_tool_use,
+            model=got.model or "",
+            max_new_tokens=got.max_tokens,
+            temperature=got.temperature, top_p=got.top_p, top_k=got.top_k,
+            stop=tuple(got.stop_sequences or ()),
+            stream=bool(got.stream),
+        )
+
+    def read_count(self, body: bytes) -> ChatRequest:
+        """Read the body of a request that only wants its tokens counted. Errors are those of `read`."""
+        return self.read(body)
+
+    def count(self, num_tokens: int) -> bytes:
+        """Write the answer to it."""
+        return msgspec.json.encode({"input_tokens": num_tokens})
+
+    def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:  # noqa: ARG002
+        reply = answer.replies[0]
+        return msgspec.json.encode({**_head(answer), "content": _blocks(reply.message), **_ending(reply), "usage": _usage(answer)})
+
+    def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:  # noqa: ARG002
+        reply = answer.replies[0]
+        begun = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield event({"type": "message_start", "message": {**begun, "usage": {**_usage(answer), "output_tokens": 0}}})
+        for index, block in enumerate(_blocks(reply.message)):
+            empty, deltas = _in_deltas(block)
+            yield event({"type": "content_block_start", "index": index, "content_block": empty})
+            for delta in deltas:
+                yield event({"type": "content_block_delta", "index": index, "delta": delta})
+            yield event({"type": "content_block_stop", "index": index})
+        yield event({"type": "message_delta", "delta": _ending(reply), "usage": {"output_tokens": reply.num_tokens}})
+        yield event({"type": "message_stop"})
+
+    def error(self, message: str, *, status: int) -> bytes:
+        return msgspec.json.encode(_error(message, status))
+
+    def stream_error(self, message: str, *, status: int) -> bytes:
+        return event(_error(message, status))
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _check_format(got: _Body) -> None:
+    inner = (got.output_config or {}).get("format")
+    for field, form in (("output_format", got.output_format), ("output_config.format", inner)):
+        if isinstance(form, dict):
+            refuse_format(field, str(form.get("type") or ""))
+
+
+def _messages(got: _Body) -> tuple[Message, ...]:
+    system = _text(got.system, "system")
+    messages = [Message("system", system)] if system else []
+    for at, message in enumerate(got.messages):
+        where = f"messages[{at}].content"
+        if message.role == "assistant":
+            messages.append(_assistant(_blocks_of(message.content), where))
+        elif message.role == "user":
+            messages += _user(_blocks_of(message.content), where)
+        elif message.role == "system":
+            messages.append(Message("system", _text(message.content, where)))
+        else:
+            raise RefusedError(f"messages[{at}].role must be 'user' or 'assistant', got {message.role!r}")
+    return named(messages)
+
+
+def _blocks_of(content: _Content) -> Sequence[_Block]:
+    return [_Block(text=content)] if isinstance(content, str) else content or ()
+
+
+def _text(content: _Content, where: str) -> str:
+    for block in (blocks := _blocks_of(content)):
+        if block.type != "text":
+            raise RefusedError(f"{where} has a block of type {block.type!r}, and models here read text alone; leave it out")
+    return "\n".join(block.text or "" for block in blocks)
+
+
+def _assistant(blocks: Sequence[_Block], where: str) -> Message:
+    texts, calls, thoughts = [], [], []
+    for block in blocks:
+        if block.type == "tool_use":
+            calls.append(call_of(block.id, block.name, block.input, where))
+        elif block.type == "thinking":
+            thoughts.append(block.thinking or "")
+        elif block.type != "redacted_thinking":
+            texts.append(_text([block], where))
+    return Message("assistant", "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts))
+
+
+def _user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
+    """Yield the results of tools, in their order, and then what the user says."""
+    texts = []
+    for block in blocks:
+        if block.type == "tool_result":
+            yield Message("tool", _text(block.content, where), call_id=block.tool_use_id)
+        else:
+            texts.append(_text([block], where))
+    if texts:
+        yield Message("user", "\n".join(texts))
+
+
+def _tool(got: _Tool) -> Tool:
+    if got.type not in (None, "custom"):
+        raise RefusedError(f"tools has one of type {got.type!r}, and nothing is built in here; only tools that the client runs itself")
+    return tool_of(got.name, got.description, got.input_schema)
+
+
+def _choice(got: _Choice | None) -> tuple[str, str]:
+    if got is None:
+        return "auto", ""
+    if got.type == "tool":
+        return "required", got.name
+    return {"any": "required"}.get(got.type, got.type), ""
+
+
+# -- writing -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _head(answer: ChatAnswer) -> dict[str, Any]:
+    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
+
+
+def _ending(reply: Reply) -> dict[str, Any]:
+    if reply.stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop}
+    return {"stop_reason": _STOP_REASONS[reply.finish], "stop_sequence": None}
+
+
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    return {
+        "input_tokens": answer.num_prompt_tokens, "output_tokens": answer.replies[0].num_tokens,
+        "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+
+
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.content or not message.calls:
+        blocks.append({"type": "text", "text": message.content})
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": msgspec.json.decode(call.arguments)} for call in message.calls]
+    return blocks
+
+
+def _in_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block as it begins, and the deltas that complete it."""
+    if block["type"] == "text":
+        return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}] if block["text"] else []
+    if block["type"] == "thinking":
+        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
+        return {"type": "thinking", "thinking": "", "signature": ""}, [thought, {"type": "signature_delta", "signature": ""}]
+    partial = msgspec.json.encode(block["input"]).decode()
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": partial}]
+
+
+def _error(message: str, status: int) -> dict[str, Any]:
+    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,0 +1,242 @@
+"""Chat completions, OpenAI's first API and the one that most others imitate: POST /v1/chat/completions."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from offbeat.chat.dialects import (
+    COMMENT,
+    Part,
+    call_of,
+    check_choice,
+    check_harmless,
+    check_tools,
+    data,
+    named,
+    openai_error,
+    read_body,
+    refuse_format,
+    text_of,
+    tool_of,
+)
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Role, Tool
+from offbeat.errors import RefusedError
+
+DONE = b"data: [DONE]\n\n"
+_ROLES: dict[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool", "function": "tool"}
+
+
+class _Called(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _Call(msgspec.Struct):
+    function: _Called | None = None
+    id: str = ""
+    type: str = "function"
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None  # some clients send an object of their own
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str = "function"
+    function: _Function | None = None
+
+
+class _Options(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Body(msgspec.Struct):
+    messages: list[_Message]
+    model: str | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | int | None = None
+    stream: bool | None = None
+    stream_options: _Options | None = None
+    return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    top_logprobs: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
+
+
+class Completions:
+    """The dialect of /v1/chat/completions."""
+
+    keep_alive = COMMENT
+
+    def read(self, body: bytes) -> ChatRequest:
+        got = read_body(_Body, body)
+        check_harmless(
+            top_logprobs=(got.top_logprobs, 0), frequency_penalty=(got.frequency_penalty, 0), presence_penalty=(got.presence_penalty, 0),
+            repetition_penalty=(got.repetition_penalty, 1), min_p=(got.min_p, 0), logit_bias=(got.logit_bias, {}),
+            modalities=(got.modalities, ["text"]), audio=(got.audio, None), web_search_options=(got.web_search_options, None))
+        if got.functions:
+            raise RefusedError("functions is the old form of tools, and is not offered; use tools")
+        if got.response_format is not None:
+            refuse_format("response_format", str(got.response_format.get("type") or ""))
+        tools = check_tools([_tool(tool) for tool in got.tools or ()])
+        choice, name = _choice(got.tool_choice)
+        check_choice(choice, name, tools)
+        if got.n is not None and got.n < 1:
+            raise RefusedError(f"n must be >= 1, got {got.n}")
+        return ChatRequest(
+            messages=_messages(got.messages),
+            tools=tools,
+            tool_choice=choice,  # type: ignore[reportArgumentType]
+            tool_name=name,
+            parallel_calls=got.parallel_tool_calls is not False,
+            model=got.model or "",
+            max_new_tokens=got.max_completion_tokens if got.max_tokens is None else got.max_tokens,
+            temperature=got.temperature, top_p=got.top_p, top_k=got.top_k, seed=got.seed,
+            n=got.n or 1,
+            stop=(got.stop,) if isinstance(got.stop, str) else tuple(got.stop or ()),
+            logprobs=got.logprobs is not None and got.logprobs is not False,
+            stream=bool(got.stream),
+            include_usage=got.stream_options is not None and got.stream_options.include_usage,
+            return_token_ids=bool(got.return_token_ids),
+        )
+
+    def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:  # noqa: ARG002
+        choices = [
+            {"index": index, "message": message_of(reply.message), "finish_reason": reply.finish, "logprobs": _logprobs(reply),
+             **_ids(reply)}
+            for index, reply in enumerate(answer.replies)
+        ]
+        told = {**_head(answer), "object": "chat.completion", "choices": choices, "usage": usage_of(answer)}
+        return msgspec.json.encode({**told, "prompt_token_ids": answer.prompt_ids} if answer.prompt_ids else told)
+
+    def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
+        head = {**_head(answer), "object": "chat.completion.chunk", **({"usage": None} if request.include_usage else {})}
+        for index, reply in enumerate(answer.replies):
+            choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
+            for delta in _deltas(reply):
+                logprobs = _logprobs(reply) if "role" in delta else None
+                yield data({**head, "choices": [{**choice, "delta": delta, "logprobs": logprobs}]})
+            yield data({**head, "choices": [{**choice, "delta": {}, "finish_reason": reply.finish, **_ids(reply)}]})
+        if request.include_usage:
+            yield data({**head, "choices": [], "usage": usage_of(answer)})
+        yield DONE
+
+    def error(self, message: str, *, status: int) -> bytes:
+        return msgspec.json.encode(openai_error(message, status=status))
+
+    def stream_error(self, message: str, *, status: int) -> bytes:
+        return data(openai_error(message, status=status))
+
+
+def message_of(message: Message) -> dict[str, Any]:
+    """Write an assistant's message."""
+    written: dict[str, Any] = {"role": "assistant", "content": message.content or (None if message.calls else "")}
+    if message.reasoning:
+        written["reasoning_content"] = message.reasoning
+    if message.calls:
+        written["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.calls]
+    return written
+
+
+def usage_of(answer: ChatAnswer) -> dict[str, int]:
+    """Count the tokens of an answer."""
+    generated = sum(reply.num_tokens for reply in answer.replies)
+    prompt = answer.num_prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def _head(answer: ChatAnswer) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.id}", "created": answer.created, "model": answer.model}
+
+
+def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
+    message = reply.message
+    yield {"role": "assistant", "content": None if message.calls and not message.content else ""}
+    if message.reasoning:
+        yield {"reasoning_content": message.reasoning}
+    if message.content:
+        yield {"content": message.content}
+    for at, call in enumerate(message.calls):
+        yield {"tool_calls": [{"index": at, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}]}
+        yield {"tool_calls": [{"index": at, "function": {"arguments": call.arguments}}]}
+
+
+def _logprobs(reply: Reply) -> dict[str, Any] | None:
+    if not reply.logprobs:
+        return None
+    return {"content": [{"token": token, "logprob": logprob} for token, logprob in reply.logprobs]}
+
+
+def _ids(reply: Reply) -> dict[str, Any]:
+    return {"token_ids": reply.token_ids, "versions": reply.versions} if reply.token_ids else {}
+
+
+def _messages(got: list[_Message]) -> tuple[Message, ...]:
+    if not got:
+        raise RefusedError("messages is empty; it needs at least one message")
+    return named([_message(message, f"messages[{at}]") for at, message in enumerate(got)])
+
+
+def _message(got: _Message, where: str) -> Message:
+    role = _ROLES.get(got.role)
+    if role is None:
+        raise RefusedError(f"{where}.role must be one of {', '.join(_ROLES)}, got {got.role!r}")
+    content = text_of(got.content, f"{where}.content")
+    if role == "tool":
+        return Message("tool", content, call_id=got.tool_call_id or got.name or "", name=got.name or "")
+    if role != "assistant":
+        return Message(role, content, name=got.name or "")
+    for call in got.tool_calls or ():
+        if call.function is None:
+            raise RefusedError(f"{where} has a call of type {call.type!r}; only functions can be called")
+    calls = tuple(call_of(c.id, c.function.name, c.function.arguments, where) for c in got.tool_calls or () if c.function is not None)
+    reasoning = got.reasoning_content or (got.reasoning if isinstance(got.reasoning, str) else "")
+    return Message("assistant", content, calls, name=got.name or "", reasoning=reasoning)
+
+
+def _tool(got: _Tool) -> Tool:
+    if got.type != "function" or got.function is None:
+        raise RefusedError(f"tools has one of type {got.type!r}; only functions, which the client runs itself, can be offered")
+    return tool_of(got.function.name, got.function.description, got.function.parameters)
+
+
+def _choice(got: str | dict[str, Any] | None) -> tuple[str, str]:
+    if got is None or isinstance(got, str):
+        return got or "auto", ""
+    function = got.get("function")
+    if got.get("type") == "function" and isinstance(function, dict) and isinstance(function.get("name"), str):
+        return "required", function["name"]
+    raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one function, got type {got.get('type')!r}")

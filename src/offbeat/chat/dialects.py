@@ -1,0 +1,165 @@
+"""What the three dialects of chats share: their contract, and how bodies are read and answers written. No I/O.
+
+`completions`, `responses` and `anthropic` each hold one dialect. Fields that change nothing are ignored; one that cannot be honoured is
+refused in a sentence, because an agent would otherwise wait for what does not come.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Tool, ToolCall
+from offbeat.errors import RefusedError, first_line
+
+T = TypeVar("T")
+
+COMMENT = b": keep-alive\n\n"
+"""A comment, which readers of server-sent events skip."""
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+class Dialect(Protocol):
+    """One API's way to write chats.
+
+    Attributes:
+        keep_alive: what a stream sends while there is nothing to tell.
+    """
+
+    keep_alive: bytes
+
+    def read(self, body: bytes) -> ChatRequest:
+        """Read the body of a request.
+
+        Raises:
+            RefusedError: it is wrong, or wants what cannot be done; for an answer with status 400.
+        """
+        ...
+
+    def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:
+        """Write the body of an answer."""
+        ...
+
+    def events(self, request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
+        """Write an answer as a whole stream of server-sent events."""
+        ...
+
+    def error(self, message: str, *, status: int) -> bytes:
+        """Write the body of an error."""
+        ...
+
+    def stream_error(self, message: str, *, status: int) -> bytes:
+        """Write the event that ends a stream with an error."""
+        ...
+
+
+class Part(msgspec.Struct):
+    """A piece of a message; all but text is refused, whatever else it has."""
+
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
+
+
+def read_body(kind: type[T], data: bytes) -> T:
+    """Decode and check a body.
+
+    Raises:
+        RefusedError: it is not JSON, lacks a field or has one of the wrong type; the message names the field.
+    """
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise RefusedError(f"the request body is wrong: {exc}") from exc
+
+
+def text_of(content: str | Sequence[Part] | None, where: str) -> str:
+    """Return the text of a message's content; parts become lines."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in _TEXT_PARTS:
+            raise RefusedError(f"{where} has a part of type {part.type!r}, and models here read text alone; leave it out")
+    return "\n".join(part.text or part.refusal or "" for part in content)
+
+
+def call_of(call_id: str, name: str, arguments: str | Mapping[str, Any] | None, where: str) -> ToolCall:
+    """Check a past call: its arguments have to be an object, or the JSON text of one. None are an empty object."""
+    text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments or {}), ensure_ascii=False)
+    try:
+        read = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise RefusedError(f"{where}: the arguments of the call of {name!r} are no JSON: {first_line(exc)}") from exc
+    if not isinstance(read, dict):
+        raise RefusedError(f"{where}: the arguments of the call of {name!r} must be a JSON object, got {text[:80]!r}")
+    return ToolCall(call_id, name, text or "{}")
+
+
+def tool_of(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
+    """Check the description of a tool."""
+    if not name:
+        raise RefusedError("each of tools must have a name, got ''")
+    return Tool(name, description or "", parameters or _NO_PARAMETERS)
+
+
+def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Refuse two tools of one name, whose calls could not be told apart."""
+    seen: set[str] = set()
+    for tool in tools:
+        if tool.name in seen:
+            raise RefusedError(f"tools has {tool.name!r} twice; give each tool a name of its own")
+        seen.add(tool.name)
+    return tuple(tools)
+
+
+def check_choice(choice: str, name: str, tools: Sequence[Tool]) -> None:
+    """Refuse a `tool_choice` that no answer could keep."""
+    if choice not in ("auto", "none", "required"):
+        raise RefusedError(f"tool_choice must be 'auto', 'none', 'required' or name one tool, got {choice!r}")
+    if choice == "required" and not tools:
+        raise RefusedError("tool_choice requires a call, but tools is empty; give the tools, or leave tool_choice out")
+    if name and name not in {tool.name for tool in tools}:
+        raise RefusedError(f"tool_choice names {name!r}, which is not among tools: {', '.join(tool.name for tool in tools)}")
+
+
+def check_harmless(**fields: tuple[Any, Any]) -> None:
+    """Refuse fields that would change how tokens are drawn; each is given with the value that changes nothing."""
+    for name, (value, neutral) in fields.items():
+        if value and value != neutral:
+            raise RefusedError(f"{name} is not offered here, got {str(value)[:80]}; leave it out")
+
+
+def refuse_format(field: str, kind: str) -> None:
+    """Refuse a format of answers other than text."""
+    if kind not in ("", "text"):
+        raise RefusedError(
+            f"{field} {kind!r} cannot be kept, because nothing holds the model to a grammar here; leave it out, and ask for JSON in the"
+            " prompt or offer a tool with these parameters")
+
+
+def named(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Give each tool's result the name of the tool that it came from, where the call was told and the result does not say."""
+    names = {call.id: call.name for message in messages for call in message.calls}
+    return tuple(
+        Message("tool", m.content, call_id=m.call_id, name=names.get(m.call_id, "")) if m.role == "tool" and not m.name else m
+        for m in messages
+    )
+
+
+def data(value: Any) -> bytes:
+    """Write a server-sent event without a name."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """Write a server-sent event that is named as its `type`."""
+    return b"event: " + value["type"].encode() + b"\n" + data(value)
+
+
+def openai_error(message: str, *, status: int) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    return {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "code": status}}

@@ -1,0 +1,285 @@
+"""Messages to token ids, by the tokenizer's own chat template. Called by the recorder of agents and by the endpoints of chats.
+
+`Renderer` gives the ids of a whole prompt, and those that a further turn adds. Where the template writes tools in a format that `parsing`
+reads, it does; elsewhere tools, calls and results become text of system, assistant and user messages, in Hermes' format. No I/O.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from offbeat.chat.formats import FORMATS, HERMES, ToolFormat, recognise
+from offbeat.chat.messages import Message, Tool, ToolCall
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import ModelError, RefusedError
+
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+_SYSTEM, _USER = Message("system", "probe_system"), Message("user", "probe_user")
+_CALL = ToolCall("000000000", "probe_tool", '{"probe_key": "probe_value"}')
+_TOOL = Tool("probe_tool", "probe", {"type": "object", "properties": {"probe_key": {"type": "string", "description": "probe"}}})
+_MOST_CACHED = 64
+"""Number of sets of tools whose rendering is remembered; a process serves few at a time."""
+
+
+class Renderer:
+    """Renders chats for one tokenizer.
+
+    Attributes:
+        format: how the model is expected to write calls; None if only its tokenizer's response template tells.
+        response_template: the tokenizer's own way to read answers (see `transformers.utils.chat_parsing`); None if it has none.
+        writes_tools: whether the template writes tools, calls and results itself.
+        generation_prompt: the text that precedes an answer.
+        end_of_turn: what the template writes after an answer, [1] token ids; empty if that is no special token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, tool_format: str = "") -> None:
+        """Look at what the template can do.
+
+        Args:
+            tool_format: name of a format in `formats`, for a model whose template does not show which it writes; empty looks.
+
+        Raises:
+            ModelError: there is no chat template, it fails on the simplest chat, or the format is unknown or not to be had.
+        """
+        self.tokenizer = tokenizer
+        self.writes_tools = True  # as long as the template is only asked
+        self.format: ToolFormat | None = None
+        self.response_template: dict[str, Any] | None = getattr(tokenizer.hf, "response_template", None)
+        self._objects = True  # whether the template takes a call's arguments as an object
+        self._folds_system = False
+        self._cache: dict[bytes, str] = {}
+        plain = self._text([_USER], to_answer=False)
+        self.generation_prompt = _rest(self._text([_USER], to_answer=True), plain)
+        self._folds_system = not self._shows([_SYSTEM, _USER], (), _SYSTEM.content)
+        self.format = self._format(tool_format)
+        self.writes_tools = self._can_write_tools()
+        if not self.writes_tools:
+            if tool_format not in ("", HERMES.name):
+                raise ModelError(
+                    f"the chat template of tokenizer {tokenizer.name!r} writes no tools, so the tool format must be {HERMES.name!r},"
+                    f" which is put into the system message; got {tool_format!r}")
+            self.format, self.response_template = HERMES, None
+        end = tokenizer.end_of_turn_id
+        self.end_of_turn: tuple[int, ...] = () if end is None else (end,)
+        self._end_text = "" if end is None else next(text for text, index in tokenizer.special_tokens.items() if index == end)
+
+    # -- prompts -----------------------------------------------------------------------------------------------------------------------
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opening: str = "") -> list[int]:
+        """Return the token ids of a chat up to where the assistant answers, and of `opening`, with which its answer is made to begin.
+
+        Raises:
+            RefusedError: the arguments of a past call are no JSON object.
+            ModelError: the template refuses these messages.
+        """
+        return [*self.tokenizer.encode(self._text(messages, tools, to_answer=True)), *self.opening_ids(opening)]
+
+    def following(
+        self, answer: Message, new: Sequence[Message], tools: Sequence[Tool] = (), *, opening: str = ""
+    ) -> list[int] | None:
+        """Return the token ids that come after the token that ended the assistant's turn, up to where its next answer begins.
+
+        They are taken from a short chat that ends with `answer`, so that what was sampled before stays as it was, token by token.
+
+        Args:
+            answer: what the assistant said; only its calls matter, whose ids and names some templates write beside their results.
+            new: what has been said since, by users and tools.
+
+        Returns:
+            None if they cannot be told: there is something else among `new`, or the template changes what stands before an answer once
+            more has been said, or ends answers with no special token. The chat then has to be rendered as a whole.
+        """
+        if not self._end_text or not new or any(message.role not in ("user", "tool") for message in new):
+            return None
+        calls = tuple(ToolCall(call.id, call.name, "{}") for call in answer.calls)
+        dummy = Message("assistant", "" if calls else "probe_answer", calls)
+        try:
+            text = self._text([_SYSTEM, _USER, dummy, *new], tools, to_answer=True)
+        except ModelError:
+            return None
+        before = self._before(tools)
+        at = text.find(self._end_text, len(before))
+        if not text.startswith(before) or at < 0:
+            return None
+        # The end token is encoded with the rest, because some tokenizers treat the beginning of a text differently.
+        return [*self.tokenizer.encode(text[at:])[1:], *self.opening_ids(opening)]
+
+    def opening_ids(self, opening: str) -> list[int]:
+        """Return the token ids of an answer's forced beginning."""
+        return self.tokenizer.encode(opening) if opening else []
+
+    def opening(self, tool_choice: str, tool_name: str = "") -> str:
+        """Return what an answer has to begin with so that it is a call; empty if nothing is forced.
+
+        Args:
+            tool_choice: "auto", "none" or "required".
+            tool_name: the only tool that may be called; empty allows all.
+
+        Raises:
+            RefusedError: the model's way to write calls is not known well enough.
+        """
+        if tool_choice != "required":
+            return ""
+        if self.format is None:
+            raise RefusedError(
+                f"tool_choice {tool_name or tool_choice!r} cannot be forced, because it is not known how this model begins a call;"
+                " use 'auto'")
+        think = "\n</think>\n\n" if self.thinks_first else ""
+        return think + (self.format.named_call.replace("{name}", tool_name) if tool_name else self.format.some_call)
+
+    @property
+    def thinks_first(self) -> bool:
+        """Whether the template itself begins an answer with the tag of reasoning."""
+        return self.generation_prompt.rstrip().endswith("<think>")
+
+    # -- what the template can do ------------------------------------------------------------------------------------------------------
+
+    def _format(self, name: str) -> ToolFormat | None:
+        if not name:
+            templates = self.tokenizer.hf.chat_template
+            return recognise("\n".join(templates.values()) if isinstance(templates, dict) else str(templates))
+        self.response_template = None
+        known = {form.name: form for form in (*FORMATS, HERMES)}
+        if name not in known:
+            raise ModelError(f"the tool format {name!r} is unknown; use one of {', '.join(sorted(known))}, or leave it empty")
+        return known[name]
+
+    def _can_write_tools(self) -> bool:
+        """Whether the template writes tools, calls and results; finds out in which form it takes arguments."""
+        if self.format is None and self.response_template is None:
+            return False
+        if not self._shows([_USER], (_TOOL,), _TOOL.name):
+            return False
+        history = [_USER, Message("assistant", calls=(_CALL,)), Message("tool", "probe_result", call_id=_CALL.id, name=_CALL.name)]
+        for self._objects in (True, False):
+            if self._shows(history, (_TOOL,), "probe_value") and self._shows(history, (_TOOL,), "probe_result"):
+                return True
+        self._objects = True
+        return False
+
+    def _shows(self, messages: Sequence[Message], tools: Sequence[Tool], text: str) -> bool:
+        try:
+            return text in self._text(messages, tools, to_answer=False)
+        except ModelError:
+            return False
+
+    # -- text --------------------------------------------------------------------------------------------------------------------------
+
+    def _before(self, tools: Sequence[Tool]) -> str:
+        """Render what stands before the dummy answer; remembered by tools."""
+        key = json.dumps([(tool.name, tool.description, dict(tool.parameters)) for tool in tools]).encode()
+        if key not in self._cache:
+            if len(self._cache) >= _MOST_CACHED:
+                self._cache.clear()
+            self._cache[key] = self._text([_SYSTEM, _USER], tools, to_answer=False)
+        return self._cache[key]
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, to_answer: bool) -> str:
+        if not self.writes_tools:
+            messages, tools = _in_words(messages, tools), ()
+        if self._folds_system:
+            messages = _folded(messages)
+        written = [tool_json(tool) for tool in tools] or None
+        return self.tokenizer.chat_text([self._written(message) for message in messages], tools=written, to_answer=to_answer)
+
+    def _written(self, message: Message) -> dict[str, Any]:
+        """Write a message as templates expect it, with text even where there is none: several templates fail on null."""
+        written: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.role == "assistant":
+            if message.calls:
+                written["tool_calls"] = [self._call(call) for call in message.calls]
+            if message.reasoning:  # each template knows one of these names
+                written |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
+        elif message.role == "tool":
+            written |= {"tool_call_id": self._id(message.call_id), "name": message.name}
+        return written
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        arguments = arguments_of(call)
+        function = {"name": call.name, "arguments": arguments if self._objects else json.dumps(arguments, ensure_ascii=False)}
+        return {"id": self._id(call.id), "type": "function", "function": function}
+
+    def _id(self, call_id: str) -> str:
+        size = self.format.id_chars if self.format is not None else 0
+        return re.sub(r"[^a-zA-Z0-9]", "", call_id)[-size:].rjust(size, "0") if size else call_id
+
+
+def tool_json(tool: Tool) -> dict[str, Any]:
+    """Describe a tool as templates expect it."""
+    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}}
+
+
+def arguments_of(call: ToolCall) -> dict[str, Any]:
+    """Return a call's arguments as an object; none are an empty one.
+
+    Raises:
+        RefusedError: they are no JSON object.
+    """
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError) as exc:
+        raise RefusedError(f"the arguments of the call {call.id!r} of {call.name!r} are no JSON: {exc}") from exc
+    if not isinstance(arguments, dict):
+        raise RefusedError(f"the arguments of the call {call.id!r} of {call.name!r} must be a JSON object, got {call.arguments[:80]!r}")
+    return arguments
+
+
+def _rest(text: str, before: str) -> str:
+    """Return what `text` adds to `before`; all from where they differ, should it not begin with it."""
+    same = next((i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), min(len(text), len(before)))
+    return text[same:]
+
+
+def _in_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Put tools into the system message, calls into content, and results into messages of the user, in Hermes' format."""
+    words: list[Message] = []
+    results: list[str] = []
+    for message in messages:
+        if message.role == "tool":
+            results.append(f"<tool_response>\n{message.content}\n</tool_response>")
+            continue
+        if results:
+            words.append(Message("user", "\n".join(results)))
+            results = []
+        words.append(Message("assistant", _with_calls(message), reasoning=message.reasoning) if message.calls else message)
+    if results:
+        words.append(Message("user", "\n".join(results)))
+    if tools:
+        told = _TOOLS.format(tools="\n".join(json.dumps(tool_json(tool), ensure_ascii=False) for tool in tools))
+        first = words[0] if words and words[0].role == "system" else None
+        words[: 0 if first is None else 1] = [Message("system", f"{first.content}\n\n{told}" if first is not None else told)]
+    return words
+
+
+def _with_calls(message: Message) -> str:
+    calls = [
+        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {json.dumps(arguments_of(call), ensure_ascii=False)}}}\n</tool_call>'
+        for call in message.calls
+    ]
+    return "\n".join(([message.content] if message.content else []) + calls)
+
+
+def _folded(messages: Sequence[Message]) -> list[Message]:
+    """Put the system message before the first user's, for templates that have none."""
+    if not messages or messages[0].role != "system":
+        return list(messages)
+    system, *rest = messages
+    at = next((i for i, message in enumerate(rest) if message.role == "user"), None)
+    if at is None:
+        return [Message("user", system.content), *rest]
+    rest[at] = Message("user", f"{system.content}\n\n{rest[at].content}", name=rest[at].name)
+    return rest

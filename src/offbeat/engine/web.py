@@ -1,0 +1,96 @@
+"""HTTP around the engine: a server on a thread of its own, who may ask, and how answers and errors are sent.
+
+Used by `server` and `chats`.
+"""
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import uvicorn
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from offbeat.chat.completions import Completions
+from offbeat.errors import PortBusyError
+from offbeat.hosts import names_loopback
+
+Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
+
+
+class WriteError(Protocol):
+    """Writes the body of an error."""
+
+    def __call__(self, message: str, *, status: int) -> bytes: ...
+
+
+class Disconnected(Exception):  # noqa: N818 (an event, not an error)
+    """The client of a request disconnected."""
+
+
+OPENAI: WriteError = Completions().error
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server on a thread of its own, which reports when it listens and on which event loop it runs."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        self.ready.set()
+
+
+def refusal(http: HttpRequest, key: str) -> tuple[str, int] | None:
+    """Return the reason not to serve this client and its status, or None if it may be served.
+
+    The key may also come in the header of Anthropic's older clients.
+    """
+    if key:
+        given = http.headers.get("authorization") or f"Bearer {http.headers.get('x-api-key', '')}"
+        if secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            return None
+        return "this engine wants its key; send it as 'Authorization: Bearer KEY'", 401
+    host, origin = http.headers.get("host", ""), http.headers.get("origin")
+    if not names_loopback(host):  # DNS rebinding: a page's own host name may resolve to this machine
+        return f"this engine has no key, and so answers to 127.0.0.1 and localhost only, not to {host[:80]!r}", 403
+    if origin is not None and not names_loopback(origin.partition("://")[2]):
+        return f"this engine has no key, and so does nothing for a page of {origin[:80]!r}", 403
+    kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if http.method == "POST" and kind != "application/json":  # a page may send other types without a CORS preflight
+        return f"the body must be JSON, sent as 'Content-Type: application/json', got {kind[:80]!r}", 415
+    return None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take a port, 0 for a free one.
+
+    Raises:
+        PortBusyError: it is taken.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as exc:
+        listener.close()
+        raise PortBusyError(f"the engine cannot listen on {host}:{port}: {exc.strerror}; choose another port, or 0 for a free one") from exc
+    return listener
+
+
+def json_answer(data: bytes) -> Response:
+    """Answer with JSON."""
+    return Response(data, media_type="application/json")
+
+
+def error_answer(message: str, *, status: int, write: WriteError = OPENAI, headers: dict[str, str] | None = None) -> Response:
+    """Answer with an error."""
+    return Response(write(message, status=status), status_code=status, headers=headers, media_type="application/json")
