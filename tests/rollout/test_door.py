@@ -101,3 +101,35 @@ def test_a_series_without_end_is_not_read_to_its_end() -> None:
 
     with pytest.raises(CodeError, match="got more"):
         members(endless(), 2, workflow="mine:play")
+
+
+def chain(episode: int | None, reward: float | dict = 1.0, agent: str = "") -> Trajectory:
+    return replace(sample(5, 0), episode=episode, reward=reward, agent=agent)
+
+
+def test_members_counts_episodes_of_which_each_has_one_or_more_trajectories() -> None:
+    found = members([chain(4), chain(None, 0.0), chain(4), chain(9, -1.0), chain(4)], 3, workflow="mine:play")
+    assert [t.episode for t in found] == [4, None, 4, 9, 4] and all(t.unusable is None for t in found)
+    for wrong, got in (([chain(4), chain(4)], "1;"), ([chain(4), chain(4), *[chain(None)] * 3], "more;")):
+        with pytest.raises(CodeError, match=f"must return the trajectories of 3 episodes, at most 1000 of each, got {got}"):
+            members(wrong, 3, workflow="mine:play")
+
+
+def test_an_episode_without_end_is_not_read_to_its_end() -> None:
+    def endless():
+        yield chain(2)
+        while True:
+            yield chain(1)
+
+    with pytest.raises(CodeError, match="at most 1000 of each, got more"):
+        members(endless(), 2, workflow="mine:play")
+
+
+def test_trajectories_of_one_agent_in_one_episode_have_one_reward() -> None:
+    found = members([chain(1), chain(1, 0.5), chain(1, -1.0, "black"), chain(2, 0.5)], 2, workflow="mine:play")
+    assert [t.unusable for t in found] == [None, "malformed", None, None]
+    assert found[1].reason.startswith("malformed: its reward is 0.5, but another trajectory of the same episode and agent has 1;")
+    equal_sums = members([chain(1, {"a": 1.0, "b": 0.0}), chain(1, {"a": 0.0, "b": 1.0})], 1, workflow="mine:play")
+    assert [t.unusable for t in equal_sums] == [None, "malformed"]
+    failed = members([chain(1), chain(1, FailedReward("it hangs"))], 1, workflow="mine:play")
+    assert [t.unusable for t in failed] == [None, "reward failed"]

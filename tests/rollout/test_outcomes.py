@@ -72,7 +72,7 @@ def test_shares_of_samples_are_by_reason() -> None:
     outcomes.played("0:1", samples(None, None, "wrong logprobs", "reward failed"))
     stats = outcomes.take().values()
     assert stats["rollout/unusable_share"] == 0.5
-    assert {kind: stats[f"rollout/unusable_{kind.replace(' ', '_')}_share"] for kind in UNUSABLE} == {
+    assert {kind: stats[f"rollout/unusable_{kind.replace(' ', '_')}_share"] for kind in UNUSABLE if kind != "episode failed"} == {
         "reward failed": 0.25, "too long": 0, "malformed": 0, "wrong tokens": 0, "wrong logprobs": 0.25, "wrong versions": 0}
 
 
@@ -88,3 +88,13 @@ def test_what_fails_is_named_and_drawn_again_unless_the_prompt_cannot_be_asked()
     asked = [failure_to_ask(error("why")) for error in (DataError, TooLongError, KeyError)]
     assert [(failure.kind, failure.again) for failure in asked] == [
         ("prompt refused", False), ("too long", False), ("prompt refused", False)]
+
+
+def test_the_share_of_failed_episodes_is_there_once_there_was_one() -> None:
+    outcomes, name = Outcomes(), "rollout/unusable_episode_failed_share"
+    outcomes.played("0:1", samples(None, "malformed"))
+    assert name not in outcomes.take().values()
+    outcomes.played("0:2", samples(None, "episode failed"))
+    assert outcomes.take().values()[name] == 0.5
+    outcomes.played("0:3", samples(None, None))
+    assert outcomes.take().values()[name] == 0.0

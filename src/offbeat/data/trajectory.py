@@ -1,6 +1,6 @@
-"""What a rollout produces: trajectories, and groups of them that share a prompt. Frozen; numpy; no torch.
+"""What a rollout produces: trajectories, episodes of one or more of them, and groups of episodes that share a prompt. Frozen; no torch.
 
-A worked example, prompt "31>" answered "13" and an end token (ids invented):
+A worked example of a trajectory, prompt "31>" answered "13" and an end token (ids invented):
 
     tokens            [3, 1, 9,   1,    3,    0]
     loss_mask         [F, F, F,   T,    T,    T]
@@ -9,7 +9,11 @@ A worked example, prompt "31>" answered "13" and an end token (ids invented):
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import index
+from statistics import fmean
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -18,29 +22,56 @@ from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.errors import describe, printable, shorten
 from offbeat.types import PROMPT_VERSION, Version
 
-Unusable = Literal["reward failed", "too long", "malformed", "wrong tokens", "wrong logprobs", "wrong versions"]
+Unusable = Literal["reward failed", "too long", "malformed", "wrong tokens", "wrong logprobs", "wrong versions", "episode failed"]
 """Why a trajectory is not trained on, as the first words of its reason."""
 
 UNUSABLE: tuple[Unusable, ...] = get_args(Unusable)
+
+TURNS = "turns"
+"""Name of the sum of the rewards of turns, beside rewards that have names."""
 
 _LONGEST_REASON = 1000
 
 DTYPES = {"tokens": np.int32, "loss_mask": np.bool_, "rollout_logprobs": np.float32, "versions": np.int32}
 
 
+@dataclass(frozen=True)
+class TurnEnd:
+    """Where a turn of a trajectory ends: what the policy wrote in one call, with what it was given before.
+
+    Attributes:
+        end: number of tokens of the trajectory up to there. The turn begins where the one before it ends.
+        reward: what this turn earned, besides the outcome of the episode.
+        state: names the state of the environment in which the call was made; calls of one group with equal states can be compared; "" with
+            none.
+        order: when the call was made, among those of all trajectories of its episode; equal ones follow each other as they are listed.
+    """
+
+    end: int
+    reward: float = 0.0
+    state: str = ""
+    order: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One finished episode of L tokens.
+    """L tokens that the model has seen in one piece: a finished episode, or one of the chains of a longer one.
 
     Attributes:
         tokens: [L] int32, prompt and generated tokens in order.
         loss_mask: [L] bool, True where the policy generated the token.
         rollout_logprobs: [L] float32, log-probability of each generated token under the distribution it was sampled from; 0 elsewhere.
         versions: [L] int32, weight version that sampled each generated token; -1 elsewhere.
-        reward: outcome reward of the whole episode; NaN where there is none that can be trained on.
+        reward: outcome reward of the whole episode, the same on all of its trajectories of one agent; NaN where there is none that can be
+            trained on. Rewards of turns are added to it.
         reason: why the episode ended, "stop" or "length"; or why it is not trained on, as one of `Unusable` and ": ...".
         num_retries: number of engine failures before its requests were finished.
         named_rewards: the rewards by name that add up to `reward`, if it was given as a mapping or by a reward function that returns one.
+        episode: number of the episode within its group that it belongs to; None is an episode of its own.
+        agent: role of the model that wrote it, where several play an episode.
+        turns: where its turns end, in order; all that was generated lies before the last end. Empty where nothing is known of them; then
+            each run of generated tokens is a turn.
+        malformed_calls: number of tool calls that could not be read.
 
     The arrays are read-only copies. Workflows create trajectories; one whose fields do not fit together costs only its sample, not its
     group: it has no tokens, and its reason is "malformed: ...".
@@ -54,21 +85,33 @@ class Trajectory:
     reason: str = "stop"
     num_retries: int = 0
     named_rewards: dict[str, float] = field(default_factory=dict)
+    episode: int | None = None
+    agent: str = ""
+    turns: tuple[TurnEnd, ...] = ()
+    malformed_calls: int = 0
 
     def __post_init__(self) -> None:
-        if fault := self._take_arrays() or self._fault_of_fields():
-            for name, dtype in DTYPES.items():
-                object.__setattr__(self, name, np.zeros(0, dtype))
-            object.__setattr__(self, "num_retries", 0)
-            object.__setattr__(self, "reason", f"malformed: {fault}")
+        fault = self._take_arrays() or self._fault_of_fields() or self._take_turns()
+        agent, episode = (self.agent if isinstance(self.agent, str) else ""), (self.episode if _is_whole(self.episode) else None)
+        self._set(agent=agent, episode=None if episode is None else index(episode))
+        if fault:
+            self._set(**{name: np.zeros(0, dtype) for name, dtype in DTYPES.items()})
+            self._set(num_retries=0, turns=(), malformed_calls=0, reason=f"malformed: {fault}")
         reward = check_reward(self.reward)
         named = reward if isinstance(reward, NamedReward) else check_reward(self.named_rewards)
         # A workflow that replaces the reward by another number has no names for it.
-        object.__setattr__(self, "named_rewards", named.parts if isinstance(named, NamedReward) and named == reward else {})
-        object.__setattr__(self, "reward", math.nan if isinstance(reward, FailedReward) else float(reward))
-        if isinstance(reward, FailedReward) and self.unusable is None:
-            object.__setattr__(self, "reason", f"reward failed: {reward.reason}")
-        object.__setattr__(self, "reason", printable(self.reason, most=_LONGEST_REASON))
+        self._set(named_rewards=named.parts if isinstance(named, NamedReward) and named == reward else {})
+        failed = _failures(reward, self.turns)
+        self._set(
+            reward=math.nan if isinstance(reward, FailedReward) else float(reward),
+            turns=tuple(replace(turn, reward=float(turn.reward)) for turn in self.turns))
+        if failed and self.unusable is None:
+            self._set(reason=f"reward failed: {failed[0]}")
+        self._set(reason=printable(self.reason, most=_LONGEST_REASON))
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def _take_arrays(self) -> str:
         """Copy the arrays; returns what is wrong with them, or an empty string."""
@@ -81,13 +124,39 @@ class Trajectory:
             length = len(array) if length is None else length
             if len(array) != length:
                 return f"Trajectory.{name} must have shape ({length},) like tokens, got {array.shape}"
-            object.__setattr__(self, name, array)
+            self._set(**{name: array})
         return ""
 
     def _fault_of_fields(self) -> str:
-        if not isinstance(self.reason, str):
-            return f"Trajectory.reason must be text, got {shorten(self.reason)}"
-        return "" if isinstance(self.num_retries, int) else f"Trajectory.num_retries must be an integer, got {shorten(self.num_retries)}"
+        for name in ("reason", "agent"):
+            if not isinstance(value := getattr(self, name), str):
+                return f"Trajectory.{name} must be text, got {shorten(value)}"
+        if not isinstance(self.num_retries, int):
+            return f"Trajectory.num_retries must be an integer, got {shorten(self.num_retries)}"
+        if not _is_whole(self.malformed_calls) or self.malformed_calls < 0:
+            return f"Trajectory.malformed_calls must be an integer of at least 0, got {shorten(self.malformed_calls)}"
+        if self.episode is not None and not _is_whole(self.episode):
+            return f"Trajectory.episode must be an integer or None, got {shorten(self.episode)}"
+        return ""
+
+    def _take_turns(self) -> str:
+        """Copy the turns; returns what is wrong with them, or an empty string."""
+        given: Any = self.turns
+        if not isinstance(given, Sequence) or not all(isinstance(turn, TurnEnd) for turn in given):
+            return f"Trajectory.turns must hold TurnEnds, got {shorten(given)}"
+        turns, before = [], 0
+        for turn in given:
+            if not (_is_whole(turn.end) and _is_whole(turn.order) and isinstance(turn.state, str)):
+                return f"a TurnEnd must have integers for end and order, and text for state, got {shorten(turn)}"
+            if not before <= turn.end <= len(self.tokens) or not turn.end:
+                return f"the ends of Trajectory.turns must rise from 1 to the {len(self.tokens)} tokens, got {turn.end} after {before}"
+            before = turn.end
+            turns.append(TurnEnd(index(turn.end), check_reward(turn.reward), turn.state, index(turn.order)))
+        if turns and self.loss_mask[before:].any():
+            later = before + int(np.argmax(self.loss_mask[before:]))
+            return f"the last of Trajectory.turns ends after {before} tokens, but token {later} was generated"
+        self._set(turns=tuple(turns))
+        return ""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -113,6 +182,30 @@ class Trajectory:
     def prompt_len(self) -> int:
         """Number of tokens before the first generated one."""
         return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self)
+
+    @property
+    def calls(self) -> tuple[TurnEnd, ...]:
+        """Its turns; where none were given, one for each run of generated tokens."""
+        if self.turns:
+            return self.turns
+        ends = np.flatnonzero(self.loss_mask & ~np.append(self.loss_mask[1:], False)) + 1
+        return tuple(TurnEnd(int(end)) for end in ends)
+
+
+def failed_trajectory(reason: str, *, episode: int | None = None, agent: str = "") -> Trajectory:
+    """Return what stands for an episode that could not be played to its end: it is left out, and the others of its group are trained on."""
+    empty = np.zeros(0)
+    return Trajectory(empty, empty, empty, empty, 0.0, f"episode failed: {reason}", episode=episode, agent=agent)
+
+
+def _failures(outcome: float, turns: Sequence[TurnEnd]) -> list[str]:
+    """Return why rewards are missing: that of the whole, and those of turns."""
+    named = [("", outcome), *((f"turn {number}: ", turn.reward) for number, turn in enumerate(turns))]
+    return [where + reward.reason for where, reward in named if isinstance(reward, FailedReward)]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class _VectorError(ValueError):
@@ -140,8 +233,56 @@ def row_tokens(loss_mask: np.ndarray) -> int:
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """What one agent did in an episode: one or more trajectories, which share a reward."""
+
+    chains: tuple[Trajectory, ...]
+
+    @property
+    def agent(self) -> str:
+        return self.chains[0].agent
+
+    @cached_property
+    def turn_reward(self) -> float:
+        """Sum of the rewards of its turns."""
+        return math.fsum(turn.reward for t in self.chains for turn in t.turns)
+
+    @property
+    def reward(self) -> float:
+        """The outcome and the rewards of all turns together."""
+        return self.chains[0].reward + self.turn_reward
+
+
+def named_rewards(parts: Sequence[Part]) -> list[dict[str, float]]:
+    """Return the rewards of each part by name, which add up to its reward; one without a name is "".
+
+    Beside names, the sum of the rewards of turns is "turns", as soon as one of the parts has some.
+    """
+    beside = any(part.turn_reward and part.chains[0].named_rewards for part in parts)
+    found = []
+    for part in parts:
+        named = part.chains[0].named_rewards
+        turns = {TURNS: named.get(TURNS, 0.0) + part.turn_reward} if beside else {}
+        found.append({**named, **turns} if named else {"": part.reward})
+    return found
+
+
+def parts_of(chains: Sequence[Trajectory]) -> tuple[Part, ...]:
+    """Return the parts of an episode's trajectories, one for each agent that played in it."""
+    found: dict[str, list[Trajectory]] = {}
+    for trajectory in chains:
+        found.setdefault(trajectory.agent, []).append(trajectory)
+    return tuple(Part(tuple(own)) for own in found.values())
+
+
+def episode_reward(chains: Sequence[Trajectory]) -> float:
+    """Return the reward of an episode with these trajectories: that of its agent, or the mean of those of its agents."""
+    return fmean(part.reward for part in parts_of(chains))
+
+
+@dataclass(frozen=True, eq=False)
 class Group:
-    """The G trajectories of one prompt, or the reason why there are none.
+    """The G episodes of one prompt, or the reason why there are none.
 
     Attributes:
         prompt_id: identifies the prompt across restarts, "epoch:index".
@@ -166,24 +307,47 @@ class Group:
         heads = [t.head_version for t in self.trajectories if t.head_version != PROMPT_VERSION]
         return min(heads, default=self.admitted_version)
 
+    @cached_property
+    def episodes(self) -> tuple[tuple[Trajectory, ...], ...]:
+        """The trajectories of each episode, by the first of each."""
+        found: dict[object, list[Trajectory]] = {}
+        for position, trajectory in enumerate(self.trajectories):
+            key = ("alone", position) if trajectory.episode is None else trajectory.episode
+            found.setdefault(key, []).append(trajectory)
+        return tuple(map(tuple, found.values()))
+
+    @property
+    def verdicts(self) -> tuple[Trajectory, ...]:
+        """Of each episode, the trajectory that decides whether it can be trained on: the first that cannot, or else its first."""
+        return tuple(next((t for t in chains if t.unusable is not None), chains[0]) for chains in self.episodes)
+
+    @cached_property
+    def usable_episodes(self) -> tuple[tuple[Trajectory, ...], ...]:
+        """The trajectories of each episode that can be trained on: all of its trajectories can, as its reward is that of all of them."""
+        return tuple(chains for chains, verdict in zip(self.episodes, self.verdicts, strict=True) if verdict.unusable is None)
+
     @property
     def usable(self) -> tuple[Trajectory, ...]:
-        """The trajectories that can be trained on."""
-        return tuple(t for t in self.trajectories if t.unusable is None)
+        """The trajectories of the episodes that can be trained on, one episode after the other."""
+        return tuple(t for chains in self.usable_episodes for t in chains)
 
     @property
     def rewards(self) -> np.ndarray:
-        """Rewards of the usable trajectories, [n] float32."""
-        return np.array([t.reward for t in self.usable], dtype=np.float32)
+        """Rewards of the usable episodes, [n] float32; of one that several agents have played, the mean of theirs."""
+        return np.array([episode_reward(chains) for chains in self.usable_episodes], dtype=np.float32)
 
-    def reward_range(self, *, separate: bool) -> float:
-        """Return the largest reward of the usable trajectories less the smallest; 0 if there are none.
+    def reward_range(self, *, separate: bool, by_agent: bool = False) -> float:
+        """Return the largest reward of the usable episodes less the smallest; 0 if there are none.
 
         Args:
             separate: take the largest range of one named reward, as equal sums may be made of different parts.
+            by_agent: take the largest range of one agent's rewards.
         """
-        by_name: dict[str, list[float]] = {}
-        for trajectory in self.usable:
-            for name, reward in (trajectory.named_rewards if separate and trajectory.named_rewards else {"": trajectory.reward}).items():
-                by_name.setdefault(name, []).append(reward)
-        return max((max(rewards) - min(rewards) for rewards in by_name.values()), default=0.0)
+        found: dict[tuple[str, str], list[float]] = {}
+        parts = [part for chains in self.usable_episodes for part in parts_of(chains)]
+        for part, named in zip(parts, named_rewards(parts), strict=True):
+            for name, reward in (named if separate else {"": part.reward}).items():
+                found.setdefault((part.agent if by_agent else "", name), []).append(reward)
+        return max((max(rewards) - min(rewards) for rewards in found.values()), default=0.0)
+
+

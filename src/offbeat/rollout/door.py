@@ -1,19 +1,21 @@
 """Checks the trajectories that a workflow returns before anything computes with them. Pure; called by the executor.
 
 Workflows are user code and cannot be trusted. `members` takes their result apart, and `Door` marks each trajectory that cannot be trained
-on with the reason, so that only that one is left out of its group. The others have tokens of the vocabulary, log-probabilities that a
+on with the reason, so that only its episode is left out of its group. The others have tokens of the vocabulary, log-probabilities that a
 sampler can have returned, versions that engines served in the meantime, a finite reward, and a length that fits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
 from offbeat.data.trajectory import Trajectory, Unusable
 from offbeat.errors import CodeError, shorten
 from offbeat.types import Version
+
+MOST_CHAINS = 1000
+"""Most trajectories of an episode, on average over a group: what a workflow returns may have no end."""
 
 LEAST_LOGPROB, MOST_LOGPROB = -104.0, 1e-3
 """The smallest positive float32 is near exp(-103.3), and a sampler that normalizes in low precision may return slightly more than 0."""
@@ -23,21 +25,47 @@ _LIKELY = 1e-3
 
 
 def members(returned: object, group_size: int, *, workflow: str) -> tuple[Trajectory, ...]:
-    """Return the trajectories of a group; an element that is not a trajectory is replaced by one marked malformed.
+    """Return the trajectories of a group's episodes; an element that is not a trajectory is replaced by one marked malformed.
+
+    So are trajectories of one agent in one episode whose rewards differ.
 
     Args:
         returned: the result of the workflow with this name.
 
     Raises:
-        CodeError: it is not an iterable of `group_size` elements.
+        CodeError: it is not an iterable of the trajectories of `group_size` episodes.
     """
     wanted = f"the workflow {workflow} must return {group_size} trajectories, one for each sample"
     if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | dict):
         raise CodeError(f"{wanted}, got {shorten(returned)}")
-    things = tuple(islice(returned, group_size + 1))
-    if len(things) != group_size:
-        raise CodeError(f"{wanted}, got {'more' if len(things) > group_size else len(things)}; one without a reward has the reward NaN")
-    return tuple(thing if isinstance(thing, Trajectory) else _no_trajectory(thing) for thing in things)
+    found, episodes = [], set()
+    for thing in returned:
+        trajectory = thing if isinstance(thing, Trajectory) else _no_trajectory(thing)
+        episodes.add(("alone", len(found)) if trajectory.episode is None else trajectory.episode)
+        found.append(trajectory)
+        if len(episodes) > group_size or len(found) > group_size * MOST_CHAINS:
+            break
+    if len(found) > len(episodes):
+        wanted = f"the workflow {workflow} must return the trajectories of {group_size} episodes, at most {MOST_CHAINS} of each"
+    if len(episodes) != group_size or len(found) > group_size * MOST_CHAINS:
+        got = "more" if len(episodes) >= group_size else len(episodes)
+        raise CodeError(f"{wanted}, got {got}; one without a reward has the reward NaN")
+    return _with_equal_rewards(found)
+
+
+def _with_equal_rewards(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+    """Mark trajectories that have another reward than the first of the same episode and agent."""
+    firsts: dict[tuple[int, str], Trajectory] = {}
+    checked = []
+    for t in trajectories:
+        if t.episode is not None and t.unusable is None:
+            first = firsts.setdefault((t.episode, t.agent), t)
+            if (t.reward, t.named_rewards) != (first.reward, first.named_rewards):
+                t = _mark(t, "malformed", (
+                    f"its reward is {t.reward:g}, but another trajectory of the same episode and agent has {first.reward:g}; give all of"
+                    " them the episode's reward, and what one earned alone to its turns"))
+        checked.append(t)
+    return tuple(checked)
 
 
 def _no_trajectory(thing: object) -> Trajectory:

@@ -1,20 +1,17 @@
 """Input and output of workflows.
 
 A workflow is an async function, `async def workflow(episode: Episode) -> Sequence[Trajectory]`: it plays the G samples of one prompt and
-may call the engines and the reward as often as it likes.
+may call the engines and the reward as often as it likes. `builder.TrajectoryBuilder` makes what it returns.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
 from offbeat.inference.sampling import Sample, Sampling
-from offbeat.types import PROMPT_VERSION
 
 
 class Generate(Protocol):
@@ -51,17 +48,3 @@ class Episode:
 
 
 Workflow = Callable[[Episode], Awaitable[Sequence[Trajectory]]]
-
-
-def single_turn_trajectory(prompt: tuple[int, ...], sample: Sample, reward: float) -> Trajectory:
-    """Return the trajectory of one prompt and one continuation."""
-    before, after = len(prompt), len(sample.token_ids)
-    return Trajectory(
-        tokens=np.array([*prompt, *sample.token_ids], dtype=np.int32),
-        loss_mask=np.repeat([False, True], [before, after]),
-        rollout_logprobs=np.concatenate([np.zeros(before, np.float32), np.array(sample.logprobs, dtype=np.float32)]),
-        versions=np.concatenate([np.full(before, PROMPT_VERSION, np.int32), np.array(sample.versions, dtype=np.int32)]),
-        reward=reward,
-        reason=sample.finish_reason,
-        num_retries=sample.num_retries,
-    )

@@ -5,9 +5,9 @@
     prepare_batch  consumes ready groups; produces a step's batch; woken by every settled group
 
 There is no producer loop that could miss a wake-up: the code that frees capacity also admits. Results of user code are checked, and a
-sample that cannot be trained on is left out alone. A group that failed, or has fewer than two samples left, is drawn again at most
-`rollout.max_retries` times. Otherwise failures of engines, deadlines and rewards would mostly remove long and hard prompts. Only a prompt
-that cannot be asked is rejected at once.
+sample (an episode) that cannot be trained on is left out alone. A group that failed, or has fewer than two samples left, is drawn again at
+most `rollout.max_retries` times. Otherwise failures of engines, deadlines and rewards would mostly remove long and hard prompts. Only a
+prompt that cannot be asked is rejected at once.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class RolloutExecutor:
             dynamic: rejects groups of equal rewards that the user's filter accepts; None rejects none.
             door: checks trajectories.
             on_rejected: called for every group that is not trained on.
-            on_unusable: called with a prompt and the reasons of its trajectories that are not trained on, if others of the group are.
+            on_unusable: called with a prompt and the reasons of its episodes that are not trained on, if others of the group are.
             warn: called with a warning when too many prompts or samples are lost for one reason.
         """
         self._gate = gate
@@ -212,7 +212,7 @@ class RolloutExecutor:
         async def play(index: int, row: Row) -> Group:
             async with slots:
                 for tries in itertools.count(1):
-                    group, failure = _screen(*await self._settle(f"batch:{index}", row, group_size, sampling))
+                    group, failure = _screen(*await self._settle(f"batch:{index}", row, group_size, sampling), fewest=1)
                     if failure is None or not failure.is_ours or tries > self._config.max_retries:
                         return group
                 raise AssertionError("a count has no end")
@@ -266,16 +266,17 @@ class RolloutExecutor:
 
     def _check(self, group: Group) -> Group:
         # A publish is verified on the engines a moment before the gate is told of it.
-        trajectories = self._door.check(group.trajectories, oldest=group.admitted_version, newest=self._gate.version + 1)
-        self._outcomes.played(group.prompt_id, trajectories)
-        return replace(group, trajectories=trajectories)
+        checked = replace(group, trajectories=self._door.check(
+            group.trajectories, oldest=group.admitted_version, newest=self._gate.version + 1))
+        self._outcomes.played(group.prompt_id, checked.verdicts)
+        return checked
 
     def _keep(self, group: Group) -> None:
         self._ready[group.prompt_id] = group
         self._gate.finish(group.prompt_id)
         self._outcomes.settled(group.prompt_id, None)
         del self._num_tries[group.prompt_id]
-        if unusable := [t.reason for t in group.trajectories if t.unusable is not None]:
+        if unusable := [t.reason for t in group.verdicts if t.unusable is not None]:
             self._on_unusable(group.prompt_id, unusable)
 
     def _drop(self, group: Group, kind: Kind, *, again: bool) -> None:
@@ -366,12 +367,12 @@ class RolloutExecutor:
         raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {said}") from first
 
 
-def _screen(group: Group, failure: Failure | None) -> tuple[Group, Failure | None]:
-    """Fail a played group if fewer than two of its trajectories can be trained on, because a single one has no baseline."""
-    if failure is not None or len(group.usable) >= min(2, len(group.trajectories)):
+def _screen(group: Group, failure: Failure | None, *, fewest: int = 2) -> tuple[Group, Failure | None]:
+    """Fail a played group if fewer than two of its episodes can be trained on, because a single one has no baseline."""
+    if failure is not None or len(group.usable_episodes) >= min(fewest, len(group.episodes)):
         return group, failure
-    unusable = [t for t in group.trajectories if t.unusable is not None]
-    why = f"{len(unusable)} of {len(group.trajectories)} samples cannot be trained on; the first: {unusable[0].reason}"
+    unusable = [t for t in group.verdicts if t.unusable is not None]
+    why = f"{len(unusable)} of {len(group.episodes)} samples cannot be trained on; the first: {unusable[0].reason}"
     error = {"too long": TooLongError, "reward failed": RewardError}.get(str(unusable[0].unusable), CodeError)(why)
     return replace(group, trajectories=(), rejected=why), failure_of(error)
 

@@ -76,7 +76,7 @@ class Outcomes:
         self._num_drawn_again = 0
 
     def played(self, prompt_id: str, trajectories: Iterable[Trajectory]) -> None:
-        """Count the trajectories of a group that has ended."""
+        """Count the episodes of a group that has ended, each by the trajectory that decides whether it can be trained on."""
         for trajectory in trajectories:
             kind = trajectory.unusable
             self._step_samples.count(kind)
@@ -99,6 +99,8 @@ class Outcomes:
         """Return the shares of settled prompts and of played samples since the last call."""
         prompts, samples = self._step_prompts, self._step_samples
         means = prompts.shares("rollout/rejected", KINDS) | samples.shares("rollout/unusable", UNUSABLE)
+        if not self._samples.lost["episode failed"]:  # nothing but agents can
+            del means["rollout/unusable_episode_failed_share"]
         part = StatsPart(sums={"rollout/drawn_again_prompts": float(self._num_drawn_again)}, means=means)
         self._step_prompts, self._step_samples, self._num_drawn_again = Lost(), Lost(), 0
         return part
