@@ -1,28 +1,17 @@
 """Reward models with two real ranks in SPMD mode: one that crashes goes on with the very losses that it would have had."""
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
-from offbeat.aio import SideThread
+from crashing import play_pairs, whole_and_cut
 from offbeat.config.root import Config
 from offbeat.controller.inputs import read_pair_inputs
-from offbeat.controller.parts import RunParts
 from offbeat.controller.reward_model import train_reward_model
-from offbeat.controller.state import RunState
+from offbeat.controller.supervised import SftResult
 from offbeat.data.reward_model import open_reward_folder
 from offbeat.errors import ConfigError
-from offbeat.ranks.sharding import Sharder
-from offbeat.ranks.trainers import Trainers
-from offbeat.runs.rollouts import NoEngines
-from offbeat.spmd.peers import RankPeers
-from offbeat.spmd.ranks import OneRankLoads, OwnRank
-from offbeat.telemetry.console import Console
-from offbeat.telemetry.jsonl import read_json_lines
-from offbeat.telemetry.record import RunRecord, SilentRecord
-from offbeat.trainer.worker import build_trainers
 from ranks import run_ranks
 from small_run import small_config
 
@@ -31,21 +20,6 @@ SETTINGS = {
     "data__task": "", "data__heldout_size": "3", "reward_model__total_steps": "4", "reward_model__batch_size": "4",
     "reward_model__optimizer__lr": "1e-2", "reward_model__optimizer__warmup_steps": "0", "reward_model__evaluate_every_steps": "2",
     "checkpoint__every_steps": "2", "rollout__balance_batch": "false"}
-
-
-class CrashError(Exception):
-    """The run is gone."""
-
-
-class Crashing(Trainers):
-    """Real trainers, which end at a step."""
-
-    at = 0
-
-    async def train_step(self, batch, *, num_minibatches=1):
-        if self._step + 1 == self.at:
-            raise CrashError
-        return await super().train_step(batch, num_minibatches=num_minibatches)
 
 
 def write_pairs(path: Path) -> str:
@@ -57,36 +31,13 @@ def write_pairs(path: Path) -> str:
     return str(path)
 
 
-def play(groups, config: Config, *, crash_at: int = 0) -> None:
+def play(groups, config: Config, *, crash_at: int = 0) -> SftResult:
     """One process's part of a run."""
-    inputs = read_pair_inputs(config, rewards=True)
-    thread = SideThread("rank")
-    loads = OneRankLoads(groups.sync, Sharder.of(config, model=config.model.path, num_ranks=groups.world))
-    trainers = Crashing(OwnRank(build_trainers(config.model.path, config, groups, trains=inputs.trains), loads, thread), config)
-    trainers.at = crash_at
-    leads = groups.rank == 0
-    none = NoEngines(draws=leads)
-    with RunRecord(config.run_dir, trace=False, console=Console("quiet")) if leads else SilentRecord(config.run_dir) as record:
-        parts = RunParts(config, record, inputs, trainers, none, none, RankPeers(groups.sync, thread), none.watch)
-        try:
-            asyncio.run(train_reward_model(parts, RunState(total_steps=1)))
-        finally:
-            thread.close()
-
-
-def rows_of(config: Config) -> list[dict]:
-    """What metrics.jsonl says of the steps, but for the time they took."""
-    rows = read_json_lines(config.run_dir / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.endswith("_s") and not name.startswith("balance/")} for row in rows]
+    return play_pairs(groups, config, read_pair_inputs(config, rewards=True), train_reward_model, crash_at=crash_at)
 
 
 def cut_off_and_whole(groups, argument: dict) -> list[list[dict]] | None:
-    whole, cut = (small_config(Path(argument["root"]) / name, argument["model"], **argument["settings"]) for name in ("whole", "cut"))
-    play(groups, whole)
-    with pytest.raises(CrashError):
-        play(groups, cut, crash_at=4)  # leaves the checkpoint of step 2
-    play(groups, cut)
-    return [rows_of(whole), rows_of(cut)] if groups.rank == 0 else None
+    return whole_and_cut(groups, argument, play)
 
 
 @pytest.mark.whole_run

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from crashing import CrashError, rows_of
 from offbeat.aio import SideThread
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.root import Config
@@ -36,10 +37,6 @@ SUPERVISED = {
     "data__heldout_size": "0", "checkpoint__every_steps": "2", "rollout__balance_batch": "false"}
 Trouble = Callable[[int, RunState], None]
 """Called with each step that has been trained, before it is recorded."""
-
-
-class CrashError(Exception):
-    """The run is gone."""
 
 
 class Published:
@@ -99,12 +96,6 @@ def crash_at(step: int) -> Trouble:
             raise CrashError
 
     return trouble
-
-
-def rows_of(config: Config) -> list[dict]:
-    """What metrics.jsonl says of the steps, but for the time they took."""
-    rows = read_json_lines(config.run_dir / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.endswith("_s") and not name.startswith("balance/")} for row in rows]
 
 
 def cut_off_and_whole(groups, argument: dict) -> list[dict] | None:

@@ -3,13 +3,51 @@
 import argparse
 import os
 import sys
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TextIO
 
+from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.dashboard.report import write_report
 from offbeat.telemetry.console import Console, choose_mode
 
 _PRIVATE_UMASK = 0o077
+
+
+class Result(Protocol):
+    """What a command needs to know of a run's result."""
+
+    @property
+    def stopped_early(self) -> bool: ...
+
+
+
+def add_training_command(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, train: Callable[..., Result | None], *, summary: str,
+    description: str, examples: str,
+) -> None:
+    """Add a command that trains as CONFIG says.
+
+    Args:
+        train: called with the configuration, a console and `debug`; returns None on a rank of SPMD mode that does not lead.
+        summary: what the list of commands says.
+    """
+    parser = subparsers.add_parser(
+        name, help=summary, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_argument(parser)
+    parser.set_defaults(run=partial(_train, train))
+
+
+def _train(train: Callable[..., Result | None], args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+    """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
+    config = load_config(args.config, overrides)
+    keep_private(config)
+    result = train(config, make_console(config, args, sys.stdout), debug=args.debug)
+    if result is None:  # the leader reports for all
+        return 0
+    report_line(config, args)
+    return 130 if result.stopped_early else 0
 
 
 def keep_private(config: Config) -> None:

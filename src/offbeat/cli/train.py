@@ -1,11 +1,8 @@
 """`offbeat train CONFIG`: reinforcement learning according to a configuration."""
 
 import argparse
-import sys
-from collections.abc import Sequence
 
-from offbeat.cli.common import add_config_argument, keep_private, make_console, report_line
-from offbeat.config.load import load_config
+from offbeat.cli.common import add_training_command
 from offbeat.runs.run import run_training
 
 _EXAMPLES = """\
@@ -21,19 +18,6 @@ A run that was interrupted goes on from its newest checkpoint when it is started
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `train` to the parser."""
-    parser = subparsers.add_parser(
-        "train", help="train with reinforcement learning", description="Train a model with asynchronous GRPO.", epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_config_argument(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Train, and print where the report is; return 130 if stopped before the end, like any interrupted command."""
-    config = load_config(args.config, overrides)
-    keep_private(config)
-    result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug)
-    if result is None:  # a rank in SPMD mode; the leader reports for all
-        return 0
-    report_line(config, args)
-    return 130 if result.stopped_early else 0
+    add_training_command(
+        subparsers, "train", run_training, summary="train with reinforcement learning",
+        description="Train a model with asynchronous reinforcement learning; algorithm.preset chooses how.", examples=_EXAMPLES)

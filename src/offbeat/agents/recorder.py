@@ -1,0 +1,327 @@
+"""Records what a model has been given and what it has written in one episode, token by token, while a client sees only messages.
+
+`Recorder` keeps a tree of answers. A request is matched with the answers that it repeats, and the prompt continues their tokens as they
+were sampled; what cannot be continued is rendered as a whole and begins a chain of its own. Each answer is trained on in exactly one
+trajectory.
+Called by `sessions`; no I/O. docs/agents.md describes the rules by which messages are recognised.
+"""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
+from offbeat.chat.parsing import AnswerParser
+from offbeat.chat.rendering import Renderer
+from offbeat.data.trajectory import Trajectory
+from offbeat.errors import RefusedError
+from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.builder import TrajectoryBuilder
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one episode.
+
+    Attributes:
+        max_turns: largest number of answers.
+        max_tokens: largest number of tokens of a prompt and its answer together.
+    """
+
+    max_turns: int = 1000
+    max_tokens: int = 2**31
+
+
+@dataclass(eq=False)
+class Node:
+    """An answer in the tree, with what the model was given since the answer before it.
+
+    Attributes:
+        parent: the answer whose tokens its prompt continues; None if its prompt was rendered as a whole.
+        given: [P] token ids between the parent's last token and its own first one.
+        order: number of the call that it answers, among all of the episode.
+        state: what users and tools had said since the last answer.
+        is_read: whether a client has received it.
+        num_children: number of prompts that continue it.
+    """
+
+    parent: "Node | None"
+    given: tuple[int, ...]
+    sample: Sample
+    message: Message
+    order: int
+    state: str
+    is_malformed: bool
+    is_read: bool = False
+    num_children: int = 0
+
+    @property
+    def path(self) -> list["Node"]:
+        """The answers of its chain, from the first to itself."""
+        path: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+
+@dataclass(eq=False)
+class Turn:
+    """A request that waits for its answers.
+
+    Attributes:
+        prompt: [L] token ids to continue.
+        sampling: how to sample.
+        nodes: its answers so far; several if the request asks for n of them.
+    """
+
+    request: ChatRequest
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    opening: str
+    parent: Node | None
+    given: tuple[int, ...]
+    history: bytes
+    order: int
+    state: str
+    nodes: list[Node] = field(default_factory=list)
+
+
+class Recorder:
+    """The calls of one episode.
+
+    >>> turn = recorder.open(request)
+    >>> [sample] = await generate(turn.prompt, turn.sampling, n=1)
+    >>> reply = recorder.commit(turn, sample)
+    >>> recorder.mark_read(turn)
+    >>> trajectories = recorder.chains(1.0, episode=0)
+
+    Calls may overlap: two that continue the same answer become its branches.
+    """
+
+    def __init__(
+        self, renderer: Renderer, parser: AnswerParser, *, sampling: Sampling, limits: Limits | None = None, keep_reasoning: bool = True,
+    ) -> None:
+        """Begin an episode.
+
+        Args:
+            sampling: the run's. Of a request, only the stop strings and a smaller number of tokens count, because the trainer has to know
+                the distribution that tokens were sampled from, and equal seeds would make the samples of a group equal.
+            keep_reasoning: leave reasoning that was sampled in the prompts of later turns, although clients and templates drop it. Without
+                it, an answer with reasoning ends its chain.
+        """
+        self._renderer, self._parser, self._sampling = renderer, parser, sampling
+        self._limits = limits or Limits()
+        self._keep_reasoning = keep_reasoning
+        tokenizer = renderer.tokenizer
+        self._ends = {tokenizer.eos_token_id, *renderer.end_of_turn, *sampling.stop_token_ids}
+        self._nodes: list[Node] = []
+        self._by_history: dict[bytes, list[Node]] = {}
+        self._same_history: dict[bytes, bytes] = {}  # other ways to repeat an answer, to the way under which it is known
+        self._num_opened = self._num_dropped = 0
+
+    @property
+    def num_turns(self) -> int:
+        """Number of answers that were given or are being sampled."""
+        return self._num_opened - self._num_dropped
+
+    # -- one call ----------------------------------------------------------------------------------------------------------------------
+
+    def open(self, request: ChatRequest) -> Turn:
+        """Find what the request continues, and return its prompt.
+
+        Raises:
+            RefusedError: the episode is past its limits, or the request asks for something that is not to be had.
+            ModelError: the chat template refuses the messages.
+        """
+        if self.num_turns + request.n > self._limits.max_turns:
+            raise RefusedError(f"this episode may have {self._limits.max_turns} answers and has had {self.num_turns}; end it")
+        opening = self._renderer.opening(request.tool_choice, request.tool_name)
+        parent, num_known, history = self._find(request)
+        given = None if parent is None else self._continue(parent, request, num_known, opening)
+        if given is None:
+            parent, given = None, self._renderer.prompt(request.messages, request.tools, opening=opening)
+        before = () if parent is None else _tokens(parent.path)
+        prompt = (*before, *given)
+        sampling = self._sampling_of(request, self._limits.max_tokens - len(prompt))
+        if parent is not None:
+            parent.is_read = True  # its client has repeated it
+            parent.num_children += 1
+        turn = Turn(
+            request, prompt, sampling, opening, parent, tuple(given), history, self._num_opened, _observation(request.messages))
+        self._num_opened += request.n
+        return turn
+
+    def commit(self, turn: Turn, sample: Sample) -> Reply:
+        """Record an answer exactly as it was sampled, and return what it says. It counts once its turn is marked as read."""
+        request = turn.request
+        text, stop = self._text(turn, sample)
+        tools = () if request.tool_choice == "none" else request.tools
+        parsed = self._parser.parse(text, tools, opening=turn.opening, call_ids=_call_id)
+        message = parsed.message if request.parallel_calls else replace(parsed.message, calls=parsed.message.calls[:1])
+        node = Node(turn.parent, turn.given, sample, message, turn.order + len(turn.nodes), turn.state, bool(parsed.malformed))
+        self._nodes.append(node)
+        turn.nodes.append(node)
+        known = _digest(turn.history, message)
+        self._by_history.setdefault(known, []).append(node)
+        if stop:  # some clients put back the string that ended the answer
+            self._same_history[_digest(turn.history, replace(message, content=message.content + stop))] = known
+        return Reply(
+            message, "tool_calls" if message.calls else "length" if sample.finish_reason == "length" else "stop", stop,
+            self._logprobs(sample) if request.logprobs else (), len(sample.token_ids), parsed.malformed)
+
+    def mark_read(self, turn: Turn) -> None:
+        """Count the answers of a turn, because its client has received them."""
+        for node in turn.nodes:
+            node.is_read = True
+
+    def drop(self, turn: Turn) -> None:
+        """Forget a turn that failed; answers that it has had and that nobody read do not count."""
+        self._num_dropped += turn.request.n - len(turn.nodes)
+
+    # -- the end -----------------------------------------------------------------------------------------------------------------------
+
+    def chains(self, reward: float, *, episode: int | None, agent: str = "") -> list[Trajectory]:
+        """Return one trajectory for each chain of answers that was read to its end; none if nothing was read.
+
+        An answer that several chains share is trained on in the first and is context in the others.
+
+        Args:
+            reward: of the whole episode; also several by name, or a failed one.
+            episode, agent: see `Trajectory`.
+        """
+        read = [node for node in self._nodes if node.is_read]
+        inner = {id(node.parent) for node in read}
+        trained: set[int] = set()
+        trajectories = []
+        for leaf in read:
+            if id(leaf) in inner:
+                continue
+            builder, num_malformed = TrajectoryBuilder(), 0
+            for node in leaf.path:
+                builder.given(node.given)
+                if id(node) in trained:
+                    builder.given(node.sample.token_ids)
+                    continue
+                trained.add(id(node))
+                builder.state(node.state).generated(node.sample, order=node.order)
+                num_malformed += node.is_malformed
+            trajectories.append(builder.finish(reward, episode=episode, agent=agent, malformed_calls=num_malformed))
+        return trajectories
+
+    # -- recognising -------------------------------------------------------------------------------------------------------------------
+
+    def _find(self, request: ChatRequest) -> tuple[Node | None, int, bytes]:
+        """Find the longest beginning of the request that ends with an answer of ours.
+
+        Returns:
+            the answer, None if there is none; how many messages there are up to it; and what identifies the request's history.
+        """
+        history = _tools_digest(request.tools)
+        best, num_known = None, 0
+        for num, message in enumerate(request.messages, 1):
+            history = _digest(history, message)
+            if history not in self._by_history:
+                history = self._same_history.get(history, history)
+            if (nodes := self._by_history.get(history)) and num < len(request.messages):
+                # Of equal answers, take one that was read; one that nothing continues yet makes fewer branches.
+                best, num_known = min(nodes, key=lambda node: (not node.is_read, node.num_children)), num
+        return best, num_known, history
+
+    def _continue(self, parent: Node, request: ChatRequest, num_known: int, opening: str) -> list[int] | None:
+        """Return the ids between the parent's tokens and the next answer; None if its tokens cannot be continued."""
+        if not self._keep_reasoning and any(node.message.reasoning for node in parent.path):
+            return None
+        following = self._renderer.following(parent.message, request.messages[num_known:], request.tools, opening=opening)
+        return None if following is None else [*self._missing_end(parent.sample), *following]
+
+    def _missing_end(self, sample: Sample) -> Sequence[int]:
+        """Return what the template writes at the end of a turn and the sample lacks: it was cut, or ended by a string or another token."""
+        end = self._renderer.end_of_turn
+        return () if sample.token_ids[len(sample.token_ids) - len(end) :] == end else end
+
+    # -- requests and answers ----------------------------------------------------------------------------------------------------------
+
+    def _sampling_of(self, request: ChatRequest, room: int) -> Sampling:
+        if room < 1:
+            raise RefusedError(
+                f"the chat has {self._limits.max_tokens - room} tokens and there is room for {self._limits.max_tokens} with its answer;"
+                " shorten it, or begin a new one")
+        ours, tokenizer = self._sampling, self._renderer.tokenizer
+        special = {text: tokenizer.special_id(text) for text in request.stop}  # decoded text has none, so they are given as tokens
+        wanted = ours.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        return replace(
+            ours, max_new_tokens=min(ours.max_new_tokens, wanted, room),
+            stop=_distinct([*ours.stop, *(text for text, token in special.items() if token is None)]),
+            stop_token_ids=_distinct([*ours.stop_token_ids, *(token for token in special.values() if token is not None)]))
+
+    def _text(self, turn: Turn, sample: Sample) -> tuple[str, str]:
+        """Decode an answer without what ended it; returns also the stop string that did, or an empty one."""
+        ids, tokenizer = sample.token_ids, self._renderer.tokenizer
+        ends = self._ends | set(turn.sampling.stop_token_ids)
+        if sample.finish_reason == "stop" and ids and ids[-1] in ends:
+            return tokenizer.decode(ids[:-1], skip_special_tokens=False), ""
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        if sample.finish_reason != "stop":
+            return text, ""
+        found = [(at, stop) for stop in turn.sampling.stop if (at := text.find(stop)) >= 0]
+        at, stop = min(found, default=(len(text), ""))
+        return text[:at], stop
+
+    def _logprobs(self, sample: Sample) -> tuple[tuple[str, float], ...]:
+        decode = self._renderer.tokenizer.decode
+        texts = [decode([token], skip_special_tokens=False) for token in sample.token_ids]
+        return tuple(zip(texts, sample.logprobs, strict=True))
+
+
+def _tokens(path: Iterable[Node]) -> tuple[int, ...]:
+    return tuple(token for node in path for part in (node.given, node.sample.token_ids) for token in part)
+
+
+def _distinct(values: Iterable) -> tuple:
+    return tuple(dict.fromkeys(values))
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _observation(messages: Sequence[Message]) -> str:
+    """Return what has been said since the assistant's last message, as text that names the state of the environment."""
+    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    return json.dumps([(message.role, message.content) for message in messages[last + 1 :]])
+
+
+def _tools_digest(tools: Sequence[Tool]) -> bytes:
+    return _hash(b"", [[tool.name, tool.description, dict(tool.parameters)] for tool in tools])
+
+
+def _digest(history: bytes, message: Message) -> bytes:
+    """Identify a chat by that of all messages but the last, and by what counts of the last.
+
+    Names and reasoning do not count, as clients leave them out, and neither do white space around an answer and the form of a call's
+    arguments, which they rewrite.
+    """
+    content = message.content.strip() if message.role == "assistant" else message.content
+    calls = [[call.id, call.name, _parsed(call.arguments)] for call in message.calls]
+    return _hash(history, [message.role, content, calls, message.call_id])
+
+
+def _hash(before: bytes, value: object) -> bytes:
+    return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _parsed(arguments: str) -> object:
+    try:
+        return json.loads(arguments or "{}", parse_float=_number)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _number(text: str) -> int | float:
+    """Read 1.0 as 1, which is what a client that parses and writes it again may make of it."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -1,0 +1,280 @@
+"""Episodes that are played over HTTP: who may record where, and what happens to calls that are repeated, given up or late.
+
+`Sessions` gives each episode a key that nobody can guess; whoever holds it records into that episode, and into no other. `Session` answers
+the calls of one episode through `recorder`. Called by `proxy` and by workflows, on one event loop; knows nothing of HTTP but its headers.
+"""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from offbeat.agents.recorder import Recorder, Turn
+from offbeat.chat.messages import ChatAnswer, ChatRequest
+from offbeat.data.trajectory import Trajectory
+from offbeat.errors import RefusedError, RunError
+from offbeat.rollout.episode import Generate
+
+MAX_NAMED = 1024
+"""Largest number of sessions that share a key."""
+
+_MAX_ANSWERS, _REMEMBERED_S = 64, 600.0
+"""How many answers of a session are kept for retries, and how long: SDKs give up within minutes."""
+
+_MAX_SEALED = 4096
+"""How many keys of ended sessions are remembered, so that late calls are told why they are refused."""
+
+
+class UnknownKeyError(RunError):
+    """A call has a key that no session has."""
+
+
+class SealedError(RunError):
+    """A call came after its episode had ended."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What tells whether a call repeats another.
+
+    Attributes:
+        body: identifies what is asked, and at which endpoint.
+        idempotency: what the client calls it, the same for each try; empty if it has no name.
+        is_retry: whether the client says that it has tried before.
+    """
+
+    body: bytes
+    idempotency: str = ""
+    is_retry: bool = False
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that runs or was answered, and the clients that wait for it: more than one while it is tried again.
+
+    Attributes:
+        is_read: whether a client has received the answer.
+        ended_s: when it was answered, on the monotonic clock.
+    """
+
+    attempt: Attempt
+    turn: Turn
+    task: "asyncio.Task[ChatAnswer]"
+    num_clients: int = 0
+    is_read: bool = False
+    ended_s: float = 0.0
+    giving_up: asyncio.TimerHandle | None = None
+
+    def repeats(self, attempt: Attempt) -> bool:
+        """Whether `attempt` is another try of this call."""
+        if attempt.body != self.attempt.body:
+            return False
+        if attempt.idempotency or self.attempt.idempotency:
+            return attempt.idempotency == self.attempt.idempotency
+        # Without a word of the client, a call that somebody still waits for, or has read, is another call that happens to be equal.
+        return attempt.is_retry or not (self.num_clients or self.is_read)
+
+
+class Session:
+    """One episode's calls.
+
+    Attributes:
+        id: names it in logs; tells nothing about its key.
+        key: what its clients have to send; a secret.
+    """
+
+    def __init__(self, recorder: Recorder, generate: Generate, *, key: str, linger_s: float) -> None:
+        """`linger_s` is how long a call runs on without a client, who may try again."""
+        self.id, self.key = uuid.uuid4().hex, key
+        self._recorder, self._generate, self._linger_s = recorder, generate, linger_s
+        self._calls: OrderedDict[int, Call] = OrderedDict()
+        self._is_sealed = False
+
+    @property
+    def num_turns(self) -> int:
+        """Number of answers that were given or are being sampled."""
+        return self._recorder.num_turns
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._is_sealed
+
+    def enter(self, request: ChatRequest, attempt: Attempt) -> Call:
+        """Begin to answer a request, or join the call that it repeats; the caller waits for `task` and then calls `leave`.
+
+        Raises:
+            SealedError: the episode has ended.
+            RefusedError, ModelError: see `Recorder.open`.
+        """
+        self._check_open()
+        self._forget()
+        call = next((call for call in reversed(self._calls.values()) if call.repeats(attempt)), None)
+        if call is None:
+            turn = self._recorder.open(request)
+            call = Call(attempt, turn, asyncio.create_task(self._answer(turn), name=f"answer in session {self.id}"))
+            self._calls[id(call)] = call
+            call.task.add_done_callback(lambda _task: self._ended(call))
+        call.num_clients += 1
+        if call.giving_up is not None:
+            call.giving_up.cancel()
+            call.giving_up = None
+        return call
+
+    def mark_read(self, call: Call) -> None:
+        """Note that a client has received the answer."""
+        call.is_read = True
+        self._recorder.mark_read(call.turn)
+
+    def leave(self, call: Call) -> None:
+        """Note that a client waits no longer. A call without clients is given up a while later."""
+        call.num_clients -= 1
+        if not call.num_clients and not call.task.done():
+            call.giving_up = asyncio.get_running_loop().call_later(self._linger_s, call.task.cancel)
+
+    def seal(self) -> None:
+        """End the episode: running calls are cancelled, and later ones are refused."""
+        self._is_sealed = True
+        for call in self._calls.values():
+            call.task.cancel()
+
+    def chains(self, reward: float, *, episode: int | None, agent: str = "") -> list[Trajectory]:
+        """Seal the session and return what was recorded; see `Recorder.chains`."""
+        self.seal()
+        return self._recorder.chains(reward, episode=episode, agent=agent)
+
+    async def _answer(self, turn: Turn) -> ChatAnswer:
+        request = turn.request
+        try:
+            samples = await self._generate(turn.prompt, turn.sampling, n=request.n, session=self.id)
+            self._check_open()
+            replies = tuple(self._recorder.commit(turn, sample) for sample in samples)
+        except BaseException:
+            self._recorder.drop(turn)
+            raise
+        return ChatAnswer(uuid.uuid4().hex, int(time.time()), request.model, replies, len(turn.prompt))
+
+    def _check_open(self) -> None:
+        if self._is_sealed:
+            raise SealedError("this episode has ended, so its key records nothing any more; begin another")
+
+    def _ended(self, call: Call) -> None:
+        call.ended_s = time.monotonic()
+        if call.giving_up is not None:
+            call.giving_up.cancel()
+        if call.task.cancelled() or call.task.exception() is not None:
+            self._calls.pop(id(call), None)  # another try is another call
+
+    def _forget(self) -> None:
+        """Forget old answers, oldest first, except for those that somebody waits for."""
+        done = [call for call in self._calls.values() if call.task.done() and not call.num_clients]
+        oldest_s = time.monotonic() - _REMEMBERED_S
+        for call in done:
+            if len(self._calls) > _MAX_ANSWERS or call.ended_s < oldest_s:
+                del self._calls[id(call)]
+
+
+class SessionGroup:
+    """Several sessions behind one key, told apart by the X-Session-ID header. For programs that play many episodes with one key.
+
+    Attributes:
+        key: what their clients have to send; a secret.
+    """
+
+    def __init__(self, begin: Callable[[], Session], *, key: str) -> None:
+        self.key = key
+        self._begin = begin
+        self._named: dict[str, Session] = {}
+        self._is_sealed = False
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._is_sealed
+
+    def session(self, name: str) -> Session:
+        """Return the session of that name, a new one if it has none yet.
+
+        Raises:
+            SealedError: the group has ended.
+            RefusedError: there is no name, or there are too many.
+        """
+        if name not in self._named:
+            if self._is_sealed:
+                raise SealedError("these episodes have ended, so their key records nothing any more; begin others")
+            if not name or len(name) > 200:
+                raise RefusedError("this key is shared by several episodes; name yours in an X-Session-ID header of 1 to 200 characters")
+            if len(self._named) >= MAX_NAMED:
+                raise RefusedError(f"this key has {MAX_NAMED} sessions, which is the most; use an X-Session-ID that is in use")
+            self._named[name] = self._begin()
+        return self._named[name]
+
+    def seal(self) -> None:
+        """Seal all of its sessions."""
+        self._is_sealed = True
+        for session in self._named.values():
+            session.seal()
+
+
+@dataclass(eq=False)
+class Sessions:
+    """All sessions of a proxy, by key.
+
+    Attributes:
+        linger_s: how long a call runs on without a client.
+    """
+
+    linger_s: float = 10.0
+    _open: dict[str, Session | SessionGroup] = field(default_factory=dict)
+    _sealed: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def open(self, recorder: Recorder, generate: Generate) -> Session:
+        """Begin an episode. `close` has to be called at its end."""
+        session = Session(recorder, generate, key=_new_key(), linger_s=self.linger_s)
+        self._open[session.key] = session
+        return session
+
+    def open_group(self, recorder: Callable[[], Recorder], generate: Generate) -> SessionGroup:
+        """Begin episodes that share a key; `recorder()` makes the recorder of each. `close` has to be called at their end."""
+        key = _new_key()
+        group = SessionGroup(lambda: Session(recorder(), generate, key=key, linger_s=self.linger_s), key=key)
+        self._open[key] = group
+        return group
+
+    def close(self, ended: Session | SessionGroup) -> None:
+        """Seal a session or a group, and remember no more than its key."""
+        ended.seal()
+        if self._open.pop(ended.key, None) is not None:
+            self._sealed[ended.key] = None
+            while len(self._sealed) > _MAX_SEALED:
+                self._sealed.popitem(last=False)
+
+    def find(self, key: str, name: str = "") -> Session:
+        """Return the session into which a call records.
+
+        Args:
+            name: the call's X-Session-ID, which only counts for a key that several episodes share.
+
+        Raises:
+            UnknownKeyError: there is no such key.
+            SealedError: its episode has ended.
+            RefusedError: see `SessionGroup.session`.
+        """
+        if key in self._sealed:
+            raise SealedError("this episode has ended, so its key records nothing any more; begin another")
+        found = self._open.get(key)
+        if found is None:
+            raise UnknownKeyError(
+                "no episode has this key; send the key that the episode was given as 'Authorization: Bearer KEY', as x-api-key, or in the"
+                " path /sessions/KEY/v1")
+        return found.session(name) if isinstance(found, SessionGroup) else found
+
+    def close_all(self) -> None:
+        """Close every session."""
+        for ended in list(self._open.values()):
+            self.close(ended)
+
+
+def _new_key() -> str:
+    return f"sk-{secrets.token_urlsafe(32)}"
