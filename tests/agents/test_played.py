@@ -133,6 +133,13 @@ def test_an_episode_that_fails_costs_only_itself_and_a_group_of_failures_is_one(
         play(lambda _: "x", Row("which?", ""), environment=f"{CODE}:Wrong")
 
 
+def test_an_environment_that_says_nothing_is_told(tmp_path: Path) -> None:
+    code = tmp_path / "mute.py"
+    code.write_text("class Mute:\n    def reset(self, row, seed): return 'go'\n    def step(self, text): return None, 0.0, False\n")
+    with pytest.raises(CodeError, match="has to say something to whoever plays next"):
+        play(lambda _: "x", Row("", ""), environment=f"{code}:Mute")
+
+
 def test_players_have_conversations_roles_and_outcomes_of_their_own() -> None:
     trajectories, model = play(lambda _: "1", Row("nim", ""), environment=f"{SUPPORT}/playing_failures.py:Nim", max_turns=20)
     check_exact(trajectories, model)

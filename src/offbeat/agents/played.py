@@ -19,7 +19,7 @@ from offbeat.chat.messages import ChatRequest, Message, Reply
 from offbeat.config.agent import AgentConfig
 from offbeat.data.reward import NamedReward
 from offbeat.data.trajectory import Trajectory
-from offbeat.errors import RefusedError, TooLongError
+from offbeat.errors import CodeError, RefusedError, TooLongError
 from offbeat.rollout.episode import Episode
 
 _GRACE_S = 10.0
@@ -81,8 +81,11 @@ class PlayedWorkflow:
         for order in range(self.config.max_turns):
             player = players.get(view.player)
             if player is None:
-                first = [Message("system", self.system_prompt)] if self.system_prompt and view.messages[0].role != "system" else []
+                has_system = any(message.role == "system" for message in view.messages)
+                first = [Message("system", self.system_prompt)] if self.system_prompt and not has_system else []
                 player = players[view.player] = _Player(self.make_recorder(episode), first)
+            if not view.messages:
+                raise CodeError("an environment that is not over has to say something to whoever plays next; it returned no message")
             player.messages += [self._shortened(message) for message in view.messages]
             reply = await self._answer(episode, player, order, view.state, session=f"{session}-{view.player}")
             if reply is None:

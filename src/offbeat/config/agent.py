@@ -2,7 +2,6 @@
 
 from offbeat.config.base import Section, field
 
-
 _PLAYS = {"agent": ("program", "command", "environment"), "gym": ("environment",), "tool_loop": ("tools",)}
 """Which settings each workflow plays."""
 
@@ -73,8 +72,8 @@ class AgentConfig(Section):
                 f" {' and '.join(played) or 'none'}; it says what is played")
         if allowed and self.timeout_s >= episode_timeout_s:
             raise ValueError(
-                f"rollout.episode_timeout_s must be above agent.timeout_s = {self.timeout_s:g}, got {episode_timeout_s:g}; a group fails as a"
-                " whole at the former, before a slow episode fails by itself")
+                f"rollout.episode_timeout_s must be above agent.timeout_s = {self.timeout_s:g}, got {episode_timeout_s:g}; a group fails as"
+                " a whole at the former, before a slow episode fails by itself")
         if workflow in ("agent", "gym") and self.environment and self.owns_loop != (workflow == "agent"):
             raise ValueError(
                 f"rollout.workflow must be '{'agent' if self.owns_loop else 'gym'}' with agent.environment = {self.environment!r}, got"

@@ -56,8 +56,6 @@ class _Own:
         shown = await call(self._instance.reset, row, seed)
         view = shown if isinstance(shown, View) else View(self._messages(shown, "reset"))
         self._nothing[view.player] = 0.0
-        if not view.messages and not view.done:
-            raise CodeError(f"reset of {self._name} returned no message; the model has to see something first")
         return view
 
     async def step(self, answer: Message) -> View:
