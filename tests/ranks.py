@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from offbeat.config.dist import DistConfig
-from offbeat.process import die_with_parent
+from offbeat.process.serving import die_with_parent
 from offbeat.sync.mesh import connect_store, host_store, join, leave
 from waiting import wait_until
 

@@ -10,8 +10,15 @@ ELSEWHERE = {
     **{f"engine/forward_{name}.py": "engine/test_forward.py" for name in ("direct", "hf")},
     "engine/inside/vllm_inside.py": "engines/test_weights.py",  # runs only inside vLLM
     "runs/assemble.py": "runs/test_run.py",  # tested by whole runs
+    # One suite runs over every library's adapter.
+    **{f"agents/environments/{name}.py": "agents/environments/test_find.py" for name in (
+        "textarena_games", "skyrl_gyms", "gem_games", "openenv_server", "reasoning_items")},
+    # Adapted or started by others, whose tests play real processes.
+    "agents/environments/own.py": "agents/test_played.py", "agents/environments/tools.py": "agents/test_played.py",
+    "agents/worker.py": "agents/test_pool.py", "agents/launch.py": "agents/test_command.py",
+    "agents/bridges/verifiers_bridge.py": "agents/test_bridge.py",
     # Names and annotations: nothing to run.
-    "types.py": "", "rollout/episode.py": "", "weights/protocol.py": "", "chat/messages.py": "",
+    "types.py": "", "rollout/episode.py": "", "weights/protocol.py": "", "agents/environment.py": "", "chat/messages.py": "",
 }
 
 

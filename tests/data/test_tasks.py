@@ -15,7 +15,7 @@ def task_of(name, size=8):
     return find_task(DataConfig(task=name, task_size=size))
 
 
-TASKS = ("sort_digits", "addition", "countdown")
+TASKS = ("sort_digits", "addition", "countdown", "seeds")
 TOKENIZER = character_tokenizer()
 INDEX = st.integers(0, 10**12)
 
@@ -50,6 +50,11 @@ def test_rows_look_as_documented():
     assert count.prompt == f"{count.extra['numbers']} -> {count.extra['target']}?"
     assert len(count.extra["numbers"].split()) == 4
     assert 1 <= int(count.extra["target"]) <= 999
+
+
+def test_seeds_are_rows_for_environments_that_make_their_own_tasks():
+    row = task_of("seeds").row(3, seed=0)
+    assert row.extra == {"seed": row.prompt} and int(row.prompt) >= 0 and row.answer == ""
 
 
 def test_the_largest_countdown_can_be_made():

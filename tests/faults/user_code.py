@@ -33,7 +33,7 @@ from offbeat.data.dataset import PromptStream
 from offbeat.data.trajectory import Group
 from offbeat.errors import OffbeatError
 from offbeat.runs.rank_info import read_rank_info
-from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, open_user_code
 from offbeat.runs.run import open_run
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
@@ -253,10 +253,10 @@ class Ring:
         with RunRecord(folder, trace=False, console=notes) as record:
             try:
                 async with asyncio.timeout(_CASE_TIMEOUT_S), AsyncExitStack() as stack:
-                    rewards = await open_rewards(
+                    user_code = await open_user_code(
                         stack, self._parts.inputs, config, record, launcher=LocalLauncher.from_config(config))
                     assert isinstance(self._parts.source, EngineRollouts), "a controller rolls out itself"
-                    source = EngineRollouts(config, record, self._parts.inputs, self._parts.source.generate, rewards)
+                    source = EngineRollouts(config, record, self._parts.inputs, self._parts.source.generate, user_code)
                     rollouts = source.rollouts(stream, version=self._version, last_version=self._version + STEPS)
                     if case.evaluates:
                         await self._evaluate(config, rollouts, outcome)

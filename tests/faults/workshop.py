@@ -27,7 +27,7 @@ from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.assemble import open_policy
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, open_user_code
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
 from offbeat.weights.protocol import Manifest
@@ -65,12 +65,12 @@ class Workshop:
         inputs = read_inputs(config)
         record = self._stack.enter_context(RunRecord(config.run_dir, trace=False, console=Console("quiet")))
         launcher = self._launcher = await self._stack.enter_async_context(make_launcher(config))
-        ranks, (engines, self._rewards) = await both(
+        ranks, (engines, self._user_code) = await both(
             WorkerRanks.start(launcher, config, model=inputs.model, build=None, log_dir=record.log_dir),
             both(
                 EngineGroup.start(launcher, config, log_dir=record.log_dir),
-                open_rewards(self._stack, inputs, config, record, launcher=launcher)))
-        self._reward = choose_reward(config)
+                open_user_code(self._stack, inputs, config, record, launcher=launcher)))
+        self._code = _code(config)
         self._trainers = Trainers(ranks, config)
         urls = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         self._serving = await open_fleet(self._stack, engines, urls, config, record, model=inputs.model)
@@ -108,10 +108,15 @@ class Workshop:
 
         async with AsyncExitStack() as stack:
             policy = await open_policy(stack, self._serving, inputs, config, write=write)
-            own = choose_reward(config) != self._reward
-            rewards = await open_rewards(stack, inputs, config, record, launcher=self._launcher) if own else self._rewards
-            source = EngineRollouts(config, record, inputs, policy.generate, rewards)
+            own = _code(config) != self._code
+            user_code = await open_user_code(stack, inputs, config, record, launcher=self._launcher) if own else self._user_code
+            source = EngineRollouts(config, record, inputs, policy.generate, user_code)
             yield RunParts(config, record, inputs, self._trainers, policy.publisher, source, SingleProcess(), policy.watch)
+
+
+def _code(config: Config) -> tuple[Any, ...]:
+    """What processes of user code are started for."""
+    return choose_reward(config), config.rollout.workflow, config.agent
 
 
 @contextmanager

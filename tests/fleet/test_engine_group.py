@@ -15,7 +15,7 @@ from offbeat.fleet.engine_group import EngineAddresses, EngineGroup, engine_opti
 from offbeat.fleet.server_worker import ServerStart
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
-from offbeat.process import Child
+from offbeat.process.child import Child
 from offbeat.workers.local import LocalLauncher
 from small_run import small_config
 from waiting import until

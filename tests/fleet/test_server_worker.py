@@ -16,7 +16,7 @@ from offbeat.data import wire
 from offbeat.engine.options import EngineAddress
 from offbeat.errors import DeathError, EngineError
 from offbeat.fleet.server_worker import ServerStart
-from offbeat.process import Child
+from offbeat.process.child import Child
 from offbeat.workers.local import LocalLauncher
 from offbeat.workers.worker import Worker, WorkerSpec, ask
 from waiting import until

@@ -870,3 +870,32 @@ def test_a_given_batch_is_played_past_the_gate_in_order_with_failures_as_data() 
         assert play.stream.state().position == 0
 
     run(body)
+
+
+def test_thousands_of_episodes_may_wait_for_their_environments_at_the_same_time() -> None:
+    waiting = most = 0
+
+    async def patient(episode: Episode) -> list[Trajectory]:
+        nonlocal waiting, most
+
+        async def play() -> None:
+            nonlocal waiting, most
+            waiting += 1
+            most = max(most, waiting)
+            await asyncio.sleep(1.0)
+            waiting -= 1
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(episode.group_size):
+                tasks.create_task(play())
+        return await single_turn(episode)
+
+    async def body() -> None:
+        play = make(batch=500, running=500, eta=0, group_size=4, rows=tuple(Row(f"{i}>", str(i)) for i in range(600)))
+        play.workflow = patient
+        start = time.monotonic()
+        async with play.executor() as executor:
+            assert len(await executor.prepare_batch()) == 500
+        assert most == 2000 and time.monotonic() - start < 20
+
+    run(body)

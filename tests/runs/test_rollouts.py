@@ -12,6 +12,7 @@ import pytest
 from offbeat.config.root import Config
 from offbeat.controller.inputs import read_inputs
 from offbeat.data.dataset import PromptStream
+from offbeat.data.functions import resolve
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.errors import CodeError
@@ -20,7 +21,7 @@ from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sample
 from offbeat.rollout.workflows.single_turn import single_turn
-from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, UserCode, open_rewards
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
@@ -62,11 +63,15 @@ async def talkative(episode):
     return [first, *group[1:]]
 
 
+def code(config: Config) -> UserCode:
+    return UserCode(SimpleNamespace(score=score), resolve(config.rollout.workflow, kind="workflow"))
+
+
 def play(config: Config, root: Path) -> tuple[list, list[dict]]:
     """The groups of one step, and what was recorded meanwhile."""
     async def main(record: RunRecord) -> list:
         inputs = read_inputs(config)
-        source = EngineRollouts(config, record, inputs, generate, SimpleNamespace(score=score))
+        source = EngineRollouts(config, record, inputs, generate, code(config))
         async with source.rollouts(PromptStream(inputs.train, seed=0), version=0, last_version=1) as rollouts:
             return await rollouts.prepare_batch()
 
@@ -95,7 +100,7 @@ def test_dynamic_sampling_goes_on_with_what_a_checkpoint_counted(preset: str, nu
     config = small_config(tmp_path, model_dir, algorithm__preset=preset)
     inputs = read_inputs(config)
     with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
-        source = EngineRollouts(config, record, inputs, generate, SimpleNamespace(score=score))
+        source = EngineRollouts(config, record, inputs, generate, code(config))
         rollouts = source.rollouts(PromptStream(inputs.train, seed=0), version=0, last_version=1, num_flat_rejected=3)
     assert rollouts.num_flat_rejected == num_rejected
 

@@ -1,5 +1,6 @@
 """Handlers for child processes in tests."""
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -7,7 +8,7 @@ import threading
 import time
 
 from offbeat.errors import ConfigError, StuckError
-from offbeat.process import Lifeline
+from offbeat.process.serving import Lifeline
 
 
 class Echo:
@@ -53,6 +54,28 @@ class Watched(Echo):
             case "hold":
                 self.lifeline.beat("'hold'")
         return super().handle("echo" if method in ("stop", "hang") else method, payload)
+
+
+class Crowd:
+    """Answers many calls at a time."""
+
+    def __init__(self) -> None:
+        self._ended: list[str] = []
+
+    async def handle(self, method: str, payload: bytes) -> bytes:
+        match method:
+            case "sleep":
+                try:
+                    await asyncio.sleep(float(payload))
+                finally:
+                    self._ended.append(payload.decode())
+                return payload
+            case "block":
+                time.sleep(float(payload))  # noqa: ASYNC251 - that is the mistake
+                return b""
+            case "ended":
+                return ",".join(self._ended).encode()
+        raise KeyError(method)
 
 
 class Broken:

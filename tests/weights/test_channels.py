@@ -17,7 +17,7 @@ from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
 from offbeat.fleet.publishers import WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
-from offbeat.process import Child
+from offbeat.process.child import Child
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.types import Version

@@ -9,8 +9,9 @@ class DataConfig(Section):
     """Where rows come from and how a row becomes a prompt and an answer."""
 
     task: str = field(
-        "", "A task that makes its rows: sort_digits, addition, countdown, or reasoning_gym:NAME, several of them mixed by weight as in"
-        " reasoning_gym:chain_sum*2,count_bits*1; empty reads `path`.", pattern="^(|sort_digits|addition|countdown|reasoning_gym:.+)$")
+        "", "A task that makes its rows: sort_digits, addition, countdown, seeds (nothing but a seed, for environments that make their own"
+        " tasks), or reasoning_gym:NAME, several of them mixed by weight as in reasoning_gym:chain_sum*2,count_bits*1; empty reads `path`.",
+        pattern="^(|sort_digits|addition|countdown|seeds|reasoning_gym:.+)$")
     task_size: int = field(8, "Difficulty of a built-in task: digits to sort, digits per addend, or numbers to combine.", ge=1, le=64)
     task_options: tuple[str, ...] = field(
         (), "Options of reasoning-gym's tasks, each as in chain_sum.max_terms=3; reasoning-gym's defaults hold for the others.")

@@ -43,6 +43,7 @@ _TABLE: dict[Change, list[str]] = {
         # For single_rank_load, what matters is the number of processes that draw data, which is compared separately.
         *_of("rollout", "max_concurrent_rollouts single_rank_load balance_batch reward_workers reward_timeout_s reward_memory_bytes"
              " reward_env episode_timeout_s max_retries max_failures_in_a_row batch_timeout_s"),
+        *_of("agent", "model timeout_s step_timeout_s processes episodes_per_process blocked_timeout_s memory_bytes env python"),
         *_of("inference", "num_engines min_engines urls python arguments max_running max_queued max_cache_bytes threads max_adapters"
              " max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s heal_timeout_s request_timeout_s token_timeout_s"),
         *_of("weights", "channel dir keep stage_timeout_s switch_timeout_s proof_tolerance"),
@@ -66,6 +67,7 @@ _TABLE: dict[Change, list[str]] = {
         *(f"preference.optimizer.{name}" for name in _OPTIMIZER),
         *_of("rollout", "group_size consumer_batch_size max_head_offpolicyness on_stale max_new_tokens temperature top_p top_k stop"
              " stop_token_ids"),
+        *_of("agent", "options max_turns max_result_chars keep_reasoning tool_format"),
         *_of("inference", "engine forward max_context"),
         "weights.interrupt",
         *_of("teacher", "path url engine top_k template"),
@@ -78,14 +80,14 @@ _TABLE: dict[Change, list[str]] = {
         *_of("data", "task task_size task_options path split format prompt_field answer_field"),
     ],
     Change.HELD_OUT: _of("data", "heldout_path heldout_split heldout_size"),
-    Change.CODE: [*_of("rollout", "workflow reward should_accept"), *_ALGORITHM_CODE],
+    Change.CODE: [*_of("rollout", "workflow reward should_accept"), *_of("agent", "program command environment tools"), *_ALGORITHM_CODE],
 }
 
 CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for key in keys}
 """What a change of each setting means."""
 
 _RL_ALONE = (
-    "run.total_steps", "algorithm.", "critic.", "curriculum.", "teacher.", "train.optimizer.", "rollout.group_size",
+    "run.total_steps", "agent.", "algorithm.", "critic.", "curriculum.", "teacher.", "train.optimizer.", "rollout.group_size",
     "rollout.consumer_batch_size", "rollout.max_head", "rollout.on_stale", "rollout.temperature",
     "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt")
 _ON_PAIRS = ("preference.", "reward_model.")

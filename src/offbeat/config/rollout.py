@@ -22,7 +22,8 @@ class RolloutConfig(Section):
     on_stale: Literal["wait", "requeue", "keep"] = field(
         "wait", "A group that would become too old: wait for it (the bound always holds), draw its prompt again, or train on it anyway.")
     workflow: str = field(
-        "offbeat.rollout.workflows.single_turn:single_turn", "Dotted name, module:function, of the async function that plays an episode.")
+        "offbeat.rollout.workflows.single_turn:single_turn", "How an episode is played: single_turn, agent, tool_loop or gym, of which "
+        "[agent] says more; or the dotted name, module:function, of an async function.")
     reward: str = field(
         "", "Dotted name, module:function, of the reward, model:FOLDER for a reward model, or judge:FILE for a judge behind an endpoint; "
         "empty takes the task's own, math for GSM8K, else exact match of text and answer.")

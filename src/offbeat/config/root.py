@@ -5,6 +5,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from offbeat.config.agent import AgentConfig
 from offbeat.config.algorithms import TOP_K_OBJECTIVES, AlgorithmConfig
 from offbeat.config.base import Section, field
 from offbeat.config.checkpoint import CheckpointConfig
@@ -42,6 +43,7 @@ class Config(Section):
     preference: PreferenceConfig = field(PreferenceConfig(), "Preference training.")
     reward_model: RewardModelConfig = field(RewardModelConfig(), "Reward models.")
     rollout: RolloutConfig = field(RolloutConfig(), "Rollouts.")
+    agent: AgentConfig = field(AgentConfig(), "Agents and environments.")
     inference: InferenceConfig = field(InferenceConfig(), "Engines.")
     weights: WeightsConfig = field(WeightsConfig(), "Publishing.")
     checkpoint: CheckpointConfig = field(CheckpointConfig(), "Checkpoints.")
@@ -105,6 +107,7 @@ class Config(Section):
                 f"model.lora.rank must be <= inference.max_adapter_rank = {self.inference.max_adapter_rank}, got {self.model.lora.rank}")
         self._check_who_loads()
         self._check_rollouts()
+        self.agent.check(workflow=self.rollout.workflow, episode_timeout_s=self.rollout.episode_timeout_s)
         self._check_groups()
         self._check_credit()
         self._check_loss()

@@ -154,11 +154,14 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
 def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
     code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
             "rollout.should_accept": config.rollout.should_accept, "algorithm.objective": config.algorithm.objective,
-            "algorithm.credit": config.algorithm.credit}
+            "algorithm.credit": config.algorithm.credit, "agent.program": config.agent.program,
+            "agent.environment": config.agent.environment}
+    digests = {setting: _digest_of_code(name) for setting, name in code.items()}
+    digests["agent.tools"] = digest_of([code_digest(tool) for tool in config.agent.tools]) if config.agent.tools else ""
     return Identity(
         remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
         digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]),
-        {setting: _digest_of_code(name) for setting, name in code.items()})
+        digests)
 
 
 def _digest_of_code(name: str) -> str:

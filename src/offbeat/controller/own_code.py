@@ -7,7 +7,7 @@ import asyncio
 
 from offbeat.algorithms.own_credit import check_credit
 from offbeat.config.root import Config
-from offbeat.process import Child, ChildSpec
+from offbeat.process.child import Child, ChildSpec
 
 _TIMEOUT_S = 120.0
 

@@ -108,8 +108,14 @@ def _moves(a: int, b: int) -> list[tuple[int, str]]:
     return [(value, sign) for value, sign in moves if 0 < value <= _LARGEST_TARGET]
 
 
+def _seeds(rng: random.Random, size: int) -> Row:  # noqa: ARG001 - a seed has no difficulty
+    number = str(rng.randrange(10**9))
+    return Row(number, "", {"seed": number})
+
+
 _TASKS: dict[str, tuple[Callable[[random.Random, int], Row], str]] = {
     "sort_digits": (_sort_digits, "offbeat.rollout.rewards.exact_match:exact_match"),
     "addition": (_addition, "offbeat.rollout.rewards.exact_match:exact_match"),
+    "seeds": (_seeds, "offbeat.rollout.rewards.exact_match:exact_match"),
     "countdown": (_countdown, "offbeat.rollout.rewards.countdown:countdown"),
 }

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from offbeat.config.rollout import RolloutConfig
 from offbeat.data.dataset import PromptStream
@@ -35,13 +35,14 @@ from offbeat.errors import (
     describe,
     shorten,
 )
-from offbeat.inference.sampling import Sampling
+from offbeat.inference.sampling import Sample, Sampling
 from offbeat.phase import phase
 from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.door import ANY, Door, members
 from offbeat.rollout.dynamic import DynamicSampling
-from offbeat.rollout.episode import Episode, Workflow
+from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.holdup import HoldupGuard
+from offbeat.rollout.idle import IdleHint
 from offbeat.rollout.outcomes import Failure, Kind, Outcomes, failure_of, failure_to_ask
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart, combine
@@ -108,6 +109,7 @@ class RolloutExecutor:
         self._outcomes = Outcomes(warn)
         self._holdups = HoldupGuard(
             timeout_s=config.episode_timeout_s, callers=(type(self)._call_workflow.__code__, type(self)._judge.__code__), tell=warn)
+        self._idle = IdleHint(warn, num_running=lambda: len(self._gate.running), limit=self._limit)
         self._exits = ExitStack()
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -306,8 +308,8 @@ class RolloutExecutor:
         try:
             async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s) as clock:
                 score = episode.score
-                returned = await self._call_workflow(
-                    replace(episode, score=lambda completions, row: clock.stand_still(score(completions, row))))
+                returned = await self._call_workflow(replace(
+                    episode, score=lambda completions, row: clock.stand_still(score(completions, row)), generate=self._counted(episode)))
             return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
@@ -318,6 +320,21 @@ class RolloutExecutor:
         except (Exception, SystemExit) as exc:  # boundary to user code: any error of a workflow rejects only its own group
             error = _unwrap(exc)
             return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
+
+    def _limit(self) -> str:
+        """Return the setting that keeps further groups from being admitted; empty if nothing does."""
+        if self._gate.capacity:
+            return ""
+        if len(self._gate.running) >= self._gate.max_running:
+            return f"rollout.max_concurrent_rollouts = {self._config.max_concurrent_rollouts}"
+        return f"rollout.max_head_offpolicyness = {self._config.max_head_offpolicyness}"
+
+    def _counted(self, episode: Episode) -> Generate:
+        async def generate(*arguments: Any, **named: Any) -> list[Sample]:
+            with self._idle.calling():
+                return await episode.generate(*arguments, **named)
+
+        return generate
 
     async def _call_workflow(self, episode: Episode) -> object:
         playing: object = self._workflow(episode)

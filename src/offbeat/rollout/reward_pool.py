@@ -18,7 +18,7 @@ from offbeat.data import wire
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError, WorkerError, shorten
-from offbeat.process import Child, ChildSpec
+from offbeat.process.child import Child, ChildSpec
 from offbeat.rollout.reward_worker import GroupRequest, Loaded, LoadRequest, Scored, ScoredGroup, ScoreRequest
 
 _START_TIMEOUT_S = 60.0

@@ -20,7 +20,7 @@ from offbeat.ranks.ranks import Ranks, WorkerRanks
 from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, NoEngines, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, NoEngines, open_user_code
 from offbeat.runs.teacher import open_teacher
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
@@ -44,16 +44,16 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
             trainers, none = Trainers(ranks, config, on_span=record.on_span), NoEngines(draws=True)
             yield RunParts(config, record, inputs, trainers, none, none, SingleProcess(), none.watch)
             return
-        ranks, (engines, rewards) = await both(
+        ranks, (engines, user_code) = await both(
             WorkerRanks.start(launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir),
             both(
                 EngineGroup.start(launcher, config, log_dir=record.log_dir),
-                open_rewards(stack, inputs, config, record, launcher=launcher)))
+                open_user_code(stack, inputs, config, record, launcher=launcher)))
         addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
         trainers = Trainers(ranks, config, on_span=record.on_span)
         policy = await open_policy(stack, fleet, inputs, config, write=trainers.write_weights, holds=trainers.holds)
-        source = EngineRollouts(config, record, inputs, policy.generate, rewards)
+        source = EngineRollouts(config, record, inputs, policy.generate, user_code)
         yield RunParts(
             config, record, inputs, trainers, policy.publisher, source, SingleProcess(), policy.watch,
             critic=make_critic(ranks, config, record), teacher=teacher(ranks, record.on_span))

@@ -15,7 +15,7 @@ from offbeat.errors import ConfigError
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, open_fleet
 from offbeat.inference.client import EngineClient
-from offbeat.runs.rollouts import EngineRollouts, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, open_user_code
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.record import RunRecord
@@ -58,8 +58,8 @@ async def open_rollouts(config: Config, record: RunRecord) -> AsyncIterator[tupl
     inputs = read_inputs(config, trains=False)
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(make_launcher(config))
-        engines, rewards = await both(
-            EngineGroup.start(launcher, config, log_dir=record.log_dir), open_rewards(stack, inputs, config, record, launcher=launcher))
+        engines, user_code = await both(
+            EngineGroup.start(launcher, config, log_dir=record.log_dir), open_user_code(stack, inputs, config, record, launcher=launcher))
         addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
 
@@ -69,4 +69,4 @@ async def open_rollouts(config: Config, record: RunRecord) -> AsyncIterator[tupl
 
         for name in fleet.pool.states:
             fleet.pool.admit(name, await version_of(fleet.pool.client(name)))
-        yield EngineRollouts(config, record, inputs, fleet.dispatcher.generate, rewards), partial(fleet.watch, version_of)
+        yield EngineRollouts(config, record, inputs, fleet.dispatcher.generate, user_code), partial(fleet.watch, version_of)

@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from offbeat.agents.opening import open_workflow
+from offbeat.aio import both
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_reward
@@ -36,6 +38,14 @@ Rewards = RewardPool | ModelReward
 
 
 @dataclass(frozen=True)
+class UserCode:
+    """What plays an episode and what judges it, with the processes that they need."""
+
+    rewards: Rewards
+    workflow: Workflow
+
+
+@dataclass(frozen=True)
 class EngineRollouts:
     """Plays rollouts on the engines that `generate` routes to."""
 
@@ -43,7 +53,7 @@ class EngineRollouts:
     record: RunRecord
     inputs: RunInputs
     generate: Generate
-    rewards: Rewards
+    user_code: UserCode
 
     draws = True
 
@@ -53,7 +63,6 @@ class EngineRollouts:
         gate = Gate(
             batch_size=config.consumer_batch_size, max_running=config.max_concurrent_rollouts, eta=config.max_head_offpolicyness,
             version=version, last_version=last_version, on_stale=config.on_stale)
-        workflow: Workflow = resolve(config.workflow, kind="workflow")
         accept: Accept = resolve(config.should_accept, kind="should_accept") if config.should_accept else lambda _group: True
         dynamic = None
         if algorithm.dynamic_sampling:
@@ -67,8 +76,9 @@ class EngineRollouts:
                 reason=settled.rejected)
 
         return RolloutExecutor(
-            gate=gate, stream=stream, workflow=workflow, make_episode=self._episode, config=config, sampling=self.inputs.sampling,
-            accept=accept, dynamic=dynamic, door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
+            gate=gate, stream=stream, workflow=self.user_code.workflow, make_episode=self._episode, config=config,
+            sampling=self.inputs.sampling, accept=accept, dynamic=dynamic,
+            door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
             on_rejected=on_rejected, warn=record.console.note,
             on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
 
@@ -83,7 +93,7 @@ class EngineRollouts:
             len(prompt), self.config.data, name=repr(str(row.prompt)[:40]), context=inputs.context,
             max_new_tokens=sampling.max_new_tokens)
         return Episode(
-            row=row, prompt=prompt, group_size=group_size, sampling=sampling, generate=self._generate, score=self.rewards.score,
+            row=row, prompt=prompt, group_size=group_size, sampling=sampling, generate=self._generate, score=self.user_code.rewards.score,
             tokenizer=inputs.tokenizer, context=inputs.context)
 
     def _generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> Awaitable[list[Sample]]:
@@ -131,6 +141,15 @@ class NoEngines:
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
         """Never called: its rows are no prompts with answers."""
         raise AssertionError("a run without engines was asked to imitate")
+
+
+async def open_user_code(
+    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
+) -> UserCode:
+    """Start what runs the rewards and the workflow; see `open_rewards` and `open_workflow`."""
+    return UserCode(*await both(
+        open_rewards(stack, inputs, config, record, launcher=launcher),
+        open_workflow(stack, config, tokenizer=inputs.tokenizer, log_dir=record.log_dir, tell=partial(record.note, "user_code"))))
 
 
 async def open_rewards(

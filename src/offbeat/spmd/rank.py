@@ -29,7 +29,7 @@ from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.assemble import make_critic, open_policy
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, NoEngines, Rewards, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, NoEngines, UserCode, open_user_code
 from offbeat.runs.teacher import open_teacher
 from offbeat.spmd.peers import EngineNews, Followed, RankPeers, follow, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
@@ -96,9 +96,9 @@ async def _open(
     # Engines start while the trainer loads, but only the trainer may use collectives then, as they must come in the same order on every
     # rank.
     launcher = await _open_launcher(stack, config, rank_info)
-    own_trainers, (engines, rewards) = await both(
+    own_trainers, (engines, user_code) = await both(
         _build_trainers(config, inputs, groups, thread, peers),
-        both(_start_engines(launcher, config, rank_info, record), _start_rewards(stack, launcher, own, rank_info, rows, record)))
+        both(_start_engines(launcher, config, rank_info, record), _start_user_code(stack, launcher, own, rank_info, rows, record)))
 
     async def serve() -> EngineAddresses:
         assert engines is not None, "the leader has started engines"
@@ -113,17 +113,17 @@ async def _open(
     parts = partial(
         RunParts, own, record, rows, trainers, peers=peers, num_heads=num_heads, head=head, critic=make_critic(ranks, config, record),
         teacher=teacher(ranks, record.on_span))
-    if rewards is None:
+    if user_code is None:
         return parts(follow(trainers, inputs, config, peers), NoRolloutSource(inputs), watch=_watch_nothing)
     if engines is None:
         pool = await open_pool(stack, addresses, config, record, model=inputs.model)
-        source = EngineRollouts(own, record, rows, make_dispatcher(pool, config.inference, record).generate, rewards)
+        source = EngineRollouts(own, record, rows, make_dispatcher(pool, config.inference, record).generate, user_code)
         followed = Followed(pool, config.inference, find=(await _open_news(stack, config, rank_info)).find)
         return parts(follow(trainers, inputs, config, peers, followed=followed), source, watch=followed.watch)
     fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
     policy = await open_policy(
         stack, fleet, inputs, config, write=trainers.write_weights, release=make_release(fleet.pool, config, peers))
-    source = EngineRollouts(own, record, rows, policy.generate, rewards)
+    source = EngineRollouts(own, record, rows, policy.generate, user_code)
     if one_loads:
         return parts(policy.publisher, source, watch=policy.watch)
     news = await _open_news(stack, config, rank_info)
@@ -172,12 +172,12 @@ async def _start_engines(launcher: Launcher, config: Config, rank_info: RankInfo
     return await EngineGroup.start(launcher, config, log_dir=record.log_dir) if rank_info.leads else None
 
 
-async def _start_rewards(
+async def _start_user_code(
     stack: AsyncExitStack, launcher: Launcher, config: Config, rank_info: RankInfo, inputs: RunInputs, record: RunRecord,
-) -> Rewards | None:
+) -> UserCode | None:
     if not rank_info.leads and config.rollout.single_rank_load:
         return None
-    return await open_rewards(stack, inputs, config, record, launcher=launcher)
+    return await open_user_code(stack, inputs, config, record, launcher=launcher)
 
 
 def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:

@@ -11,7 +11,7 @@ from offbeat.config.model import TinyConfig
 from offbeat.config.root import Config
 from offbeat.errors import StuckError, SyncError, UserError
 from offbeat.model.tiny import build_tiny
-from offbeat.process import Lifeline
+from offbeat.process.serving import Lifeline
 from offbeat.pulse import work
 from offbeat.sync.mesh import ProcessGroups, connect_store, host_store, join
 from offbeat.sync.peers import own_card

@@ -6,7 +6,7 @@ from typing import Self
 
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
-from offbeat.process import Child, ChildSpec
+from offbeat.process.child import Child, ChildSpec
 from offbeat.workers.worker import FAILED_STOP_S, Worker, WorkerSpec
 
 

@@ -17,7 +17,8 @@ import psutil
 from offbeat.aio import SideThread, deadline
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DeadlineError, DeathError, MissingExtraError, OffbeatError
-from offbeat.process import Child, ChildSpec, Failure
+from offbeat.process.child import Child, ChildSpec
+from offbeat.process.frames import Failure
 from offbeat.workers.ray_reaper import Reaper
 from offbeat.workers.worker import Worker, WorkerSpec
 

@@ -94,7 +94,7 @@ class Worker(Protocol):
     def alive(self) -> bool: ...
 
     async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
-        """See `offbeat.process.Child.call`."""
+        """See `offbeat.process.child.Child.call`."""
         ...
 
     async def stack(self) -> str:

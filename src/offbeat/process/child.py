@@ -1,64 +1,29 @@
-"""A child process that answers calls over a socket pair. Launchers and the reward pool are built on it.
+"""A child process that answers calls over a socket pair, seen from the parent. Launchers and the pools of user code are built on it.
 
-The parent uses `Child.start(spec)`, `await child.call(method, payload)` and `await child.stop()`. The child has an object with
-`handle(method, payload) -> bytes`, which is called in the main thread, one call at a time.
-
-The socket is also a lifeline: when the parent is gone, for whatever reason, the child's reader thread sees the end of the stream and ends
-the process.
+The parent uses `Child.start(spec)`, `await child.call(method, payload)` and `await child.stop()`. What runs in the child is in `serving`.
 
     Child._read      consumes frames from the child; produces results; waits for the socket; woken by the child or its death
-    _Server._read    consumes frames from the parent; produces queued calls, and stack dumps at once; ends the process at end of stream
-    _Server.run      consumes queued calls; produces replies
 """
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import os
-import queue
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import threading
 import time
-import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from offbeat import errors
 from offbeat.aio import deadline
-from offbeat.loading import load_module
 from offbeat.onlooker import LOOK_S, Onlooker, is_stopped, log_tail, system_view
+from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, Failure
 
-_HEADER = struct.Struct("!QQB")  # payload bytes, call id, kind
-_READY, _CALL, _RESULT, _FAILURE, _STACK, _STOP, _BEAT = range(7)
 _STACK_TIMEOUT_S = 1.0
-_PR_SET_PDEATHSIG = 1
-
-
-class Handler(Protocol):
-    """Interface of what a child serves. A handler with an attribute `lifeline` gets a `Lifeline` there before its first call."""
-
-    def handle(self, method: str, payload: bytes) -> bytes:
-        """Answer one call; an exception is sent to the caller."""
-        ...
-
-
-class Lifeline(Protocol):
-    """Lets a handler reach its parent from any thread while it answers a call."""
-
-    def beat(self, work: str) -> None:
-        """Report that the child is alive and what it is doing; the parent quotes the last report if it finds the child stuck."""
-        ...
-
-    def give_up(self, error: Exception) -> None:
-        """Answer the current call, if there is one, with an error; a later result of the call itself is dropped."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,66 +48,6 @@ class ChildSpec:
     def environment(self) -> dict[str, str]:
         """The complete environment of the child."""
         return {name: value for name, value in os.environ.items() if name not in self.without} | dict(self.env)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception in transit to the caller: the name of its class, its text, and its notes."""
-
-    kind: str
-    text: str
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, exc: BaseException, *notes: str) -> "Failure":
-        """Take the name, text and notes of an exception, with further notes."""
-        return cls(type(exc).__name__, str(exc), (*getattr(exc, "__notes__", ()), *notes))
-
-    def to_exception(self, name: str, doing: str) -> errors.OffbeatError:
-        """Rebuild the exception: Offbeat's own errors as themselves, others as a `WorkerError` with the worker and what it was doing."""
-        cls = getattr(errors, self.kind, None)
-        if isinstance(cls, type) and issubclass(cls, errors.OffbeatError):
-            exc = cls(self.text)
-        else:
-            exc = errors.WorkerError(f"{name} failed {doing}: {self.kind}: {self.text}")
-        for note in self.notes:
-            exc.add_note(note)
-        return exc
-
-    def pack(self) -> bytes:
-        """Encode as length-prefixed UTF-8 strings."""
-        parts = [part.encode() for part in (self.kind, self.text, *self.notes)]
-        return b"".join(struct.pack("!Q", len(part)) + part for part in parts)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> "Failure":
-        """Decode what `pack` encoded."""
-        parts, at = [], 0
-        while at < len(data):
-            (size,) = struct.unpack_from("!Q", data, at)
-            parts.append(data[at + 8 : at + 8 + size].decode())
-            at += 8 + size
-        return cls(parts[0], parts[1], tuple(parts[2:]))
-
-
-@runtime_checkable
-class _Reaching(Protocol):
-    """A handler that wants a lifeline to its parent."""
-
-    lifeline: Lifeline | None
-
-
-def resolve_handler(target: str) -> Handler:
-    """Construct an instance of the class named "module:Class"."""
-    module, _, name = target.partition(":")
-    return getattr(load_module(module), name)()
-
-
-def thread_stacks() -> str:
-    """Return the Python stack of every thread of this process, main thread first."""
-    names = {t.ident: t.name for t in threading.enumerate()}
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
-    return "\n".join(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
 
 
 class Child:
@@ -222,15 +127,21 @@ class Child:
             WorkerError: the handler raised an error that is not one of Offbeat's own; names the child and the method.
             StuckError: the process was stopped, or hung, for longer than `patience_s`.
             DeathError: the process died; names it, the method and the signal or the exit code.
-            DeadlineError: no answer came in time; shows the child's stacks. The call continues in the child.
+            DeadlineError: no answer came in time; shows the child's stacks.
+
+        After a deadline, or if this coroutine is cancelled, a handler that is a coroutine is cancelled; another goes on with the call.
         """
         if not self.alive:
             raise await self._death(f"before {method}")
-        future = self._send(_CALL, method.encode() + b"\0" + payload)
+        call_id, future = self._send(CALL, method.encode() + b"\0" + payload)
         if patience_s is not None:
             self._onlooker.begin(method)
             self._looking = self._looking or asyncio.create_task(self._look_on(), name=f"look at {self.name}")
-        return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", patience_s=patience_s)
+        try:
+            return await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}", patience_s=patience_s)
+        except (asyncio.CancelledError, errors.DeadlineError):
+            self._frame(CANCEL, call_id, b"")
+            raise
 
     async def call_each(self, method: str, payloads: Sequence[bytes], *, timeout_s: float) -> AsyncIterator[bytes]:
         """Send all calls at once and yield their answers in order.
@@ -243,7 +154,7 @@ class Child:
         """
         if not self.alive:
             raise await self._death(f"before {method}")
-        for future in [self._send(_CALL, method.encode() + b"\0" + payload) for payload in payloads]:
+        for _, future in [self._send(CALL, method.encode() + b"\0" + payload) for payload in payloads]:
             yield await self._answer(future, f"in {method}", timeout_s=timeout_s, what=f"{method} on {self.name}")
 
     async def stack(self) -> str:
@@ -252,7 +163,8 @@ class Child:
         if self.alive and not is_stopped(self.pid):
             with contextlib.suppress(TimeoutError, _GoneError):
                 async with asyncio.timeout(_STACK_TIMEOUT_S):
-                    stacks = await self._send(_STACK, b"")
+                    _, stacks_come = self._send(STACK, b"")
+                    stacks = await stacks_come
                     assert isinstance(stacks, bytes), "a stack is no failure"
                     return f"stack of {self.name}:\n{stacks.decode()}"
             guess = "native code holds its interpreter lock; " if self.alive else ""
@@ -265,7 +177,7 @@ class Child:
     async def stop(self, *, timeout_s: float) -> None:
         """Ask the process to end after its current call; kill it if it does not, or at once if it is stopped."""
         with contextlib.suppress(ConnectionError):
-            self._frame(_STOP, 0, b"")
+            self._frame(STOP, 0, b"")
         try:
             async with asyncio.timeout(0 if is_stopped(self.pid) else timeout_s):
                 await self._process.wait()
@@ -306,29 +218,29 @@ class Child:
             raise result.to_exception(self.name, doing)
         return result
 
-    def _send(self, kind: int, payload: bytes) -> "asyncio.Future[bytes | Failure]":
+    def _send(self, kind: int, payload: bytes) -> "tuple[int, asyncio.Future[bytes | Failure]]":
         call_id = next(self._ids)
         future = self._pending[call_id] = asyncio.get_running_loop().create_future()
         self._frame(kind, call_id, payload)
-        return future
+        return call_id, future
 
     def _frame(self, kind: int, call_id: int, payload: bytes) -> None:
         if self._writer.is_closing():  # the process is gone, and `_read` tells those who wait
             return
-        self._writer.write(_HEADER.pack(len(payload), call_id, kind))
+        self._writer.write(HEADER.pack(len(payload), call_id, kind))
         self._writer.write(payload)
 
     async def _read(self) -> None:
         try:
             while True:
-                size, call_id, kind = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+                size, call_id, kind = HEADER.unpack(await self._reader.readexactly(HEADER.size))
                 payload = await self._reader.readexactly(size)
-                if kind == _BEAT:
+                if kind == BEAT:
                     self._beat = time.monotonic(), payload.decode()
                     continue
                 future = self._pending.pop(call_id)
                 if not future.done():  # otherwise its caller has given up
-                    future.set_result(Failure.unpack(payload) if kind == _FAILURE else payload)
+                    future.set_result(Failure.unpack(payload) if kind == FAILURE else payload)
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._process.wait()
             for future in self._pending.values():
@@ -352,102 +264,3 @@ class Child:
 
 class _GoneError(Exception):
     """The process ended before it answered."""
-
-
-class _Server:
-    """The child's end of the socket pair."""
-
-    def __init__(self, name: str, connection: socket.socket) -> None:
-        self._name = name
-        self._connection = connection
-        self._calls: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
-        self._writing = threading.Lock()
-        self._answering = threading.Lock()
-        self._call_id = 0
-
-    def run(self, target: str) -> None:
-        threading.Thread(target=self._read, name="lifeline", daemon=True).start()
-        try:
-            handler = resolve_handler(target)
-        except Exception as exc:
-            self._reply(0, self._failure(exc))
-            raise
-        if isinstance(handler, _Reaching):
-            handler.lifeline = self
-        self._frame(_READY, 0, b"")
-        while (call := self._calls.get()) is not None:
-            call_id, payload = call
-            self._call_id = call_id
-            method, _, argument = payload.partition(b"\0")
-            try:
-                result = handler.handle(method.decode(), argument)
-            except Exception as exc:
-                result = self._failure(exc)
-            self._end_call(result)
-
-    def beat(self, work: str) -> None:
-        """See `Lifeline.beat`."""
-        self._frame(_BEAT, 0, work.encode())
-
-    def give_up(self, error: Exception) -> None:
-        """See `Lifeline.give_up`."""
-        self._end_call(self._failure(error))
-
-    def _end_call(self, result: bytes | Failure) -> None:
-        """Answer the current call unless it has already been answered."""
-        with self._answering:
-            call_id, self._call_id = self._call_id, 0
-        if call_id:
-            self._reply(call_id, result)
-
-    def _failure(self, exc: Exception) -> Failure:
-        if isinstance(exc, errors.SyncError):
-            return Failure.of(exc)  # the message says where every rank is, including this one
-        return Failure.of(exc, f"traceback in {self._name}:\n{traceback.format_exc()}")
-
-    def _read(self) -> None:
-        stream = self._connection.makefile("rb")
-        while True:
-            header = stream.read(_HEADER.size)
-            if len(header) < _HEADER.size:
-                os._exit(0)  # the parent is gone, and no clean-up may delay the exit
-            size, call_id, kind = _HEADER.unpack(header)
-            payload = stream.read(size)
-            if kind == _STACK:
-                self._frame(_RESULT, call_id, thread_stacks().encode())
-            else:
-                self._calls.put(None if kind == _STOP else (call_id, payload))
-
-    def _reply(self, call_id: int, result: bytes | Failure) -> None:
-        if isinstance(result, Failure):
-            self._frame(_FAILURE, call_id, result.pack())
-        else:
-            self._frame(_RESULT, call_id, result)
-
-    def _frame(self, kind: int, call_id: int, payload: bytes) -> None:
-        with self._writing:
-            self._connection.sendall(_HEADER.pack(len(payload), call_id, kind))
-            self._connection.sendall(payload)
-
-
-def die_with_parent(parent: int) -> None:
-    """Arrange on Linux that the kernel kills this process when the parent dies, even while native code holds the interpreter lock.
-
-    Other systems rely on the lifeline.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-def main() -> None:
-    """Entry point of the child: `python -m offbeat.process TARGET NAME FD PARENT`."""
-    target, name, fd, parent = sys.argv[1:]
-    die_with_parent(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _Server(name, socket.socket(fileno=int(fd))).run(target)
-
-
-if __name__ == "__main__":
-    main()

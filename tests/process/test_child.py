@@ -14,10 +14,10 @@ import pytest
 import uvloop
 
 from offbeat.errors import ConfigError, DeadlineError, StuckError, WorkerError
-from offbeat.process import Child, ChildSpec
+from offbeat.process.child import Child, ChildSpec
 from waiting import wait_until
 
-SUPPORT = str(Path(__file__).parent / "support")
+SUPPORT = str(Path(__file__).parents[1] / "support")
 ENV = {"PYTHONPATH": os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH")))), "MARK": "here"}
 
 
@@ -148,7 +148,7 @@ def test_a_failed_start_shows_the_first_real_error() -> None:
 def test_children_end_when_the_parent_is_killed(busy: str) -> None:
     script = (
         "import asyncio\n"
-        "from offbeat.process import Child, ChildSpec\n"
+        "from offbeat.process.child import Child, ChildSpec\n"
         "async def main():\n"
         f"    child = await Child.start(ChildSpec('w', 'handlers:Echo', {ENV!r}), timeout_s=60)\n"
         "    print(child.pid, flush=True)\n"

@@ -1,0 +1,94 @@
+"""The workflow "agent": programs that call the model over HTTP, as they would any other, while the proxy records what they are answered.
+
+A program is given a base URL, a key of its episode alone, and a row. What it asks and is answered becomes the episode's trajectories; what
+it returns is the reward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from offbeat.agents.group import play_group, seed_of
+from offbeat.agents.pool import PlayPool
+from offbeat.agents.proxy import Proxy
+from offbeat.agents.recorder import Limits
+from offbeat.agents.task import EPISODE, AgentTask, Played
+from offbeat.agents.worker import RunRequest
+from offbeat.aio import deadline
+from offbeat.config.agent import AgentConfig
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.data.trajectory import Trajectory
+from offbeat.errors import CodeError
+from offbeat.rollout.episode import Episode
+
+
+class Player(Protocol):
+    """Runs an agent for one episode."""
+
+    async def play(self, task: AgentTask) -> Played:
+        """Run it to its end; if this is cancelled, it is ended.
+
+        Raises:
+            DeadlineError: it took longer than the task allows, once it had begun.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ProgramPlayer:
+    """Runs the agent's function in a pool."""
+
+    pool: PlayPool
+
+    async def play(self, task: AgentTask) -> Played:
+        async with self.pool.seat() as seat, deadline(EPISODE, task.timeout_s):
+            return await seat.call("run", RunRequest(seat.number, task), Played, timeout_s=2 * task.timeout_s)
+
+
+@dataclass(frozen=True)
+class AgentWorkflow:
+    """Plays agents; a workflow.
+
+    Attributes:
+        max_tokens: longest sequence that can be trained on.
+    """
+
+    proxy: Proxy
+    player: Player
+    config: AgentConfig
+    max_tokens: int
+
+    async def __call__(self, episode: Episode) -> list[Trajectory]:
+        return await play_group(episode, lambda index: self._play(episode, index))
+
+    async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
+        config = self.config
+        limits = Limits(config.max_turns, min(episode.context, self.max_tokens))
+        session = self.proxy.open(episode.generate, episode.sampling, limits=limits, keep_reasoning=config.keep_reasoning)
+        # The key is in the path as well, for libraries that take no key for each episode.
+        url = self.proxy.path_url(session)
+        task = AgentTask(
+            episode.row, f"{url}/v1", url, session.key, config.model, seed_of(episode.row), config.timeout_s)
+        try:
+            result = await self.player.play(task)
+        finally:
+            self.proxy.close(session)
+        reward = result.outcome
+        if reward is None:
+            [reward] = await episode.score([last_answer(session.chains(0.0, episode=index), episode.tokenizer)], episode.row)
+        chains = session.chains(reward, episode=index)
+        if not chains:
+            raise CodeError("the agent ended without an answer of the model; it has to call the base URL that it is given")
+        return chains
+
+
+def last_answer(chains: Sequence[Trajectory], tokenizer: Tokenizer) -> str:
+    """Return the text of the last call of an episode; empty if there was none."""
+    last = max((chain for chain in chains if chain.turns), key=lambda chain: chain.turns[-1].order, default=None)
+    if last is None:
+        return ""
+    mask = last.loss_mask.copy()
+    mask[: last.turns[-2].end if len(last.turns) > 1 else 0] = False
+    return tokenizer.decode(last.tokens[np.flatnonzero(mask)].tolist())

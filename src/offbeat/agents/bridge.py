@@ -1,0 +1,156 @@
+"""Plays environments of libraries that own their loop and the versions of their packages: under another Python, over a pipe.
+
+The other end is a single file in `bridges`. Both write lines of JSON. The first tells it what to load; then each episode is a line with a
+number, a row, a base URL and a key, which is answered, in any order, by a line with that number and the reward.
+
+    BridgePlayer._read   consumes lines of the bridge; produces answers; woken by the bridge or its death
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from offbeat.agents import bridges
+from offbeat.agents.command import end_group, launcher
+from offbeat.agents.pool import LostError
+from offbeat.agents.task import EPISODE, AgentTask, Played, played
+from offbeat.aio import deadline
+from offbeat.errors import CodeError, WorkerError, printable
+from offbeat.onlooker import log_tail
+from offbeat.rollout.reward_pool import secret_variables
+
+_START_TIMEOUT_S = 300.0
+"""Some libraries take tens of seconds to import."""
+
+_LONGEST_LINE = 16 << 20
+
+
+class BridgePlayer:
+    """One process of a bridge, replaced when it dies. It plays at most `num_episodes` at a time."""
+
+    def __init__(
+        self, name: str, *, python: str, options: Mapping[str, Any], model: str, max_turns: int, num_episodes: int, log_dir: Path | None,
+        memory_bytes: int = 0, allowed: Collection[str] = (),
+    ) -> None:
+        """Prepare a bridge.
+
+        Args:
+            name: "LIBRARY:ENVIRONMENT".
+            python: the interpreter; "" for this one.
+            options: of the environment.
+            model: name of the model, for its calls.
+            allowed: environment variables that it sees although they look like secrets.
+        """
+        library, _, environment = name.partition(":")
+        self._file = Path(bridges.__file__).with_name(f"{library}_bridge.py")
+        self._first = {"environment": environment, "options": dict(options), "model": model, "max_turns": max_turns}
+        self._name = name
+        self._python = python or sys.executable
+        self._places = asyncio.Semaphore(num_episodes)
+        self._log = log_dir / "bridge.log" if log_dir is not None else None
+        self._memory_bytes = memory_bytes
+        hidden = secret_variables(os.environ, allowed=allowed)
+        self._environment = {key: value for key, value in os.environ.items() if key not in hidden}
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._end()
+
+    async def play(self, task: AgentTask) -> Played:
+        """Let the bridge play an episode.
+
+        Raises:
+            CodeError: the environment failed.
+            LostError: the bridge's process ended.
+            WorkerError: it does not start again.
+        """
+        async with self._places, deadline(EPISODE, task.timeout_s):
+            async with self._starting:
+                if self._process is None or self._process.returncode is not None or self._reading is None or self._reading.done():
+                    await self._start()
+            number = next(self._numbers)
+            row = {"prompt": task.row.prompt, "answer": task.row.answer, "solution": task.row.solution, **task.row.extra}
+            answer = self._send(number, {
+                "row": row, "seed": task.seed, "base_url": task.base_url, "api_key": task.api_key, "timeout_s": task.timeout_s})
+            try:
+                result = await answer
+            except asyncio.CancelledError:
+                self._write({"id": number, "cancel": True})
+                raise
+            finally:
+                self._waiting.pop(number, None)
+        if error := result.get("error"):
+            raise CodeError(f"{self._name} failed: {printable(str(error))}")
+        return played(result.get("parts") or result.get("reward"), of=self._name)
+
+    async def _start(self) -> None:
+        await self._end()
+        log = self._log.open("ab") if self._log is not None else subprocess.DEVNULL
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *launcher(self._memory_bytes), self._python, str(self._file), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                env=self._environment, start_new_session=True, limit=_LONGEST_LINE)
+        finally:
+            if not isinstance(log, int):
+                log.close()
+        assert self._process.stdout is not None, "it is a pipe"
+        self._reading = asyncio.create_task(self._read(self._process.stdout), name=f"read {self._name}")
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                ready = await self._send(0, self._first)
+        except (TimeoutError, LostError) as exc:
+            await self._end()
+            error = WorkerError(f"the bridge to {self._name} under {self._python} did not start: {exc or 'it took too long'}")
+            if tail := log_tail(self._log):
+                error.add_note(f"last lines of {self._log}:\n{tail}")
+            raise error from exc
+        if why := ready.get("error"):
+            await self._end()
+            raise CodeError(f"agent.environment {self._name!r} cannot be loaded under {self._python}: {printable(str(why))}")
+
+    async def _end(self) -> None:
+        if self._process is not None:
+            end_group(self._process.pid)
+            await self._process.wait()
+        if self._reading is not None:
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    def _send(self, number: int, message: Mapping[str, Any]) -> "asyncio.Future[dict[str, Any]]":
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._write({"id": number, **message})
+        return answer
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None, "it has been started"
+        with contextlib.suppress(ConnectionError, RuntimeError):  # it is gone, and `_read` tells those who wait
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ValueError, ConnectionError):  # a line that is too long ends the bridge, too
+            while line := await stream.readline():
+                try:
+                    message = json.loads(line)
+                    answer = self._waiting.get(message["id"])
+                except (ValueError, KeyError, TypeError):
+                    continue  # something that the library printed
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(LostError(f"the bridge to {self._name} ended"))
+                answer.exception()

@@ -1,0 +1,163 @@
+"""Tools as an environment: it shows the row's prompt, answers the model's calls, and is over when the model answers without a call.
+
+Tools are typed functions, or the public methods of a class in the manner of TRL's `environment_factory`: one instance for each episode,
+`reset(**row)` that may return text to add to the prompt, and an attribute `reward` that is read at the end. What goes wrong in a call is
+told to the model, which may try again.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from offbeat.agents.environment import Environment, View
+from offbeat.agents.environments.schema import arguments_of, read_arguments, tool_of
+from offbeat.agents.user_code import call
+from offbeat.chat.messages import Message, Tool, ToolCall
+from offbeat.data.reward import FailedReward, NamedReward, check_reward
+from offbeat.data.row import Row
+from offbeat.errors import CodeError, describe
+
+
+class ToolServer(Protocol):
+    """Serves tools to all episodes of a process."""
+
+    tools: tuple[Tool, ...]
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def call(self, name: str, arguments: str) -> str:
+        """Call a tool with JSON; raises for what the model is to be told."""
+        ...
+
+
+class ToolStage:
+    """Plays functions, one class, and servers together."""
+
+    def __init__(
+        self, functions: Sequence[Callable[..., Any]], factory: type | None, servers: Sequence[ToolServer], *, timeout_s: float,
+    ) -> None:
+        """`timeout_s` is the limit of one call of a tool."""
+        self._functions = functions
+        self._factory = factory
+        self._servers = servers
+        self._timeout_s = timeout_s
+        self._methods = [] if factory is None else _public_methods(factory)
+        self.tools: tuple[Tool, ...] = ()
+
+    async def open(self) -> None:
+        """Start the servers, and describe all tools.
+
+        Raises:
+            CodeError: a tool has no schema, or two have one name.
+        """
+        await asyncio.gather(*(server.open() for server in self._servers))
+        own = [tool_of(function) for function in self._functions] + [tool_of(_bound(self._factory, name)) for name in self._methods]
+        self.tools = (*own, *(tool for server in self._servers for tool in server.tools))
+        names = [tool.name for tool in self.tools]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise CodeError(f"two of agent.tools are named {twice!r}; a model could not tell them apart")
+
+    async def close(self) -> None:
+        await asyncio.gather(*(server.close() for server in self._servers))
+
+    def environment(self) -> Environment:
+        return _ToolEpisode(self._functions, self._factory, self._methods, self._servers, timeout_s=self._timeout_s)
+
+
+class _ToolEpisode:
+    def __init__(
+        self, functions: Sequence[Callable[..., Any]], factory: type | None, methods: Sequence[str], servers: Sequence[ToolServer], *,
+        timeout_s: float,
+    ) -> None:
+        self._functions = {function.__name__: function for function in functions}
+        self._factory = factory
+        self._methods = methods
+        self._instance: Any = None
+        self._servers = {tool.name: server for server in servers for tool in server.tools}
+        self._schemas: dict[str, type[BaseModel]] = {}
+        self._timeout_s = timeout_s
+        self._late: list[asyncio.Future[Any]] = []
+
+    async def reset(self, row: Row, seed: int) -> View:  # noqa: ARG002 - tools begin the same
+        messages = [Message("user", row.prompt)] if isinstance(row.prompt, str) else [
+            Message(message["role"], message["content"]) for message in row.prompt]  # type: ignore[arg-type]
+        if self._factory is not None:
+            self._instance = await call(self._factory)
+            self._functions |= {name: getattr(self._instance, name) for name in self._methods}
+            added = await call(self._instance.reset, **_fields(row)) if hasattr(self._instance, "reset") else None
+            if isinstance(added, str) and added:
+                last = messages[-1]
+                messages[-1] = Message(last.role, f"{last.content}{added}")
+        return View(tuple(messages))
+
+    async def step(self, answer: Message) -> View:
+        if answer.calls:
+            return View(tuple(await asyncio.gather(*(self._answer(each) for each in answer.calls))))
+        return await self.end()
+
+    async def end(self) -> View:
+        reward = getattr(self._instance, "reward", None)
+        if reward is None:
+            return View(done=True)
+        given = check_reward(await call(reward) if callable(reward) else reward)
+        if isinstance(given, FailedReward):
+            raise CodeError(f"the attribute reward of {type(self._instance).__name__} is no reward: {given.reason}")
+        return View(done=True, outcome={"": float(given)}, named=given.parts if isinstance(given, NamedReward) else {})
+
+    async def close(self) -> None:
+        if self._late:
+            await asyncio.wait(self._late)  # a thread may still run, and then never lets its process take another episode
+        if hasattr(self._instance, "close"):
+            await call(self._instance.close)
+
+    async def _answer(self, called: ToolCall) -> Message:
+        calling = asyncio.ensure_future(self._call(called))
+        try:
+            if not (await asyncio.wait([calling], timeout=self._timeout_s))[0]:
+                self._late.append(calling)
+                calling.cancel()
+                result = f"Error: it did not answer within {self._timeout_s:g} s"
+            else:
+                result = calling.result()
+        except asyncio.CancelledError:
+            self._late.append(calling)
+            calling.cancel()
+            raise
+        except CodeError:  # a server is lost, which is nothing that the model did
+            raise
+        except (Exception, SystemExit) as exc:  # whatever a tool raises is for the model to read
+            result = f"Error: {exc if type(exc) is ValueError else describe(exc)}"
+        text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        return Message("tool", text, call_id=called.id, name=called.name)
+
+    async def _call(self, called: ToolCall) -> Any:
+        if (server := self._servers.get(called.name)) is not None:
+            return await server.call(called.name, called.arguments)
+        function = self._functions.get(called.name)
+        if function is None:
+            raise ValueError(f"there is no tool {called.name!r}; there are {', '.join([*self._functions, *self._servers])}")
+        if called.name not in self._schemas:
+            self._schemas[called.name] = arguments_of(function)
+        return await call(function, **read_arguments(self._schemas[called.name], called.arguments))
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    return {**row.extra, "prompt": row.prompt, "answer": row.answer, "solution": row.solution}
+
+
+def _public_methods(factory: type) -> list[str]:
+    return [
+        name for name, value in inspect.getmembers(factory, inspect.isfunction)
+        if not name.startswith("_") and name not in ("reset", "close", "reward")]
+
+
+def _bound(factory: type | None, name: str) -> Callable[..., Any]:
+    """Return a method as its instances have it, without `self`, for its schema."""
+    method = getattr(factory, name)
+    return method.__get__(object())

@@ -1,0 +1,52 @@
+"""Plays the episodes of one prompt at the same time, so that one that fails costs only itself. Called by the workflows of this folder."""
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from offbeat.agents.pool import LostError
+from offbeat.data.row import Row
+from offbeat.data.trajectory import Trajectory, failed_trajectory
+from offbeat.errors import describe
+from offbeat.rollout.episode import Episode
+
+_TRIES = 2
+"""An episode whose process ended is played once more, since another one may have ended it."""
+
+
+async def play_group(episode: Episode, play: Callable[[int], Awaitable[Sequence[Trajectory]]]) -> list[Trajectory]:
+    """Return the trajectories of all episodes; one that stands for a failure where an episode failed.
+
+    Args:
+        play: plays the episode with this index.
+
+    Raises:
+        Exception: that of the first episode that failed, if fewer than two, or the only one, were played to their end.
+    """
+    failures: list[Exception] = []
+
+    async def play_safely(index: int) -> Sequence[Trajectory]:
+        for tries in range(_TRIES):
+            try:
+                return await play(index)
+            except LostError as exc:
+                error: Exception = exc
+                if tries + 1 < _TRIES:
+                    continue
+            except Exception as exc:  # boundary to user code, engines and deadlines
+                error = exc
+            break
+        failures.append(error)
+        return [failed_trajectory(describe(error), episode=index)]
+
+    async with asyncio.TaskGroup() as tasks:
+        playing = [tasks.create_task(play_safely(index), name=f"episode {index}") for index in range(episode.group_size)]
+    if episode.group_size - len(failures) < min(2, episode.group_size):
+        raise failures[0]
+    return [trajectory for task in playing for trajectory in task.result()]
+
+
+def seed_of(row: Row) -> int:
+    """Return the seed of a row's episodes: its field `seed`, or one that depends on its text."""
+    given = row.extra.get("seed", "")
+    return int(given) if given.removeprefix("-").isdigit() else zlib.crc32(repr((row.prompt, row.answer)).encode(errors="replace"))

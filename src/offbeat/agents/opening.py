@@ -1,0 +1,83 @@
+"""Opens the workflow of a run: what `rollout.workflow` names, with the processes and the proxy that it needs. Called by `runs.rollouts`."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from offbeat.agents.agent import AgentWorkflow, Player, ProgramPlayer
+from offbeat.agents.bridge import BridgePlayer
+from offbeat.agents.command import CommandPlayer
+from offbeat.agents.environments.find import read_options
+from offbeat.agents.played import PlayedWorkflow
+from offbeat.agents.pool import PlayPool
+from offbeat.agents.proxy import Proxy
+from offbeat.agents.recorder import Limits, Recorder
+from offbeat.agents.worker import LoadRequest
+from offbeat.chat.parsing import AnswerParser
+from offbeat.chat.rendering import Renderer
+from offbeat.config.root import Config
+from offbeat.data.functions import resolve
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.rollout.episode import Episode, Workflow
+
+SHORT_NAMES = {"single_turn": "offbeat.rollout.workflows.single_turn:single_turn"}
+
+
+async def open_workflow(
+    stack: AsyncExitStack, config: Config, *, tokenizer: Tokenizer, log_dir: Path | None, tell: Callable[[str], None],
+) -> Workflow:
+    """Return the workflow; what it has started ends with `stack`.
+
+    Args:
+        tell: called with a sentence when a process of user code had to be replaced.
+
+    Raises:
+        CodeError: there is no such workflow, or what it plays cannot be found or loaded.
+        MissingExtraError: a library is not installed.
+        ModelError: the tokenizer has no chat template, or writes no tools in the given format.
+    """
+    name, agent = config.rollout.workflow, config.agent
+    if name not in ("agent", "tool_loop", "gym"):
+        return resolve(SHORT_NAMES.get(name, name), kind="workflow")
+    renderer = Renderer(tokenizer, tool_format=agent.tool_format)
+    parser = AnswerParser(renderer)
+    # A row is run up to its last generated token.
+    max_tokens = config.train.max_tokens_per_microbatch + 1
+    if name == "agent":
+        player = await _open_player(stack, config, log_dir=log_dir, tell=tell)
+        proxy = await stack.enter_async_context(Proxy(renderer, parser, model=agent.model))
+        return AgentWorkflow(proxy, player, agent, max_tokens)
+
+    def make_recorder(episode: Episode) -> Recorder:
+        limits = Limits(agent.max_turns, min(episode.context, max_tokens))
+        return Recorder(renderer, parser, sampling=episode.sampling, limits=limits, keep_reasoning=agent.keep_reasoning)
+
+    request = LoadRequest(
+        stage=agent.tools or (agent.environment,), tools=bool(agent.tools), options=agent.options, step_timeout_s=agent.step_timeout_s,
+        memory_bytes=agent.memory_bytes)
+    pool = await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell))
+    return PlayedWorkflow(pool, agent, make_recorder, config.data.system_prompt)
+
+
+async def _open_player(
+    stack: AsyncExitStack, config: Config, *, log_dir: Path | None, tell: Callable[[str], None],
+) -> Player:
+    agent = config.agent
+    num_episodes = agent.processes * agent.episodes_per_process
+    if agent.command:
+        return await stack.enter_async_context(CommandPlayer(
+            agent.command, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env))
+    if agent.environment:
+        return await stack.enter_async_context(BridgePlayer(
+            agent.environment, python=agent.python or sys.executable, options=read_options(agent.options), model=agent.model,
+            max_turns=agent.max_turns, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env))
+    request = LoadRequest(program=agent.program, memory_bytes=agent.memory_bytes)
+    return ProgramPlayer(await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell)))
+
+
+def _pool(config: Config, request: LoadRequest, *, log_dir: Path | None, tell: Callable[[str], None]) -> PlayPool:
+    agent = config.agent
+    return PlayPool(
+        request, num_processes=agent.processes, num_episodes=agent.episodes_per_process, log_dir=log_dir,
+        blocked_timeout_s=agent.blocked_timeout_s, allowed=agent.env, tell=tell)

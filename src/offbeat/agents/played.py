@@ -1,0 +1,134 @@
+"""The loop of the workflows "tool_loop" and "gym": the model answers, the environment answers it, until one of them has done.
+
+It runs where the engines are asked, so what the model is given and what it wrote stay the token ids that they were (`Recorder`). The
+environment runs in a process of its own (`PlayPool`). Each player of an episode has a conversation of its own.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from offbeat.agents.environment import View
+from offbeat.agents.group import play_group, seed_of
+from offbeat.agents.pool import PlayPool, Seat
+from offbeat.agents.recorder import Recorder
+from offbeat.agents.task import EPISODE
+from offbeat.agents.worker import CloseRequest, OpenRequest, StepRequest
+from offbeat.aio import deadline
+from offbeat.chat.messages import ChatRequest, Message, Reply
+from offbeat.config.agent import AgentConfig
+from offbeat.data.reward import NamedReward
+from offbeat.data.trajectory import Trajectory
+from offbeat.errors import CodeError, RefusedError, TooLongError
+from offbeat.rollout.episode import Episode
+
+_GRACE_S = 10.0
+"""A process may first say itself that a tool was too slow."""
+
+MakeRecorder = Callable[[Episode], Recorder]
+
+
+@dataclass
+class _Player:
+    """A player's conversation, and what its turns earned, by the order of the calls."""
+
+    recorder: Recorder
+    messages: list[Message]
+    rewards: dict[int, float] = field(default_factory=dict)
+    states: dict[int, str] = field(default_factory=dict)
+    orders: dict[int, int] = field(default_factory=dict)
+    last: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class PlayedWorkflow:
+    """Plays environments; a workflow.
+
+    Attributes:
+        make_recorder: returns a recorder for one player of an episode.
+        system_prompt: put before the first message of each player; empty for none.
+    """
+
+    pool: PlayPool
+    config: AgentConfig
+    make_recorder: MakeRecorder
+    system_prompt: str = ""
+
+    async def __call__(self, episode: Episode) -> list[Trajectory]:
+        return await play_group(episode, lambda index: self._play(episode, index))
+
+    async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
+        players: dict[str, _Player] = {}
+        async with self.pool.seat() as seat:
+            async with deadline(EPISODE, self.config.timeout_s):
+                end = await self._converse(episode, seat, players, session=f"{id(episode)}-{index}")
+        trajectories: list[Trajectory] = []
+        for name, player in players.items():
+            outcome = end.outcome.get(name)
+            reward = NamedReward(end.named) if end.named else outcome
+            if reward is None:
+                [reward] = await episode.score([player.text], episode.row)
+            chains = player.recorder.chains(reward, episode=index, agent=name)
+            trajectories += [_with_turns(chain, player) for chain in chains]
+        return trajectories
+
+    async def _converse(self, episode: Episode, seat: Seat, players: dict[str, _Player], *, session: str) -> View:
+        """Play to the end, and return what the environment said last."""
+        timeout_s = self.config.step_timeout_s + _GRACE_S
+        request = OpenRequest(seat.number, episode.row, seed_of(episode.row))
+        view = await seat.call("open", request, View, timeout_s=timeout_s)
+        for order in range(self.config.max_turns):
+            player = players.get(view.player)
+            if player is None:
+                has_system = any(message.role == "system" for message in view.messages)
+                first = [Message("system", self.system_prompt)] if self.system_prompt and not has_system else []
+                player = players[view.player] = _Player(self.make_recorder(episode), first)
+            if not view.messages:
+                raise CodeError("an environment that is not over has to say something to whoever plays next; it returned no message")
+            player.messages += [self._shortened(message) for message in view.messages]
+            reply = await self._answer(episode, player, order, view.state, session=f"{session}-{view.player}")
+            if reply is None:
+                break
+            step = StepRequest(seat.number, reply.message)
+            view = await seat.call("step", step, View, timeout_s=timeout_s)
+            player.rewards[player.last] = view.reward
+            if view.done:
+                return view
+        return await seat.call("end", CloseRequest(seat.number), View, timeout_s=timeout_s)
+
+    async def _answer(self, episode: Episode, player: _Player, order: int, state: str, *, session: str) -> Reply | None:
+        """Let the model answer; None if there is no room for another answer."""
+        recorder = player.recorder
+        try:
+            turn = recorder.open(ChatRequest(tuple(player.messages), self.pool.tools))
+            [sample] = await episode.generate(turn.prompt, turn.sampling, n=1, session=session)
+        except (RefusedError, TooLongError):
+            if not player.text and not player.orders:
+                raise  # not even the first prompt fits
+            return None
+        reply = recorder.commit(turn, sample)
+        recorder.mark_read(turn)
+        player.messages.append(reply.message)
+        player.last, player.text = turn.order, reply.message.content
+        player.orders[turn.order] = order
+        if state:
+            player.states[turn.order] = hashlib.blake2b(state.encode(errors="replace"), digest_size=8).hexdigest()
+        return reply
+
+    def _shortened(self, message: Message) -> Message:
+        """Leave out the middle of what is longer than allowed."""
+        most, text = self.config.max_result_chars, message.content
+        if message.role == "system" or len(text) <= most:
+            return message
+        half = most // 2
+        return replace(message, content=f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half:]}")
+
+
+def _with_turns(chain: Trajectory, player: _Player) -> Trajectory:
+    """Add what each turn earned, and put the calls of all players into one order."""
+    return replace(chain, turns=tuple(
+        replace(
+            turn, reward=player.rewards.get(turn.order, 0.0), order=player.orders.get(turn.order, turn.order),
+            state=player.states.get(turn.order) or turn.state)
+        for turn in chain.turns))

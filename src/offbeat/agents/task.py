@@ -1,0 +1,90 @@
+"""What an agent is given, and what it gives back. Crosses to the processes of user code."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offbeat.data.reward import FailedReward, NamedReward, check_reward
+from offbeat.data.row import Row
+from offbeat.errors import shorten
+
+EPISODE = "an episode (agent.timeout_s)"
+"""What is waited for, in messages."""
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """One episode, as an agent's function is given it.
+
+    Attributes:
+        row: the dataset's row, with its `prompt`, `answer` and `extra`.
+        base_url: for clients of OpenAI, and of most others; ends in /v1.
+        anthropic_base_url: the same without /v1, for clients of Anthropic.
+        api_key: belongs to this episode alone; whoever uses it takes part in it.
+        model: name of the model to ask for.
+        seed: equal for all episodes of a group.
+        timeout_s: seconds after which the episode is given up.
+    """
+
+    row: Row
+    base_url: str
+    anthropic_base_url: str
+    api_key: str
+    model: str
+    seed: int
+    timeout_s: float
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables by which a command finds the same."""
+        row = {"prompt": self.row.prompt, "answer": self.row.answer, "solution": self.row.solution, **self.row.extra}
+        return {
+            "OPENAI_BASE_URL": self.base_url, "OPENAI_API_BASE": self.base_url, "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url, "ANTHROPIC_API_KEY": self.api_key, "OFFBEAT_MODEL": self.model,
+            "OFFBEAT_SEED": str(self.seed), "OFFBEAT_ROW": json.dumps(row)}
+
+
+@dataclass(frozen=True)
+class Played:
+    """What an agent says about its episode.
+
+    Attributes:
+        reward: None leaves it to `rollout.reward` and the last answer.
+        parts: the reward as several by name.
+        failure: why the reward it gave is none.
+    """
+
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def outcome(self) -> float | None:
+        """The reward as trajectories take it."""
+        return FailedReward(self.failure) if self.failure else NamedReward(self.parts) if self.parts else self.reward
+
+
+def played(returned: Any, *, of: str) -> Played:
+    """Read what user code gave as its reward: None, a number, or a mapping of names to numbers."""
+    if returned is None:
+        return Played()
+    reward = check_reward(returned)
+    if isinstance(reward, FailedReward):
+        return Played(math.nan, failure=f"{of} returned {shorten(returned)}, which is no reward: {reward.reason}")
+    return Played(float(reward), reward.parts if isinstance(reward, NamedReward) else {})
+
+
+def printed(text: str, *, of: str) -> Played:
+    """Read the reward that a command printed as its last line: a number, a JSON object of names and numbers, or nothing of the kind.
+
+    An object may hold the reward under "reward" alone, with other things beside it.
+    """
+    last = (text.strip().splitlines() or [""])[-1].strip()
+    try:
+        value = json.loads(last)
+    except ValueError:
+        return Played()
+    if isinstance(value, Mapping) and "reward" in value:
+        value = value["reward"]
+    return played(value, of=of) if isinstance(value, int | float | Mapping) and not isinstance(value, bool) else Played()

@@ -1,0 +1,64 @@
+"""Calls the code of users in their processes, so that it may be asynchronous or block, and so that its errors say where they come from."""
+
+import asyncio
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from offbeat.errors import CodeError, describe
+
+
+async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call user code: a coroutine function on this loop, any other function in a thread of its own, as it may block.
+
+    A thread is waited for even if this is cancelled, since nothing can end it; a process whose threads do not end is replaced.
+    """
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return await function(*arguments, **named)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*arguments, **named)
+        except BaseException as exc:
+            error = CodeError(describe(exc)) if isinstance(exc, StopIteration) else exc  # which no future can hold
+        loop.call_soon_threadsafe(finish, result, error)
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    threading.Thread(target=work, name=getattr(function, "__name__", "user code"), daemon=True).start()
+    cancelled = False
+    while not done.done():
+        try:
+            await asyncio.wait([done])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        done.exception()  # nobody asks for it any more
+        raise asyncio.CancelledError
+    result = done.result()
+    return await result if inspect.isawaitable(result) else result
+
+
+def blame(exc: BaseException, name: str) -> CodeError:
+    """Return the error that tells what user code raised, and where."""
+    return CodeError(f"{name} raised {describe(exc)} at {_place(exc)}")
+
+
+def _place(exc: BaseException) -> str:
+    """Return file and line of the innermost frame outside of Offbeat and of installed packages."""
+    frames, at = [], exc.__traceback__
+    while at is not None:
+        frames.append((at.tb_frame.f_code.co_filename, at.tb_lineno))
+        at = at.tb_next
+    own = [frame for frame in frames if "/offbeat/" not in frame[0] and not frame[0].startswith((sys.prefix, sys.base_prefix, "<"))]
+    file, line = (own or frames or [("?", 0)])[-1]
+    return f"{file}, line {line}"

@@ -1,0 +1,174 @@
+"""A process of user code: it plays many episodes at the same time. Apart from this, only user code runs in it.
+
+Coroutines of users share its event loop; plain functions get a thread each (`user_code.call`). Each episode has a number, under which it is
+opened, taken on and closed; whatever of it still runs is cancelled when it is closed. `PlayPool` calls this.
+"""
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from offbeat.agents.environment import Environment, Stage, View
+from offbeat.agents.environments.find import find_stage
+from offbeat.agents.task import AgentTask, Played, played
+from offbeat.agents.user_code import blame, call
+from offbeat.chat.messages import Message, Tool
+from offbeat.data import wire
+from offbeat.data.functions import resolve
+from offbeat.data.row import Row
+from offbeat.errors import OffbeatError
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What a process is to play.
+
+    Attributes:
+        program: name of an agent's function; "" for an environment.
+        stage: name of an environment, or those of tools.
+        tools: whether it is tools.
+        options: of the environment, each as in num_players=2.
+        memory_bytes: memory limit of the process; 0 for none.
+    """
+
+    program: str = ""
+    stage: tuple[str, ...] = ()
+    tools: bool = False
+    options: tuple[str, ...] = ()
+    step_timeout_s: float = 60.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Tools of what was loaded."""
+
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(frozen=True)
+class OpenRequest:
+    """An episode to begin."""
+
+    episode: int
+    row: Row
+    seed: int
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What the model said in an episode."""
+
+    episode: int
+    answer: Message
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """An agent to run."""
+
+    episode: int
+    task: AgentTask
+
+
+@dataclass(frozen=True)
+class CloseRequest:
+    """An episode to end."""
+
+    episode: int
+
+
+@dataclass
+class _Episode:
+    environment: Environment | None = None
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+
+
+class PlayWorker:
+    """Handler of a process of user code: `load` once, then episodes."""
+
+    def __init__(self) -> None:
+        self._stage: Stage | None = None
+        self._program: Callable[[AgentTask], Any] | None = None
+        self._name = ""
+        self._episodes: dict[int, _Episode] = {}
+
+    async def handle(self, method: str, payload: bytes) -> bytes:
+        match method:
+            case "load":
+                return wire.encode(await self._load(wire.decode(LoadRequest, payload)))
+            case "open":
+                begin = wire.decode(OpenRequest, payload)
+                return wire.encode(await self._of(begin.episode, self._open(begin)))
+            case "step":
+                step = wire.decode(StepRequest, payload)
+                return wire.encode(await self._of(step.episode, self._step(step)))
+            case "end":
+                number = wire.decode(CloseRequest, payload).episode
+                return wire.encode(await self._of(number, self._environment(number).end()))
+            case "run":
+                run = wire.decode(RunRequest, payload)
+                return wire.encode(await self._of(run.episode, self._run(run.task)))
+            case "close":
+                await self._close(wire.decode(CloseRequest, payload).episode)
+        return b""  # also of "ping", which asks whether the loop runs
+
+    async def _load(self, request: LoadRequest) -> Loaded:
+        if request.memory_bytes:
+            resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
+        self._name = request.program or ", ".join(request.stage)
+        if request.program:
+            self._program = resolve(request.program, kind="agent.program")
+            return Loaded()
+        self._stage = find_stage(request.stage, request.options, step_timeout_s=request.step_timeout_s, tools=request.tools)
+        await self._stage.open()
+        return Loaded(self._stage.tools)
+
+    async def _of(self, number: int, playing: Awaitable[Any]) -> Any:
+        """Run a call as a part of an episode.
+
+        Raises:
+            CodeError: user code raised.
+        """
+        episode = self._episodes.setdefault(number, _Episode())
+        task = asyncio.ensure_future(playing)
+        episode.calls.add(task)
+        try:
+            return await task
+        except OffbeatError:
+            raise
+        except (Exception, SystemExit) as exc:
+            raise blame(exc, self._name) from exc
+        finally:
+            task.cancel()
+            episode.calls.discard(task)
+
+    async def _open(self, request: OpenRequest) -> View:
+        assert self._stage is not None, "open before load"
+        environment = self._episodes[request.episode].environment = self._stage.environment()
+        return await environment.reset(request.row, request.seed)
+
+    async def _step(self, request: StepRequest) -> View:
+        return await self._environment(request.episode).step(request.answer)
+
+    def _environment(self, number: int) -> Environment:
+        environment = self._episodes[number].environment
+        assert environment is not None, "step before open"
+        return environment
+
+    async def _run(self, task: AgentTask) -> Played:
+        assert self._program is not None, "run before load"
+        return played(await call(self._program, task), of=self._name)
+
+    async def _close(self, number: int) -> None:
+        episode = self._episodes.pop(number, None)
+        if episode is None:
+            return
+        for running in episode.calls:
+            running.cancel()
+        if episode.calls:
+            await asyncio.wait(episode.calls)
+        if episode.environment is not None:
+            await episode.environment.close()

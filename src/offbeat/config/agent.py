@@ -1,0 +1,89 @@
+"""[agent]: what the workflows of several turns play, and the processes in which it runs."""
+
+from offbeat.config.base import Section, field
+
+_PLAYS = {"agent": ("program", "command", "environment"), "gym": ("environment",), "tool_loop": ("tools",)}
+"""Which settings each workflow plays."""
+
+
+class AgentConfig(Section):
+    """Agents, tools and environments, for rollout.workflow = "agent", "tool_loop" or "gym"."""
+
+    program: str = field(
+        "", "The agent of rollout.workflow = \"agent\": a function of your own, my_agent.py:run or module:function, that is given a base "
+        "URL, a key and a row, and returns the reward.")
+    command: tuple[str, ...] = field(
+        (), "Instead of a program, a command and its arguments, which finds the same in OPENAI_BASE_URL, OPENAI_API_KEY, "
+        "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and OFFBEAT_ROW, and prints its reward as the last line.")
+    environment: str = field(
+        "", "What is played with rollout.workflow = \"gym\": my_env.py:MyEnv, textarena:TicTacToe-v0, skyrl-gym:gsm8k_multi_turn, "
+        "gem:NAME, openenv:URL or reasoning-gym:chain_sum; with \"agent\", an environment that brings its own loop, as verifiers:my_env.")
+    options: tuple[str, ...] = field(
+        (), "Options of the environment, each as in num_players=2; its defaults hold for the others.")
+    tools: tuple[str, ...] = field(
+        (), "Tools of rollout.workflow = \"tool_loop\": tools.py:add for a typed function, tools.py:MyEnv for a class whose public "
+        "methods are tools, or mcp:COMMAND or mcp:URL for those of an MCP server.")
+    model: str = field("policy", "Name of the model that agents are told; any that they ask for is answered by the policy.", min_length=1)
+    max_turns: int = field(
+        16, "Calls of the model in one episode; the next one is refused, or ends the episode where the loop is ours. Bounds what an agent "
+        "that goes round in circles costs.", ge=1)
+    timeout_s: float = field(
+        240.0, "Seconds for one episode without its reward. A later one fails alone, so this has to be below rollout.episode_timeout_s, at "
+        "which the whole group fails.", gt=0)
+    step_timeout_s: float = field(
+        60.0, "Seconds for one call of a tool or step of an environment; a later tool's call is answered with that, and an environment's "
+        "episode fails.", gt=0)
+    max_result_chars: int = field(
+        8000, "Characters of a tool's result or an observation that the model sees; the middle of longer ones is left out, as they would "
+        "take the context.", ge=100)
+    keep_reasoning: bool = field(
+        True, "Keep what the model thought in earlier turns in its prompt, so that an episode stays one sequence; false renders each "
+        "prompt as the chat template does, which may start a new sequence at each turn.")
+    tool_format: str = field(
+        "", "How the model writes calls of tools, such as hermes; empty takes what its chat template shows, else hermes, told in the "
+        "system message.")
+    processes: int = field(1, "Processes that run your code.", ge=1)
+    episodes_per_process: int = field(
+        64, "Episodes that one process plays at the same time; further ones wait. Async functions share its event loop, plain ones get a "
+        "thread each.", ge=1)
+    blocked_timeout_s: float = field(
+        20.0, "Seconds for which your code may block a process that plays many episodes, before it is replaced and they are played again.",
+        gt=0)
+    memory_bytes: int = field(
+        8 * 2**30, "Memory that such a process may take, and each process of a command; 0 sets no limit.", ge=0)
+    env: tuple[str, ...] = field(
+        (), "Environment variables that your code sees although they look like secrets; all others whose name or value does are kept from "
+        "it.")
+    python: str = field(
+        "", "Python of another virtual environment, for libraries that bring their own loop and their own versions of packages; empty "
+        "takes this one.")
+
+    def check(self, *, workflow: str, episode_timeout_s: float) -> None:
+        """Raise ValueError if this contradicts [rollout]."""
+        played = {name: value for name in ("program", "command", "environment", "tools") if (value := getattr(self, name))}
+        allowed = _PLAYS.get(workflow, ())
+        if wrong := [name for name in played if name not in allowed]:
+            others = " or ".join(f"'{other}'" for other, names in _PLAYS.items() if wrong[0] in names)
+            raise ValueError(
+                f"agent.{wrong[0]} must be empty with rollout.workflow = '{workflow}', got {played[wrong[0]]!r}; it is for {others}")
+        if allowed and len(played) != 1:
+            raise ValueError(
+                f"one of {', '.join(f'agent.{name}' for name in allowed)} must be given with rollout.workflow = '{workflow}', got"
+                f" {' and '.join(played) or 'none'}; it says what is played")
+        if allowed and self.timeout_s >= episode_timeout_s:
+            raise ValueError(
+                f"rollout.episode_timeout_s must be above agent.timeout_s = {self.timeout_s:g}, got {episode_timeout_s:g}; a group fails as"
+                " a whole at the former, before a slow episode fails by itself")
+        if workflow in ("agent", "gym") and self.environment and self.owns_loop != (workflow == "agent"):
+            raise ValueError(
+                f"rollout.workflow must be '{'agent' if self.owns_loop else 'gym'}' with agent.environment = {self.environment!r}, got"
+                f" '{workflow}'; {'it brings its own loop' if self.owns_loop else 'it has steps for the loop here'}")
+        if self.python and not self.owns_loop:
+            raise ValueError(
+                f"agent.python must be empty without an environment that brings its own loop, got {self.python!r}; agent.command can name"
+                " another Python")
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether the environment calls the model itself."""
+        return self.environment.startswith("verifiers:")

@@ -1,0 +1,57 @@
+"""Calls of user code: coroutines, blocking functions, errors with their line, cancellations."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from offbeat.agents import user_code
+
+
+def test_plain_functions_run_beside_the_loop_and_coroutines_on_it() -> None:
+    async def name() -> str:
+        return threading.current_thread().name
+
+    async def main() -> None:
+        start = time.monotonic()
+        assert await asyncio.gather(*(user_code.call(time.sleep, 0.3) for _ in range(50))) == [None] * 50
+        assert time.monotonic() - start < 5
+        assert await user_code.call(name) == "MainThread"
+        assert await user_code.call(lambda: name()) == "MainThread"  # a function that returns a coroutine
+
+    asyncio.run(main())
+
+
+def test_errors_come_through_and_say_where_they_come_from() -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    def stop() -> None:
+        raise StopIteration
+
+    async def main() -> None:
+        with pytest.raises(KeyError) as caught:
+            await user_code.call(fail)
+        line = fail.__code__.co_firstlineno + 1
+        assert str(user_code.blame(caught.value, "f")) == f"f raised KeyError: 'x' at {__file__}, line {line}"
+        with pytest.raises(Exception, match="StopIteration"):
+            await user_code.call(stop)
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_waits_for_its_thread() -> None:
+    async def main() -> None:
+        end = threading.Event()
+        calling = asyncio.create_task(user_code.call(end.wait))
+        await asyncio.sleep(0.05)
+        calling.cancel()
+        calling.cancel()
+        await asyncio.sleep(0.1)
+        assert not calling.done()
+        end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+
+    asyncio.run(main())

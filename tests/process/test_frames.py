@@ -1,0 +1,19 @@
+"""Exceptions that travel between parent and child."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import ConfigError, WorkerError
+from offbeat.process.frames import Failure
+
+
+@given(st.builds(Failure, st.text(), st.text(), st.lists(st.text()).map(tuple)))
+def test_a_failure_survives_its_way(failure: Failure) -> None:
+    assert Failure.unpack(failure.pack()) == failure
+
+
+def test_our_errors_come_back_as_themselves_and_others_as_those_of_a_worker() -> None:
+    ours = Failure.of(ConfigError("x must be 1, got 2"), "a note").to_exception("rank 0", "in build")
+    assert type(ours) is ConfigError and str(ours) == "x must be 1, got 2" and ours.__notes__ == ["a note"]
+    other = Failure.of(KeyError("x")).to_exception("rank 0", "in build")
+    assert type(other) is WorkerError and str(other) == "rank 0 failed in build: KeyError: 'x'"
