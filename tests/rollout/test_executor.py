@@ -693,6 +693,26 @@ def test_a_group_with_one_sample_left_is_no_group() -> None:
     run(body)
 
 
+def test_episodes_are_counted_and_not_their_trajectories() -> None:
+    async def workflow(episode: Episode) -> list[Trajectory]:
+        group = await single_turn(episode)
+        pieces = [replace(t, episode=number) for number, t in enumerate(group) for _ in range(3)]
+        broken = {"0:1": (1, 2), "0:2": (1, 5)}.get(f"0:{episode.row.answer}", ())
+        return [replace(t, reason="too long: 9 tokens") if at in broken else t for at, t in enumerate(pieces)]
+
+    async def body() -> None:
+        play = make(group_size=3, running=3, max_retries=0)
+        play.workflow = workflow
+        async with play.executor() as executor:
+            groups = {group.prompt_id: group for group in await executor.prepare_batch()}
+            assert "0:2" not in groups
+            assert [len(groups["0:1"].usable_episodes), len(groups["0:1"].usable), len(groups["0:1"].trajectories)] == [2, 6, 9]
+        assert play.unusable == [("0:1", ["too long: 9 tokens"])]
+        assert play.rejected == [Settled("0:2", "2 of 3 samples cannot be trained on; the first: too long: 9 tokens", "too long")]
+
+    run(body)
+
+
 def test_a_trajectory_that_is_too_long_to_train_on_is_left_out_with_its_reason() -> None:
     async def workflow(episode: Episode) -> list[Trajectory]:
         group = await single_turn(episode)
