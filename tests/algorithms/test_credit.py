@@ -145,3 +145,26 @@ def test_whitening_agrees_with_the_slow_version_and_equal_values_are_zero(values
     else:
         want = [0.0] * len(values)
     np.testing.assert_allclose(whitened_sequences(np.array(values, float), counted=counted), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("centre", CENTRES)
+def test_rows_of_one_episode_with_equal_rewards_are_its_one_row(centre, scale):
+    rewards, groups, tokens = [1.0, 0.0, 3.0, 2.0, 2.5], [0, 0, 0, 1, 1], [4, 2, 6, 3, 5]
+    times = np.array([3, 1, 2, 1, 4])
+    rows = np.repeat(np.arange(5), times)
+    found = outcome_advantages(
+        np.array(rewards)[rows], group_ids=np.array(groups)[rows], num_tokens=(np.array(tokens) / times)[rows], centre=centre, scale=scale,
+        episodes=rows)
+    np.testing.assert_allclose(found, np.array(credit(rewards, groups, centre=centre, scale=scale, num_tokens=tokens))[rows], rtol=1e-12)
+    values = np.array([0.5, -1.0, 2.0, 0.0, 7.0])
+    np.testing.assert_allclose(
+        whitened_sequences(values[rows], counted=rows != 3, episodes=rows),
+        whitened_sequences(values, counted=np.arange(5) != 3)[rows], rtol=1e-12)
+
+
+def test_a_group_of_one_episode_is_zero_however_its_rows_differ():
+    for centre in CENTRES[:3]:
+        assert not outcome_advantages(
+            np.array([1.0, -1.0]), group_ids=np.zeros(2, int), num_tokens=np.ones(2), centre=centre, scale="group_std",
+            episodes=np.zeros(2, int)).any()

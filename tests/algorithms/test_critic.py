@@ -1,6 +1,7 @@
 """Advantages over a critic's values against a slow version: step by step, from the definition of the estimates."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from offbeat.algorithms.critic import critic_batch, with_end_targets
 from offbeat.algorithms.experience import make_batch, with_scores
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.trajectory import Group, Trajectory
+from offbeat.data.trajectory import Group, Trajectory, TurnEnd
 
 P, G, SEEN = "prompt", "generated", "observed"
 
@@ -128,3 +129,31 @@ def test_right_answers_are_marked_for_imitation():
     groups = [Group("0:0", 0, (trajectory([(P, 2), (G, 3)], 1.0), trajectory([(P, 2), (G, 2)], 0.5)))]
     batch = make_batch(groups, config=config, max_new_tokens=9)
     assert batch.columns["imitate_mask"].tolist() == [1.0] * 3 + [0.0] * 2
+
+
+def test_rewards_of_turns_fall_on_their_last_tokens_and_the_outcome_on_the_last_of_all():
+    one = trajectory([(P, 2), (G, 2), (SEEN, 1), (G, 3), (SEEN, 2)], 4.0)
+    turned = replace(one, episode=0, turns=(TurnEnd(1, 0.25), TurnEnd(5, 1.0), TurnEnd(6, 2.0), TurnEnd(10, 8.0)))
+    other = replace(trajectory([(P, 1), (G, 1)], 4.0), episode=0)
+    for settings in ({}, {"turn_level": True}):
+        config = AlgorithmConfig(preset="ppo", reward_scale=2.0, **settings)
+        batch = make_batch([Group("0:0", 0, (turned, other))], config=config, max_new_tokens=9)
+        assert batch.columns["advantages"].tolist() == [0.5, 2.0, 4.0, 0.0, 24.0, 8.0]
+        values = np.array([1.0, 0.5, 0.25, -1.0, 2.0, 3.0], np.float32)
+        done = with_scores(batch, {"values": values, "end_values": np.zeros(2, np.float32)}, config)
+        of_tokens = [30.5, 30.0, 28.0, 24.0, 24.0, 8.0]
+        returns = [30.5, 30.5, 28.0, 28.0, 28.0, 8.0] if settings else of_tokens
+        baselines = [1.0, 1.0, 0.25, 0.25, 0.25, 3.0] if settings else values
+        assert done.columns["returns"].tolist() == returns
+        assert done.columns["advantages"].tolist() == [r - v for r, v in zip(returns, baselines, strict=True)]
+
+
+def test_rewards_are_not_whitened_before_the_critic_has_seen_them():
+    groups = [Group("0:0", 0, (trajectory([(P, 2), (G, 3)], 2.0), trajectory([(P, 2), (G, 1)], 0.0)))]
+    scores = {"values": np.array([1, 0.5, 0.25, 0.75], np.float32), "end_values": np.zeros(2, np.float32)}
+    plain, white = (
+        with_scores(make_batch(groups, config=config, max_new_tokens=9), scores, config)
+        for config in (AlgorithmConfig(preset="ppo"), AlgorithmConfig(preset="ppo", whiten="tokens")))
+    assert white.columns["returns"].tolist() == plain.columns["returns"].tolist() == [2.0, 2.0, 2.0, 0.0]
+    own = plain.columns["advantages"].astype(np.float64)
+    np.testing.assert_allclose(white.columns["advantages"], (own - own.mean()) / np.sqrt(own.var() + 1e-8), rtol=1e-6)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from episode_samples import random_episodes
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, sft_batch, split_minibatches, with_scores
 from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.trajectory import Group, Trajectory
+from offbeat.data.trajectory import Group, Trajectory, TurnEnd
 from offbeat.errors import DataError
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length", "prompt_mean")
@@ -321,3 +322,101 @@ def test_metrics_of_nothing_leave_means_out():
     assert batch_metrics([batch_stats([], version=5)]) == {"rollout/generated_tokens": 0.0}
     silent = replace(trajectory(1, 0.0, reason="reward failed: x"), loss_mask=np.zeros(3, bool))
     assert {"reward/mean", "rollout/staleness_max_versions"}.isdisjoint(batch_metrics([batch_stats([group(silent)], version=1)]))
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo", "lite_ppo", "opo", "gdpo", "gspo", "reinforce_pp", "gigpo"])
+def test_an_episode_of_one_trajectory_is_the_trajectory_to_the_last_bit(preset):
+    groups = [group(*(trajectory(n, r) for n, r in members)) for members in (
+        [(2, 0.1), (1, 0.7), (3, -0.4)], [(4, 1 / 3), (2, 1 / 3)], [(1, 1e6), (2, 1.0), (3, 0.25), (2, float("nan"))])]
+    numbered = [
+        replace(each, trajectories=tuple(
+            replace(t, episode=90 - i, agent="solver", turns=(TurnEnd(len(t)),)) for i, t in enumerate(each.trajectories)))
+        for each in groups]
+    for config in (AlgorithmConfig(preset=preset), AlgorithmConfig(preset=preset, agent_baselines=True)):
+        one, other = (make_batch(each, config=config, max_new_tokens=7) for each in (groups, numbered))
+        assert one.denominator == other.denominator
+        for name, values in one.columns.items():
+            assert values.tobytes() == other.columns[name].tobytes(), name
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_episode_weighs_as_much_as_another_however_many_trajectories_it_has(aggregation):
+    groups = random_episodes(2, num_groups=4)
+    config = AlgorithmConfig(loss_aggregation=aggregation, drop_zero_advantage=False)
+    batch = make_batch(groups, config=config, max_new_tokens=9)
+    episodes = [(g, chains) for g, each in enumerate(groups) for chains in each.episodes]
+    tokens = {(g, chains[0].episode): sum(int(t.loss_mask.sum()) for t in chains) for g, chains in episodes}
+    of_prompts = [sum(n for (g, _), n in tokens.items() if g == prompt) for prompt in range(4)]
+    want = {}
+    for g, chains in episodes:
+        own = tokens[g, chains[0].episode]
+        weight = {
+            "token_mean": 1 / sum(tokens.values()), "sequence_mean": 1 / (len(episodes) * max(own, 1)), "sequence_sum": 1 / len(episodes),
+            "fixed_length": 1 / (len(episodes) * 9), "prompt_mean": 1 / (len(groups) * max(of_prompts[g], 1))}[aggregation]
+        want |= {(g, tuple(t.tokens.tolist())): weight for t in chains}
+    for i, (a, b) in enumerate(pairwise(batch.offsets)):
+        own = slice(*batch.target_offsets[i:i + 2])
+        np.testing.assert_allclose(batch.columns["loss_weights"][own], want[batch.group_ids[i], tuple(batch.tokens[a:b])], rtol=1e-6)
+    if aggregation == "sequence_mean":
+        assert batch.columns["loss_weights"].sum() == pytest.approx(sum(n > 0 for n in tokens.values()) / len(episodes))
+
+
+def test_baseline_and_deviation_count_an_episode_once():
+    chains = [replace(trajectory(2, 1.0, prompt=prompt), episode=0) for prompt in ((5,), (6, 7), (8,))]
+    split = group(*chains, replace(trajectory(1, 0.0), episode=1), replace(trajectory(1, 0.0), episode=2))
+    batch = make_batch([split], config=AlgorithmConfig(), max_new_tokens=9)
+    whole = make_batch([group(trajectory(2, 1.0), trajectory(1, 0.0), trajectory(1, 0.0))], config=AlgorithmConfig(), max_new_tokens=9)
+    assert batch.columns["advantages"].tolist() == [whole.columns["advantages"][0]] * 6 + whole.columns["advantages"][2:].tolist()
+
+
+def test_an_episode_of_which_one_trajectory_cannot_be_used_is_left_out_as_a_whole():
+    left = [replace(trajectory(2, 0.0), episode=1), trajectory(1, 1.0)]
+    broken = [replace(trajectory(3, 1.0), episode=4), replace(trajectory(1, 1.0, reason="too long: 9 tokens"), episode=4)]
+    for aggregation in AGGREGATIONS:
+        config = AlgorithmConfig(loss_aggregation=aggregation)
+        got, want = (make_batch([group(*each)], config=config, max_new_tokens=9) for each in ([left[0], *broken, left[1]], left))
+        assert got.denominator == want.denominator
+        for name, values in want.columns.items():
+            np.testing.assert_array_equal(got.columns[name], values)
+
+
+def test_rewards_of_turns_are_added_to_that_of_the_episode_also_beside_names():
+    def turned(reward, *rewards, **fields):
+        base = trajectory(4, reward)
+        return replace(base, turns=tuple(TurnEnd(4 + k, own) for k, own in enumerate(rewards)), **fields)
+
+    chains = (turned(1.0, 0.5, 0.0, 0.25, episode=3), turned(1.0, 0.0, 0.0, 0.25, episode=3), turned(0.0, 0.0, 0.0, 0.0))
+    batch = make_batch([group(*chains)], config=ALL, max_new_tokens=9)
+    assert batch.columns["advantages"].tolist() == [1.0] * 8 + [-1.0] * 4
+    named = (turned({"right": 1.0}, 0.0, 0.5, 0.0), turned({"right": 1.0}, 0.0, 0.0, 0.0))
+    apart = make_batch([group(*named)], config=AlgorithmConfig(separate_rewards=True, scale="none"), max_new_tokens=9)
+    assert apart.columns["advantages"].tolist() == [0.25] * 4 + [-0.25] * 4
+    added = make_batch([group(*named)], config=AlgorithmConfig(scale="none"), max_new_tokens=9)
+    assert added.columns["advantages"].tolist() == [0.25] * 4 + [-0.25] * 4
+
+
+def test_metrics_count_episodes_and_tell_of_agents_where_there_are_some():
+    chains = [replace(trajectory(2, 1.0, version=3), episode=1, turns=(TurnEnd(3, 0.5), TurnEnd(4))),
+              replace(trajectory(3, 1.0, version=1, reason="length"), episode=1, malformed_calls=2),
+              replace(trajectory(1, 0.0, version=4), episode=2), trajectory(2, 0.5, version=4)]
+    metrics = batch_metrics([batch_stats([group(*chains)], version=5)])
+    want = {
+        "rollout/generated_tokens": 8, "rollout/response_mean_tokens": 8 / 3, "rollout/right_response_mean_tokens": 5,
+        "rollout/wrong_response_mean_tokens": 1.5, "rollout/truncated_share": 1 / 3, "rollout/staleness_mean_versions": 2,
+        "rollout/staleness_max_versions": 4, "rollout/turns_mean": 5 / 3, "rollout/chains_mean": 4 / 3,
+        "rollout/malformed_call_share": 1 / 3, "reward/mean": 2 / 3}
+    assert {name: metrics[name] for name in want} == pytest.approx(want)
+    single = batch_metrics([batch_stats([group(replace(trajectory(2, 1.0), episode=1, turns=(TurnEnd(4),)))], version=5)])
+    assert not [name for name in single if name.endswith(("turns_mean", "chains_mean", "malformed_call_share"))]
+    game = [replace(trajectory(1, reward), episode=1, agent=agent) for agent, reward in (("white", 1.0), ("black", -1.0))]
+    metrics = batch_metrics([batch_stats([group(*game)], version=5)])
+    assert (metrics["reward/mean"], metrics["reward/agent_white_mean"], metrics["reward/agent_black_mean"]) == (0.0, 1.0, -1.0)
+
+
+def test_a_group_in_which_each_agent_has_one_reward_has_no_advantage_if_agents_are_compared_with_themselves():
+    game = group(*(replace(trajectory(1, reward), episode=number, agent=agent)
+                   for number in (1, 2) for agent, reward in (("white", 1.0), ("black", -1.0))))
+    for by_agent in (False, True):
+        share = batch_metrics([batch_stats([game], version=0, by_agent=by_agent)])["reward/zero_advantage_group_share"]
+        assert share == by_agent
+        assert bool(len(make_batch([game], config=AlgorithmConfig(agent_baselines=by_agent), max_new_tokens=9))) != by_agent

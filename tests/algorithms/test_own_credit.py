@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from offbeat.algorithms.experience import make_batch
 from offbeat.algorithms.own_credit import check_credit
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.reward import NamedReward
-from offbeat.data.trajectory import Group, Trajectory
+from offbeat.data.trajectory import Group, Trajectory, TurnEnd
 from offbeat.errors import CodeError, OwnCodeError
 
 FILE = Path(__file__).parents[1] / "support" / "own_credits.py"
@@ -52,6 +53,16 @@ def test_rewards_are_shaped_and_named_rewards_are_as_they_were_given() -> None:
     assert advantages("centred", reward_scale=2.0) == [[1.0] * 3, [-1.0], [1.0] * 5, [-1.0] * 2]
     named = [Group("0:0", 0, tuple(trajectory([0, 1], NamedReward(parts)) for parts in ({"right": 1.0, "form": 0.5}, {"form": 0.25})))]
     assert advantages("right_alone", named, reward_scale=2.0) == [[1.0], [0.0]]
+
+
+def test_turns_that_a_workflow_tells_and_what_they_have_earned_are_seen_and_an_episode_counts_once_in_a_mean() -> None:
+    chain = trajectory([0, 1, 1, 1, 0], 1.0)
+    group = [
+        replace(chain, episode=4, agent="white", turns=(TurnEnd(3, 2.0, "shop"), TurnEnd(4))), replace(chain, episode=4, agent="white"),
+        trajectory([0, 1], 0.0)]
+    assert advantages("centred", [Group("0:0", 0, tuple(group))]) == [[1.5] * 3, [1.5] * 3, [-1.5]]
+    assert advantages("by_turn_reward", [Group("0:0", 0, tuple(group))]) == [[2.0, 2.0, 0.0], [0.0] * 3, [0.0]]
+    assert advantages("in_the_shop", [Group("0:0", 0, tuple(group))]) == [[1.0, 1.0, 0.0], [0.0] * 3, [0.0]]
 
 
 def test_samples_that_are_left_out_of_the_loss_have_no_tokens_but_a_reward() -> None:

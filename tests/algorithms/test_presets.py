@@ -19,7 +19,7 @@ LIMIT = 10
 END_VALUE = -0.5
 """What the critic expects after an answer that was cut off; before a token it expects what the reference's log-probability is."""
 
-MEAN_AND_STD = ("grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "gmpo", "tis", "icepop", "mis", "kpop", "m2po")
+MEAN_AND_STD = ("grpo", "dapo", "gigpo", "gspo", "luspo", "cispo", "sapo", "gmpo", "tis", "icepop", "mis", "kpop", "m2po")
 MEAN = ("dr_grpo", "dppo", "prime_rl", "aipo", "deepseek_v32")
 OTHERS = (
     "ppo", "vapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "scale_rl", "max_rl", "opo", "gdpo", "raft", "opd", "sdft")

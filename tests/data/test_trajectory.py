@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.data import wire
 from offbeat.data.reward import FailedReward
-from offbeat.data.trajectory import Group, Trajectory, TurnEnd, failed_trajectory, parts_of
+from offbeat.data.trajectory import Group, Trajectory, TurnEnd, failed_trajectory, named_rewards, parts_of
 
 ONE = Trajectory(
     np.array([3, 1, 9, 1, 3, 0]), np.array([0, 0, 0, 1, 1, 1]), np.array([0, 0, 0, -0.1, -0.2, -0.1]), np.array([-1, -1, -1, 4, 4, 5]), 1.0)
@@ -189,10 +189,10 @@ def test_agents_of_one_episode_have_rewards_of_their_own() -> None:
 
 def test_rewards_of_turns_stand_beside_those_that_have_names() -> None:
     named = replace(CHAIN, reward={"right": 1.0, "form": 0.5})
-    [part] = parts_of((named,))
-    assert part.named_rewards == {"right": 1.0, "form": 0.5, "turns": 1.25} and part.reward == 2.75
-    assert parts_of((CHAIN,))[0].named_rewards == {"": 2.25}
-    assert parts_of((replace(named, turns=()),))[0].named_rewards == {"right": 1.0, "form": 0.5}
+    plain = replace(named, turns=(), reward={"right": 0.0})
+    assert named_rewards(parts_of((named,))) == [{"right": 1.0, "form": 0.5, "turns": 1.25}] and parts_of((named,))[0].reward == 2.75
+    assert named_rewards([*parts_of((CHAIN,)), *parts_of((plain,))]) == [{"": 2.25}, {"right": 0.0}]
+    assert named_rewards([*parts_of((named,)), *parts_of((plain,))])[1] == {"right": 0.0, "turns": 0.0}
     assert Group("0:7", 3, (named, replace(named, episode=8, turns=[TurnEnd(6, 1.0)]))).reward_range(separate=True) == 0.25
 
 

@@ -50,3 +50,11 @@ def imports_torch(groups, constants):
     import torch  # noqa: PLC0415
 
     return torch.from_numpy(groups.rewards).numpy()
+
+
+def by_turn_reward(groups, constants):
+    return [rewards[turns] for rewards, turns in zip(groups.turn_rewards, groups.turns, strict=True)]
+
+
+def in_the_shop(groups, constants):
+    return [np.array([float(states[turn] == "shop") for turn in turns]) for states, turns in zip(groups.states, groups.turns, strict=True)]

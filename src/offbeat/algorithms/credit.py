@@ -1,9 +1,10 @@
 """Credit: how much better a trajectory, or a token of it, was than could be expected. Numpy in float64; computed in the controller.
 
-A centre (the baseline) and a scale turn rewards into one number per trajectory (`outcome_advantages`); `rewards_to_go` spreads it, and
-rewards of single tokens, over the tokens before; `whitened_tokens` and `whitened_sequences` bring the result to mean 0 and deviation 1 over
-a whole batch. With a critic, `gae` compares rewards with its values instead. Statistics are over trajectories with a finite reward. Called
-by `experience`; a preset is a choice of these.
+A centre (the baseline) and a scale turn rewards into one number per episode, or per turn (`outcome_advantages`); `rewards_to_go` spreads
+it, and rewards of single tokens, over the tokens before; `whitened_tokens` and `whitened_sequences` bring the result to mean 0 and
+deviation 1 over a whole batch. With a critic, `gae` compares rewards with its values instead. Statistics are over rows with a finite
+reward, and count an episode once, however many rows are of it: those of its agents, or of its turns. Called by `experience`; a preset is a
+choice of these.
 """
 
 from typing import Literal
@@ -21,20 +22,22 @@ _VARIANCE_EPS = 1e-8
 
 def outcome_advantages(
     rewards: np.ndarray, *, group_ids: np.ndarray, num_tokens: np.ndarray, centre: Centre, scale: Scale,
+    episodes: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return [N] float64, the advantage of each trajectory.
+    """Return [N] float64, the advantage of each row: an episode, or the part of an agent or a turn in one.
 
-    With a centre, a group of one or of equal rewards is exactly 0. So is a trajectory whose reward is not finite, which counts in no
-    statistic.
+    With a centre, a group of one episode or of equal rewards is exactly 0. So is a row whose reward is not finite, which counts in no
+    statistic. In all others the rows of one episode weigh together as much as those of another.
 
     Args:
-        rewards: [N] float64, one per trajectory.
-        group_ids: [N] integers; trajectories with equal ids form a group. Groups may differ in size.
+        rewards: [N] float64, one per row.
+        group_ids: [N] integers; rows with equal ids form a group. Groups may differ in size.
         num_tokens: [N], number of trained tokens, the weights of `centre = "length_weighted"`.
-        centre: "group" subtracts the group's mean; "leave_one_out" the mean of the other members; "length_weighted" the mean over tokens;
+        centre: "group" subtracts the group's mean; "leave_one_out" the mean of the other episodes; "length_weighted" the mean over tokens;
             "critic" nothing, as a critic's values come later.
         scale: "group_std" divides by the sample standard deviation (over n - 1) + 1e-6 of the group; "batch_std" by that of all rewards;
             "group_mean" by the group's mean, and gives 0 where that is 0.
+        episodes: [N] integers; rows with equal ids are of one episode. None is an episode for each.
 
     Raises:
         DataError: a reward is negative with `scale = "group_mean"`.
@@ -45,27 +48,36 @@ def outcome_advantages(
     """
     found = np.zeros(len(rewards))
     finite = np.isfinite(rewards)
+    episodes = np.arange(len(rewards)) if episodes is None else np.asarray(episodes)
     found[finite] = _advantages_of(
-        np.asarray(rewards, np.float64)[finite], np.asarray(group_ids)[finite], np.asarray(num_tokens)[finite], centre, scale)
+        np.asarray(rewards, np.float64)[finite], np.asarray(group_ids)[finite], np.asarray(num_tokens)[finite], episodes[finite], centre,
+        scale)
     return found
 
 
-def _advantages_of(rewards: np.ndarray, group_ids: np.ndarray, num_tokens: np.ndarray, centre: Centre, scale: Scale) -> np.ndarray:
-    _, group, counts = np.unique(group_ids, return_inverse=True, return_counts=True)
-    num_groups = len(counts)
-    means = np.bincount(group, rewards, minlength=num_groups) / counts
+def _advantages_of(
+    rewards: np.ndarray, group_ids: np.ndarray, num_tokens: np.ndarray, episodes: np.ndarray, centre: Centre, scale: Scale,
+) -> np.ndarray:
+    _, group = np.unique(group_ids, return_inverse=True)
+    num_groups = int(group.max(initial=-1)) + 1
+    _, episode = np.unique(episodes, return_inverse=True)
+    members, member, sizes = np.unique(episode * num_groups + group, return_inverse=True, return_counts=True)
+    weights = 1 / sizes[member]
+    counts = np.bincount(members % num_groups, minlength=num_groups) if num_groups else members  # episodes of each group
+    means = np.bincount(group, weights * rewards, minlength=num_groups) / counts
     from_mean = rewards - means[group]
     # The mean of equal numbers may be rounded to another number; their advantages must be exactly 0 to be dropped.
     lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
     np.minimum.at(lowest, group, rewards)
     np.maximum.at(highest, group, rewards)
-    flat = (lowest == highest)[group]
+    flat = ((lowest == highest) | (counts == 1))[group]
     from_mean[flat] = 0.0
     match centre:
         case "group":
             centred = from_mean
         case "leave_one_out":
-            centred = from_mean * (counts / np.maximum(counts - 1, 1))[group]
+            within = np.where(flat, 0.0, rewards - (np.bincount(member, rewards) / sizes)[member])
+            centred = within + (from_mean - within) * (counts / np.maximum(counts - 1, 1))[group]
         case "length_weighted":
             tokens = np.bincount(group, num_tokens, minlength=num_groups)
             centred = rewards - (np.bincount(group, num_tokens * rewards, minlength=num_groups) / np.maximum(tokens, 1))[group]
@@ -76,10 +88,10 @@ def _advantages_of(rewards: np.ndarray, group_ids: np.ndarray, num_tokens: np.nd
         case "none":
             return centred
         case "group_std":
-            std = np.sqrt(np.bincount(group, from_mean**2, minlength=num_groups) / np.maximum(counts - 1, 1))
+            std = np.sqrt(np.bincount(group, weights * from_mean**2, minlength=num_groups) / np.maximum(counts - 1, 1))
             return centred / (std + _EPS)[group]
         case "batch_std":
-            return centred / (_sample_std(rewards) + _EPS)
+            return centred / (_mean_and_std(rewards, episodes)[1] + _EPS)
         case "group_mean":
             if (rewards < 0).any():
                 raise DataError(
@@ -137,19 +149,21 @@ def whitened_tokens(values: np.ndarray) -> np.ndarray:
     return centred / np.sqrt(np.mean(centred**2) + _VARIANCE_EPS)
 
 
-def whitened_sequences(values: np.ndarray, *, counted: np.ndarray) -> np.ndarray:
-    """Return [N] float64, (values - mean) / (std + 1e-6) over the counted trajectories of a batch; 0 for others, and if all are equal.
+def whitened_sequences(values: np.ndarray, *, counted: np.ndarray, episodes: np.ndarray | None = None) -> np.ndarray:
+    """Return [N] float64, (values - mean) / (std + 1e-6) over the counted rows of a batch; 0 for others, and if all are equal.
 
     Args:
-        values: [N] float64, one per trajectory.
+        values: [N] float64, one per row.
         counted: [N] bool, those that have a reward.
+        episodes: [N] integers, the episode of each row, which counts once; None is one for each.
 
     Source: GDPO, arXiv:2601.05242.
     """
     own = values[counted]
     if not len(own) or own.min() == own.max():
         return np.zeros(len(values))
-    return np.where(counted, (values - own.mean()) / (_sample_std(own) + _EPS), 0.0)
+    mean, std = _mean_and_std(own, np.arange(len(own)) if episodes is None else episodes[counted])
+    return np.where(counted, (values - mean) / (std + _EPS), 0.0)
 
 
 def _discounted(values: np.ndarray, *, offsets: np.ndarray, factors: np.ndarray) -> np.ndarray:
@@ -164,8 +178,11 @@ def _discounted(values: np.ndarray, *, offsets: np.ndarray, factors: np.ndarray)
     return sums
 
 
-def _sample_std(values: np.ndarray) -> float:
-    """Return the standard deviation over n - 1; 0 of fewer than two values, and of equal ones."""
-    if len(values) < 2 or values.min() == values.max():
-        return 0.0
-    return float(values.std(ddof=1))
+def _mean_and_std(values: np.ndarray, episodes: np.ndarray) -> tuple[float, float]:
+    """Return mean and standard deviation over n - 1 of n episodes; the deviation is 0 of fewer than two, and of equal values."""
+    _, episode, sizes = np.unique(episodes, return_inverse=True, return_counts=True)
+    weights = 1 / sizes[episode]
+    mean = float((weights * values).sum() / max(len(sizes), 1))
+    if len(sizes) < 2 or values.min() == values.max():
+        return mean, 0.0
+    return mean, float(np.sqrt((weights * (values - mean)**2).sum() / (len(sizes) - 1)))

@@ -34,24 +34,24 @@ def with_end_targets(batch: Batch) -> tuple[Batch, np.ndarray]:
 
 
 def with_values(
-    batch: Batch, outcomes: np.ndarray, penalties: np.ndarray, *, values: np.ndarray, end_values: np.ndarray, config: AlgorithmConfig,
+    batch: Batch, penalties: np.ndarray, *, values: np.ndarray, end_values: np.ndarray, config: AlgorithmConfig,
 ) -> Batch:
     """Return the batch with advantages over the critic's values, and with the columns `values` and `returns` for `critic_batch`.
 
     Advantages are generalised advantage estimates; returns are those of `critic_lambda` plus the values, before any whitening. With
-    `config.turn_level` a turn is one step: it has the outcome that falls into it and the value of its first token, and its tokens share its
+    `config.turn_level` a turn is one step: it has the rewards that fall into it and the value of its first token, and its tokens share its
     advantage and its return. Penalties are then taken from the advantages of their own tokens alone, and are in no return.
 
     Args:
-        outcomes: [N] float64, the reward of each sequence, which falls on its last generated token.
-        penalties: [M] float64, rewards of single tokens.
+        batch: its `advantages` are the rewards of single tokens, that of a turn at its end and the outcome at the end of the sequence.
+        penalties: [M] float64, further rewards of single tokens.
         values: [M] float32, before each target.
         end_values: [N] float32, after the last token of a sequence that was cut off, and 0 for others.
     """
     offsets = batch.target_offsets
-    rewards = np.zeros(batch.num_targets) if config.turn_level else penalties.astype(np.float64)
-    some = np.diff(offsets) > 0
-    rewards[offsets[1:][some] - 1] += outcomes[some]
+    rewards = batch.columns["advantages"].astype(np.float64)
+    if not config.turn_level:
+        rewards += penalties
     starts = _turn_starts(batch) if config.turn_level else np.arange(batch.num_targets)
     steps = np.searchsorted(starts, offsets)
     num_tokens = np.diff(np.append(starts, batch.num_targets))

@@ -13,60 +13,73 @@ import numpy as np
 from offbeat.algorithms.coefficients import KL_METRIC
 from offbeat.algorithms.credit import outcome_advantages, rewards_to_go, whitened_sequences, whitened_tokens
 from offbeat.algorithms.critic import with_values
+from offbeat.algorithms.episodes import Episodes, Turns, last_tokens
 from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
 from offbeat.algorithms.own_credit import own_advantages, sample_groups
 from offbeat.algorithms.shaping import shaped_rewards
+from offbeat.algorithms.turns import turn_advantages
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.batch import Batch, bounds, gather_ranges
-from offbeat.data.trajectory import Group, Trajectory
+from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
 from offbeat.errors import DataError, printable
 from offbeat.telemetry.tracker import StatsPart, StatsTracker, combine
 from offbeat.types import PROMPT_VERSION, Version
 
 _MAX_LOG_RATIO = 20.0
 _LONGEST_NAME = 60
+_SINGLE_TURN = {"rollout/turns_mean": 1.0, "rollout/chains_mean": 1.0, "rollout/malformed_call_share": 0.0}
+"""Metrics of agents, each with its largest value where there are none."""
 
 
 def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_tokens: int) -> Batch:
     """Flatten groups into a batch with the advantages and loss weights that `config` asks for.
 
-    An unusable trajectory (see `Trajectory.unusable`) counts neither in its group's baseline nor in a denominator. Sequences without loss
-    tokens, among them truncated ones with `config.mask_truncated`, and with `config.drop_zero_advantage` those of advantage 0, are left out
-    but count as sequences, in their group's baseline and in the denominators.
+    An episode of which a trajectory is unusable (see `Trajectory.unusable`) counts neither in its group's baseline nor in a denominator.
+    Sequences without loss tokens, among them truncated ones with `config.mask_truncated`, and with `config.drop_zero_advantage` those of
+    advantage 0, are left out but count in their group's baseline and in the denominators.
 
     Args:
         groups: rejected groups are empty and contribute nothing.
-        max_new_tokens: denominator per sequence of `loss_aggregation = "fixed_length"`.
+        max_new_tokens: denominator per episode of `loss_aggregation = "fixed_length"`.
 
     Returns:
-        A batch whose `group_ids` are positions in `groups`. If all prompts of a group are equal, `prefix_lens` is their length. With N
-        usable trajectories of n_i loss tokens, in P prompts of n_g, a token of trajectory i weighs 1 / sum(n) (token_mean), 1 / (N n_i)
-        (sequence_mean), 1 / N (sequence_sum), 1 / (N max_new_tokens) (fixed_length) or 1 / (P n_g) (prompt_mean). With
-        `config.reward_kl`, the advantages are those before it, and with a critic they are the rewards; `with_scores` completes them.
+        A batch whose `group_ids` are positions in `groups`. If all prompts of a group are equal, `prefix_lens` is their length. With E
+        usable episodes of n_e loss tokens, in all their trajectories, in P prompts of n_g, a token of episode e weighs 1 / sum(n)
+        (token_mean), 1 / (E n_e) (sequence_mean), 1 / E (sequence_sum), 1 / (E max_new_tokens) (fixed_length) or 1 / (P n_g) (prompt_mean).
+        With `config.reward_kl`, the advantages are those before it, and with a critic they are the rewards of single tokens; `with_scores`
+        completes them.
 
     Raises:
         DataError: a trajectory begins with a generated token, so that nothing predicts it; or a reward is negative where none may be.
         OwnCodeError: the function that `config.credit` names failed.
     """
-    members = [group.usable for group in groups]
-    for group, usable in zip(groups, members, strict=True):
-        if any(t.loss_mask[:1].any() for t in usable):
-            raise DataError(f"a trajectory of prompt {group.prompt_id} begins with a generated token; a prompt needs at least one token")
-    trajectories, sizes = [t for usable in members for t in usable], [len(usable) for usable in members]
-    group_ids = np.repeat(np.arange(len(groups)), sizes)
+    episodes = Episodes.of(groups)
+    trajectories, group_ids, part_ids = episodes.trajectories, episodes.group_ids, episodes.part_ids
+    for position, t in zip(group_ids, trajectories, strict=True):
+        if t.loss_mask[:1].any():
+            raise DataError(
+                f"a trajectory of prompt {groups[position].prompt_id} begins with a generated token; a prompt needs at least one token")
     num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.int64)
     truncated = np.array([t.reason == "length" for t in trajectories], dtype=np.bool_)
     num_trained = np.where(truncated, 0, num_generated) if config.mask_truncated else num_generated
-    names, given_KN = _rewards(trajectories)
-    rewards_KN = shaped_rewards(
-        given_KN, group_ids=group_ids, num_generated=num_generated, config=config, max_new_tokens=max_new_tokens)
+    compared = episodes.compared(by_agent=config.agent_baselines)
+    rewards_KU = shaped_rewards(
+        episodes.rewards, group_ids=compared, num_generated=episodes.of_parts(num_generated), config=config,
+        max_new_tokens=max_new_tokens)
     offsets = bounds(num_trained)
     if config.credit and trajectories:
-        samples = sample_groups(
-            trajectories, rewards_KN[0], named_rewards=dict(zip(names, given_KN, strict=True)), group_ids=group_ids, lengths=num_trained)
-        advantages = own_advantages(config.credit, samples, config.constants)
+        advantages = own_advantages(
+            config.credit, sample_groups(episodes, rewards_KU[0], lengths=num_trained), config.constants)
+    elif config.needs_critic:
+        advantages = _token_rewards(episodes, rewards_KU[0], offsets, config)
     else:
-        advantages = _token_advantages(_outcomes(rewards_KN, group_ids, num_trained, config), offsets, config)
+        outcomes = _outcomes(rewards_KU, compared, episodes, episodes.of_parts(num_trained), config)
+        if config.turn_credit == "episode":
+            advantages = _token_advantages(outcomes[part_ids], offsets, config)
+        else:
+            turns = Turns.of(episodes, num_trained)
+            advantages = turn_advantages(turns, episodes, rewards=rewards_KU[0], advantages=outcomes, config=config)[turns.of_tokens]
+            advantages = whitened_tokens(advantages) if config.whiten == "tokens" else advantages
     advantages = advantages.astype(np.float32)
     keep = num_trained > 0
     if config.drop_zero_advantage or config.objective == "cross_entropy":  # which imitates whatever it is given
@@ -76,8 +89,8 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     trained = _concatenate([trajectories[i].loss_mask for i in kept], np.bool_)
     advantage_column = np.zeros(len(trained), np.float32)
     advantage_column[trained] = advantages[gather_ranges(offsets, kept)]
-    weights, denominator = _token_weights(num_trained, group_ids, config.loss_aggregation, max_new_tokens)
-    prefix_lens = np.repeat([_shared_prompt_len(usable) for usable in members], sizes)
+    weights, denominator = _token_weights(num_trained, group_ids, episodes.episode_ids, config.loss_aggregation, max_new_tokens)
+    prefix_lens = np.array([_shared_prompt_len(group.usable) for group in groups], np.int64)[group_ids]
     batch = Batch.of_next_tokens(
         _concatenate([trajectories[i].tokens for i in kept], np.int32), trained, lengths=lengths, columns={
             "rollout_logprobs": _concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32),
@@ -86,7 +99,7 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
     if config.needs_critic:
         batch = replace(batch, sequences=batch.sequences | {"truncated": truncated[kept].astype(np.int64)})
     if config.imitation_coefficient:
-        right = np.nansum(rewards_KN, axis=0)[kept] > config.imitate_above
+        right = (np.nansum(rewards_KU, axis=0) > config.imitate_above)[part_ids][kept]
         batch = batch.with_columns(imitate_mask=right[batch.target_sequences].astype(np.float32))
     return batch
 
@@ -98,7 +111,7 @@ def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: Algorith
     is -beta * (rollout_logprobs - ref_logprobs), and at the last one of a sequence also the sequence's advantage; a target's advantage is
     the discounted sum of the rewards from there on, whitened if `config` says so.
 
-    With a critic, `critic.with_values` makes advantages of these rewards instead.
+    With a critic, `critic.with_values` makes advantages of the rewards of tokens instead.
 
     Args:
         scores: by name, as far as `config` needs them: `ref_logprobs` [M] float32, under the reference policy, whose differences from
@@ -114,11 +127,11 @@ def with_scores(batch: Batch, scores: Mapping[str, np.ndarray], config: Algorith
         penalties = -config.reward_kl * log_ratios
     if not (config.reward_kl or config.needs_critic):
         return batch
+    if config.needs_critic:
+        return with_values(batch, penalties, values=scores["values"], end_values=scores["end_values"], config=config)
     offsets = batch.target_offsets
     outcomes, some = np.zeros(len(batch)), np.diff(offsets) > 0
     outcomes[some] = batch.columns["advantages"][offsets[1:][some] - 1]
-    if config.needs_critic:
-        return with_values(batch, outcomes, penalties, values=scores["values"], end_values=scores["end_values"], config=config)
     return batch.with_columns(advantages=_spread(outcomes, offsets, config, extra=penalties).astype(np.float32))
 
 
@@ -165,32 +178,40 @@ def split_minibatches(batch: Batch, num_minibatches: int, *, seed: int) -> list[
     return [batch.select(np.flatnonzero(np.isin(batch.group_ids, order[i::count]))) for i in range(count)]
 
 
-def batch_stats(groups: Sequence[Group], *, version: Version, separate_rewards: bool = False) -> StatsPart:
+def batch_stats(groups: Sequence[Group], *, version: Version, separate_rewards: bool = False, by_agent: bool = False) -> StatsPart:
     """Collect statistics of a batch of groups, which add up over the processes that drew one; `batch_metrics` finishes them.
 
     Args:
-        version: version of the step that trains on it; staleness is its distance to the oldest token of each trajectory.
+        version: version of the step that trains on it; staleness is its distance to the oldest token of each episode.
         separate_rewards: whether a group has an advantage of 0 only if each of its named rewards is the same for all, not just their sum.
+        by_agent: whether it has one if each agent's rewards are the same.
     """
-    trajectories = [t for group in groups for t in group.trajectories]
-    rewards = np.array([t.reward for t in trajectories if t.unusable is None], dtype=np.float64)
-    num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.float64)
-    lengths = np.array([t.loss_mask.sum() for t in trajectories if t.unusable is None], dtype=np.float64)
-    heads = [t.head_version for t in trajectories if t.unusable is None]
-    staleness = np.array([version - head for head in heads if head != PROMPT_VERSION], dtype=np.float64)
+    everyone = [(chains, verdict.unusable) for group in groups for chains, verdict in zip(group.episodes, group.verdicts, strict=True)]
+    rewards = np.array([episode_reward(chains) for chains, why in everyone if why is None], dtype=np.float64)
+    num_generated = np.array([sum(t.loss_mask.sum() for t in chains) for chains, _ in everyone], dtype=np.float64)
+    usable = np.array([why is None for _, why in everyone], np.bool_)
+    lengths = num_generated[usable]
+    heads = [[t.head_version for t in chains if t.head_version != PROMPT_VERSION] for chains, why in everyone if why is None]
+    staleness = np.array([version - min(of_chains) for of_chains in heads if of_chains], dtype=np.float64)
     tracker = StatsTracker()
     with tracker.scope("rollout"):
         tracker.stat(reduce="sum", generated_tokens=num_generated)
         tracker.stat(
             response_mean_tokens=num_generated, right_response_mean_tokens=lengths[rewards >= 1],
-            wrong_response_mean_tokens=lengths[rewards < 1], truncated_share=np.array([t.reason == "length" for t in trajectories]),
-            too_long_share=np.array([t.unusable == "too long" for t in trajectories]), staleness_mean_versions=staleness)
+            wrong_response_mean_tokens=lengths[rewards < 1],
+            truncated_share=np.array([any(t.reason == "length" for t in chains) for chains, _ in everyone]),
+            too_long_share=np.array([why == "too long" for _, why in everyone]), staleness_mean_versions=staleness)
+        tracker.stat(
+            turns_mean=np.array([sum(len(t.calls) for t in chains) for chains, _ in everyone], dtype=np.float64),
+            chains_mean=np.array([len(chains) for chains, _ in everyone], dtype=np.float64),
+            malformed_call_share=np.array([any(t.malformed_calls for t in chains) for chains, _ in everyone]))
         tracker.stat(reduce="max", staleness_max_versions=staleness)
     with tracker.scope("reward"):
         tracker.stat(
             mean=rewards, mean_square=rewards**2, positive_share=rewards > 0,
-            failed_share=np.array([t.unusable == "reward failed" for t in trajectories]),
-            zero_advantage_group_share=np.array([g.reward_range(separate=separate_rewards) == 0 for g in groups if g.trajectories]))
+            failed_share=np.array([why == "reward failed" for _, why in everyone]),
+            zero_advantage_group_share=np.array([
+                g.reward_range(separate=separate_rewards, by_agent=by_agent) == 0 for g in groups if g.trajectories]))
         for name, by_group in _named_rewards(groups).items():
             values = np.concatenate(by_group)
             tracker.stat({
@@ -203,9 +224,12 @@ def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
     """Compute the metrics of a batch from the `batch_stats` of all processes that drew a part of it.
 
     Returns:
-        Metrics by name. Means and shares are over trajectories, except shares of groups; those of nothing are left out.
+        Metrics by name. Means and shares are over episodes, except shares of groups; those of nothing are left out, and those of turns,
+        trajectories and malformed calls where each episode was a single turn at most.
     """
     metrics = combine(parts).values()
+    if all(metrics.get(name, 0.0) <= most for name, most in _SINGLE_TURN.items()):
+        metrics = {name: value for name, value in metrics.items() if name not in _SINGLE_TURN}
     for square in [name for name in metrics if name.startswith("reward/") and name.endswith("mean_square")]:
         mean = square.removesuffix("_square")
         metrics[f"{mean.removesuffix('mean')}std"] = max(metrics.pop(square) - metrics[mean] ** 2, 0.0) ** 0.5
@@ -213,36 +237,49 @@ def batch_metrics(parts: Sequence[StatsPart]) -> dict[str, float]:
 
 
 def _named_rewards(groups: Sequence[Group]) -> dict[str, list[np.ndarray]]:
-    """Return the named rewards of usable trajectories: by name, an array [n] float64 for each group that has some."""
+    """Return the rewards of usable episodes that have names, and those of each agent: by name, [n] float64 for each group with some."""
     found: dict[str, list[np.ndarray]] = {}
     for group in groups:
-        names = dict.fromkeys(name for t in group.usable for name in t.named_rewards)
-        for name in names:
-            values = np.array([t.named_rewards[name] for t in group.usable if name in t.named_rewards], dtype=np.float64)
-            found.setdefault(printable(name, most=_LONGEST_NAME), []).append(values)
+        of_group: dict[str, list[float]] = {}
+        for part in (part for chains in group.usable_episodes for part in parts_of(chains)):
+            by_agent = {f"agent_{part.agent}": part.reward} if part.agent else {}
+            for name, reward in {**part.chains[0].named_rewards, **by_agent}.items():
+                of_group.setdefault(name, []).append(reward)
+        for name, rewards in of_group.items():
+            found.setdefault(printable(name, most=_LONGEST_NAME), []).append(np.array(rewards, dtype=np.float64))
     return found
 
 
-def _rewards(trajectories: Sequence[Trajectory]) -> tuple[list[str], np.ndarray]:
-    """Return K names of rewards, and those rewards of each trajectory, [K, N] float64; NaN where there is none.
-
-    A reward without a name has a row of its own, whose name is "".
-    """
-    named = [t.named_rewards or {"": t.reward} for t in trajectories]
-    names = list(dict.fromkeys(name for rewards in named for name in rewards)) or [""]
-    return names, np.array([[rewards.get(name, np.nan) for rewards in named] for name in names], dtype=np.float64)
-
-
-def _outcomes(rewards_KN: np.ndarray, group_ids: np.ndarray, num_trained: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
-    """Return [N] float64, the advantage of each trajectory as a whole; 1 or 0 if it is to be imitated or not."""
+def _outcomes(
+    rewards_KU: np.ndarray, compared: np.ndarray, episodes: Episodes, num_tokens: np.ndarray, config: AlgorithmConfig,
+) -> np.ndarray:
+    """Return [U] float64, the advantage of each part as a whole; 1 or 0 if it is to be imitated or not."""
     if config.objective == "cross_entropy":
-        return (np.nansum(rewards_KN, axis=0) > config.imitate_above).astype(np.float64)
-    outcomes = np.zeros(len(group_ids))
-    for rewards in rewards_KN:
-        outcomes += outcome_advantages(rewards, group_ids=group_ids, num_tokens=num_trained, centre=config.centre, scale=config.scale)
+        return (np.nansum(rewards_KU, axis=0) > config.imitate_above).astype(np.float64)
+    outcomes = np.zeros(len(compared))
+    for rewards in rewards_KU:
+        outcomes += outcome_advantages(
+            rewards, group_ids=compared, num_tokens=num_tokens, centre=config.centre, scale=config.scale, episodes=episodes.part_episodes)
     if config.whiten == "sequences":
-        outcomes = whitened_sequences(outcomes, counted=np.asarray(np.isfinite(rewards_KN).any(axis=0)))
+        outcomes = whitened_sequences(
+            outcomes, counted=np.asarray(np.isfinite(rewards_KU).any(axis=0)), episodes=episodes.part_episodes)
     return outcomes
+
+
+def _token_rewards(episodes: Episodes, rewards: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+    """Return [M] float64, what falls on each trained token: at the end of a turn its reward, and at the end of a trajectory the outcome.
+
+    Args:
+        rewards: [U] float64, the shaped reward of each part, rewards of its turns among it.
+        offsets: [N + 1] int64, bounds of the trajectories' trained tokens.
+    """
+    found, some = np.zeros(offsets[-1]), np.diff(offsets) > 0
+    outcomes = (rewards - config.reward_scale * episodes.turn_rewards)[episodes.part_ids]
+    found[offsets[1:][some] - 1] = outcomes[some]
+    for start, t in zip(offsets[:-1][some], (t for t, is_in in zip(episodes.trajectories, some, strict=True) if is_in), strict=True):
+        if t.turns:
+            np.add.at(found, start + last_tokens(t), config.reward_scale * np.array([turn.reward for turn in t.turns]))
+    return found
 
 
 def _token_advantages(outcomes: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
@@ -267,18 +304,20 @@ def _spread(outcomes: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig, 
     return whitened_tokens(returns) if config.whiten == "tokens" else returns
 
 
-def _token_weights(num_trained: np.ndarray, group_ids: np.ndarray, aggregation: str, max_new_tokens: int) -> tuple[np.ndarray, float]:
+def _token_weights(
+    num_trained: np.ndarray, group_ids: np.ndarray, episode_ids: np.ndarray, aggregation: str, max_new_tokens: int,
+) -> tuple[np.ndarray, float]:
     """Return [N] float64, the weight of one trained token of each trajectory, and the denominator that the weights contain."""
-    num_sequences = len(num_trained)
+    num_episodes, same = int(episode_ids.max(initial=-1)) + 1, np.ones(len(num_trained))
     match aggregation:
         case "token_mean":
-            denominator, per_unit = float(num_trained.sum()), np.ones(num_sequences)
+            denominator, per_unit = float(num_trained.sum()), same
         case "sequence_mean":
-            denominator, per_unit = float(num_sequences), num_trained
+            denominator, per_unit = float(num_episodes), np.bincount(episode_ids, num_trained)[episode_ids]
         case "sequence_sum":
-            denominator, per_unit = float(num_sequences), np.ones(num_sequences)
+            denominator, per_unit = float(num_episodes), same
         case "fixed_length":
-            denominator, per_unit = float(num_sequences * max_new_tokens), np.ones(num_sequences)
+            denominator, per_unit = float(num_episodes * max_new_tokens), same
         case "prompt_mean":
             _, group = np.unique(group_ids, return_inverse=True)
             per_group = np.bincount(group, num_trained)

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from offbeat.algorithms.episodes import Episodes, turn_of_tokens
 from offbeat.data.functions import blaming, resolve
-from offbeat.data.trajectory import Trajectory
 from offbeat.errors import CodeError, OwnCodeError, shorten
 
 
@@ -25,16 +25,21 @@ from offbeat.errors import CodeError, OwnCodeError, shorten
 class SampleGroups:
     """N samples of a training step; the samples of one prompt are a group, and stand next to each other.
 
-    Samples that cannot be trained on, such as those whose reward failed, are left out.
+    A sample is a trajectory; an episode may have several, which share a reward. Those that cannot be trained on, such as those whose reward
+    failed, are left out.
 
     Attributes:
-        rewards: [N] float64, after bias, scale, clip and penalties; those of several names are added up.
+        rewards: [N] float64, after bias, scale, clip and penalties; those of several names, and of turns, are added up.
         named_rewards: [N] float64 each, by name, as the reward function returned them; NaN where a sample has none of that name.
         group_ids: [N] int64, ascending, the group of each sample.
         lengths: [N] int64, T_i, number of trained tokens of each sample; 0 for one that was cut off with `algorithm.mask_truncated`.
-        turns: N arrays [T_i] int64, the turn in which each trained token was generated, from 0. Turns are parted by what the policy did not
-            generate, such as the output of a tool.
+        turns: N arrays [T_i] int64, the turn in which each trained token was generated, from 0. Where a workflow does not tell its turns,
+            they are parted by what the policy did not generate, such as the output of a tool.
         versions: N arrays [T_i] int64, the version of the weights that sampled each trained token.
+        episodes: [N] int64, ascending, the episode of each sample.
+        agents: N names, who wrote each sample; "" where nobody was named.
+        turn_rewards: N arrays, what each turn has earned, as it was given.
+        states: N tuples, the state in which each turn was played; "" where it has none.
     """
 
     rewards: np.ndarray
@@ -43,31 +48,41 @@ class SampleGroups:
     lengths: np.ndarray
     turns: Sequence[np.ndarray]
     versions: Sequence[np.ndarray]
+    episodes: np.ndarray
+    agents: Sequence[str]
+    turn_rewards: Sequence[np.ndarray]
+    states: Sequence[tuple[str, ...]]
 
     def __len__(self) -> int:
         return len(self.rewards)
 
     def mean(self, values: np.ndarray) -> np.ndarray:
-        """Return [N] float64: for each sample, the mean of `values` [N] over its group."""
-        _, group, counts = np.unique(self.group_ids, return_inverse=True, return_counts=True)
-        return (np.bincount(group, values) / counts)[group]
+        """Return [N] float64: for each sample, the mean of `values` [N] over its group, in which each episode counts once."""
+        _, group = np.unique(self.group_ids, return_inverse=True)
+        _, episode, sizes = np.unique(self.episodes, return_inverse=True, return_counts=True)
+        weights = 1 / sizes[episode]
+        return (np.bincount(group, weights * values) / np.bincount(group, weights))[group]
 
 
 OwnCredit = Callable[[SampleGroups, dict[str, Any]], Any]
 
 
-def sample_groups(
-    trajectories: Sequence[Trajectory], rewards: np.ndarray, *, named_rewards: Mapping[str, np.ndarray], group_ids: np.ndarray,
-    lengths: np.ndarray,
-) -> SampleGroups:
-    """Describe N usable trajectories to a user's function; arrays are as in `SampleGroups`."""
+def sample_groups(episodes: Episodes, rewards: np.ndarray, *, lengths: np.ndarray) -> SampleGroups:
+    """Describe the usable trajectories of a batch to a user's function.
+
+    Args:
+        rewards: [U] float64, the shaped reward of each part.
+        lengths: [N] int64, as in `SampleGroups`.
+    """
     turns, versions = [], []
-    for trajectory, length in zip(trajectories, lengths, strict=True):
-        mask = trajectory.loss_mask if length else np.zeros(len(trajectory), np.bool_)
-        begins = mask & ~np.concatenate([[False], mask[:-1]])
-        turns.append((np.cumsum(begins) - 1)[mask])
-        versions.append(trajectory.versions[mask].astype(np.int64))
-    return SampleGroups(rewards.astype(np.float64), dict(named_rewards), group_ids, lengths, turns, versions)
+    for trajectory, length in zip(episodes.trajectories, lengths, strict=True):
+        turns.append(turn_of_tokens(trajectory) if length else np.zeros(0, np.int64))
+        versions.append(trajectory.versions[trajectory.loss_mask].astype(np.int64) if length else np.zeros(0, np.int64))
+    calls = [trajectory.calls for trajectory in episodes.trajectories]
+    return SampleGroups(
+        rewards[episodes.part_ids], dict(zip(episodes.names, episodes.rewards[:, episodes.part_ids], strict=True)), episodes.group_ids,
+        lengths, turns, versions, episodes.episode_ids, tuple(t.agent for t in episodes.trajectories),
+        [np.array([turn.reward for turn in own], np.float64) for own in calls], [tuple(turn.state for turn in own) for own in calls])
 
 
 def own_advantages(name: str, groups: SampleGroups, constants: Mapping[str, Any]) -> np.ndarray:
@@ -115,13 +130,18 @@ def check_credit(name: str, constants: Mapping[str, Any]) -> None:
 
 
 def _example() -> SampleGroups:
-    """Return seven samples of three prompts: of unequal lengths, one without trained tokens, one group of equal rewards, one of one."""
+    """Return seven samples of three prompts: of unequal lengths, one without trained tokens, one group of equal rewards, one of one.
+
+    Two samples of the first group are of one episode.
+    """
     lengths = np.array([3, 1, 6, 2, 0, 4, 5])
-    rewards = np.array([1.0, 0.0, 0.5, 1.0, 1.0, 1.0, -2.0])
+    rewards = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, -2.0])
+    num_turns = np.maximum(-(-lengths // 3), 1)
     return SampleGroups(
         rewards, {"right": np.array([1.0, 0.0, np.nan, 1.0, 1.0, 1.0, -2.0]), "form": np.array([0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0])},
         np.array([0, 0, 0, 1, 1, 1, 2]), lengths, [np.arange(length) // 3 for length in lengths],
-        [np.arange(length) // 4 + 5 for length in lengths])
+        [np.arange(length) // 4 + 5 for length in lengths], np.array([0, 1, 1, 2, 3, 4, 5]), ("",) * 7,
+        [np.full(turns, 0.5) for turns in num_turns], [("start", *[""] * (turns - 1)) for turns in num_turns])
 
 
 def _by_token(found: Any, lengths: np.ndarray) -> np.ndarray | None:

@@ -1,6 +1,7 @@
 """What is done to rewards before credit is computed from them. Numpy in float64; called by `experience`.
 
-In this order: bias, scale and clip of each reward; then penalties for length, which depend on the sum of a trajectory's rewards.
+In this order: bias, scale and clip of each reward; then penalties for length, which depend on the sum of a sample's rewards. A sample is
+what one agent did in an episode, with all of its trajectories.
 """
 
 import numpy as np

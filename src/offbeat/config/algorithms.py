@@ -63,6 +63,18 @@ class AlgorithmConfig(Section):
         0.0, "With a critic: let gae_lambda be 1 - 1 / (alpha n) for an answer of n tokens, at least 0 (VAPO: 0.05); 0 is off.", ge=0)
     turn_level: bool = field(
         False, "With a critic: take each turn, what was generated between two observations, as one step, whose tokens share an advantage.")
+    turn_credit: Literal["episode", "return", "turn", "state"] = field(
+        "episode", "What the tokens of a turn are credited with: the reward of the whole episode; what came of the turn, compared with all"
+        " turns of the group, or with those of the same number; or the episode's, and what came of it compared with turns in the same"
+        " state (GiGPO).")
+    turn_gamma: float = field(
+        1.0, "With turn_credit other than \"episode\": discount per turn of what comes later (0.9 in AReaL's examples, 0.95 in GiGPO).",
+        gt=0, le=1)
+    state_weight: float = field(
+        1.0, "With turn_credit = \"state\": factor of the comparison with turns in the same state; the paper has 1.", gt=0)
+    agent_baselines: bool = field(
+        False, "Compare an agent's rewards with those of the same agent alone, where several play an episode, such as the two sides of a"
+        " game; false compares all of a group.")
     credit: str = field(
         "", "Function of your own that gives advantages, as 'path/to/file.py:function' (docs/algorithms.md); it replaces centre and scale.")
     imitate_above: float = field(

@@ -68,6 +68,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
     "gdpo": Preset(
         "2601.05242", "With several rewards by name (such as correct and format), none of which is to drown the others.",
         {"separate_rewards": True, "whiten": "sequences"}),
+    "gigpo": Preset(
+        "2505.10978", "For agents whose episodes pass through the same states again, such as shops, games and websites: what a turn led to"
+        " is also compared with other turns in the same state; workflows have to name states.",
+        {"turn_credit": "state", "turn_gamma": 0.95}),
     "gspo": Preset(
         "2507.18071", "For mixtures of experts and long answers, where ratios of single tokens are noise: one ratio for a sequence.",
         {**_FREE, "objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence_mean"}),

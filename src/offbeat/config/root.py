@@ -143,6 +143,7 @@ class Config(Section):
                 " to divide by")
         if algorithm.needs_critic:
             self._check_critic()
+        self._check_turns()
         if algorithm.scale == "group_mean" and algorithm.has_penalties:
             raise ValueError(
                 "algorithm.length_penalty and algorithm.overlong_buffer_share must be 0 with algorithm.scale = 'group_mean', which needs"
@@ -160,6 +161,37 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.reward_kl must be 0 with algorithm.objective = 'cross_entropy', which reads no advantages, got"
                 f" {algorithm.reward_kl:g}; use algorithm.kl_loss")
+
+    def _check_turns(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.agent_baselines and algorithm.centre in ("none", "critic"):
+            raise ValueError(
+                f"algorithm.agent_baselines must be false with algorithm.centre = '{algorithm.centre}', got true; no rewards are compared"
+                " there")
+        credit = algorithm.turn_credit
+        if credit == "episode":
+            if algorithm.turn_gamma != 1:
+                raise ValueError(
+                    f"algorithm.turn_gamma must be 1 with algorithm.turn_credit = 'episode', got {algorithm.turn_gamma:g}; choose how turns"
+                    " are credited, or discount tokens by algorithm.gamma")
+            return
+        if algorithm.centre == "critic" or (algorithm.centre == "none" and credit != "return"):
+            raise ValueError(
+                f"algorithm.turn_credit must be 'episode' with algorithm.centre = '{algorithm.centre}', got '{credit}'; "
+                + ("a critic credits rewards of turns by itself" if algorithm.centre == "critic" else "no rewards are compared there"))
+        if algorithm.objective == "cross_entropy":
+            raise ValueError(
+                f"algorithm.turn_credit must be 'episode' with algorithm.objective = 'cross_entropy', which reads no advantages, got"
+                f" '{credit}'")
+        for name, neutral in (("gamma", 1.0), ("reward_kl", 0.0), ("separate_rewards", False)):
+            if (value := getattr(algorithm, name)) != neutral:
+                raise ValueError(
+                    f"algorithm.{name} must be {_shown(neutral)} with algorithm.turn_credit = '{credit}', got {_shown(value)}; a turn has"
+                    " one advantage, of one reward")
+        if algorithm.whiten == "sequences":
+            raise ValueError(
+                f"algorithm.whiten must be 'none' or 'tokens' with algorithm.turn_credit = '{credit}', got 'sequences'; turns of an episode"
+                " have advantages of their own")
 
     def _check_critic(self) -> None:
         algorithm = self.algorithm
@@ -219,7 +251,10 @@ class Config(Section):
                 " is for an objective of your own")
         if not algorithm.credit:
             return
-        for name, neutral in (("whiten", "none"), ("separate_rewards", False), ("gamma", 1.0), ("reward_kl", 0.0)):
+        for name, neutral in (
+            ("whiten", "none"), ("separate_rewards", False), ("gamma", 1.0), ("reward_kl", 0.0), ("turn_credit", "episode"),
+            ("agent_baselines", False),
+        ):
             if (value := getattr(algorithm, name)) != neutral:
                 raise ValueError(
                     f"algorithm.{name} must be {_shown(neutral)} with algorithm.credit, got {_shown(value)}; your function gives the"

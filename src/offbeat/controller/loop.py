@@ -153,7 +153,8 @@ class _Training:
             "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
             "step/publish_s": gate_s + clock.lap()}
         diverged = [reference_stats(batch)] if algorithm.kl_target else []
-        own = batch_stats(groups, version=step.version, separate_rewards=algorithm.separate_rewards)
+        own = batch_stats(
+            groups, version=step.version, separate_rewards=algorithm.separate_rewards, by_agent=algorithm.agent_baselines)
         part = combine([own, rollouts.take_stats(), scored, *diverged])
         parts = await self._parts.peers.gather("export_stats", part)
         stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)

@@ -252,13 +252,19 @@ class Part:
         """The outcome and the rewards of all turns together."""
         return self.chains[0].reward + self.turn_reward
 
-    @property
-    def named_rewards(self) -> dict[str, float]:
-        """The rewards by name that add up to `reward`; what has no name is "", but beside names rewards of turns are "turns"."""
-        named = self.chains[0].named_rewards
-        if not named or not self.turn_reward:
-            return named or {"": self.reward}
-        return {**named, TURNS: named.get(TURNS, 0.0) + self.turn_reward}
+
+def named_rewards(parts: Sequence[Part]) -> list[dict[str, float]]:
+    """Return the rewards of each part by name, which add up to its reward; one without a name is "".
+
+    Beside names, the sum of the rewards of turns is "turns", as soon as one of the parts has some.
+    """
+    beside = any(part.turn_reward and part.chains[0].named_rewards for part in parts)
+    found = []
+    for part in parts:
+        named = part.chains[0].named_rewards
+        turns = {TURNS: named.get(TURNS, 0.0) + part.turn_reward} if beside else {}
+        found.append({**named, **turns} if named else {"": part.reward})
+    return found
 
 
 def parts_of(chains: Sequence[Trajectory]) -> tuple[Part, ...]:
@@ -267,6 +273,11 @@ def parts_of(chains: Sequence[Trajectory]) -> tuple[Part, ...]:
     for trajectory in chains:
         found.setdefault(trajectory.agent, []).append(trajectory)
     return tuple(Part(tuple(own)) for own in found.values())
+
+
+def episode_reward(chains: Sequence[Trajectory]) -> float:
+    """Return the reward of an episode with these trajectories: that of its agent, or the mean of those of its agents."""
+    return fmean(part.reward for part in parts_of(chains))
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +334,7 @@ class Group:
     @property
     def rewards(self) -> np.ndarray:
         """Rewards of the usable episodes, [n] float32; of one that several agents have played, the mean of theirs."""
-        return np.array([fmean(part.reward for part in parts_of(chains)) for chains in self.usable_episodes], dtype=np.float32)
+        return np.array([episode_reward(chains) for chains in self.usable_episodes], dtype=np.float32)
 
     def reward_range(self, *, separate: bool, by_agent: bool = False) -> float:
         """Return the largest reward of the usable episodes less the smallest; 0 if there are none.
@@ -333,8 +344,9 @@ class Group:
             by_agent: take the largest range of one agent's rewards.
         """
         found: dict[tuple[str, str], list[float]] = {}
-        for part in (part for chains in self.usable_episodes for part in parts_of(chains)):
-            for name, reward in (part.named_rewards if separate else {"": part.reward}).items():
+        parts = [part for chains in self.usable_episodes for part in parts_of(chains)]
+        for part, named in zip(parts, named_rewards(parts), strict=True):
+            for name, reward in (named if separate else {"": part.reward}).items():
                 found.setdefault((part.agent if by_agent else "", name), []).append(reward)
         return max((max(rewards) - min(rewards) for rewards in found.values()), default=0.0)
 

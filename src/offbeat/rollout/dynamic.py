@@ -34,7 +34,8 @@ class DynamicSampling:
     def rejects(self, group: Group) -> str:
         """Return why a group is rejected; empty if it is kept."""
         self._counts["drawn"] += 1
-        if group.reward_range(separate=self._config.separate_rewards) > self._config.equal_rewards_tolerance:
+        config = self._config
+        if group.reward_range(separate=config.separate_rewards, by_agent=config.agent_baselines) > config.equal_rewards_tolerance:
             return ""
         if self.num_rejected >= self.max_rejected:
             self._counts["kept_flat"] += 1
@@ -42,7 +43,7 @@ class DynamicSampling:
             return ""
         self._counts["rejected"] += 1
         self.num_rejected += 1
-        return f"all rewards are equal: {group.usable[0].reward:g}" if group.usable else "there are no rewards"
+        return f"all rewards are equal: {group.rewards[0]:g}" if group.usable else "there are no rewards"
 
     def start_batch(self) -> None:
         """Count anew: a batch was taken."""
