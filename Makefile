@@ -110,6 +110,7 @@ bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON lin
 	$(BIN)/python benchmarks/balance_step.py
 	$(BIN)/python benchmarks/lora.py
 	$(BIN)/python benchmarks/fanout.py
+	$(BIN)/python benchmarks/proxy.py
 	$(BIN)/python benchmarks/publish.py
 	$(BIN)/python benchmarks/service.py
 

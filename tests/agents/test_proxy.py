@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,6 +126,17 @@ def test_a_chat_with_a_tool_is_recorded_as_one_chain():
         [trajectory] = world.chains()
         assert trained(world, trajectory) == [CALL, "it is 3"]
         assert trajectory.versions[trajectory.loss_mask].tolist() == [1] * (len(CALL) + 1) + [2] * 8
+
+    play(body)
+
+
+def test_a_chat_may_be_told_its_tokens():
+    async def body(world: World) -> None:
+        _, answer = await world.post({"messages": [USER], "return_token_ids": True})
+        [trajectory] = world.chains()
+        mask = trajectory.loss_mask
+        assert answer["prompt_token_ids"] + answer["choices"][0]["token_ids"] == trajectory.tokens.tolist()
+        assert answer["choices"][0]["versions"] == trajectory.versions[mask].tolist()
 
     play(body)
 
@@ -373,6 +385,17 @@ def test_a_body_that_is_too_large_is_refused():
         async with world.http.post(
             f"{world.proxy.url}/v1/messages", data=b" " * (MAX_BODY_BYTES + 1), headers=world.headers()) as answer:
             assert answer.status == 413
+
+    play(body)
+
+
+def test_an_answer_is_not_held_back_by_nagles_algorithm():
+    async def body(world: World) -> None:
+        await world.ask(USER)
+        connections = world.proxy._server.server_state.connections
+        assert connections
+        for connection in connections:
+            assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     play(body)
 

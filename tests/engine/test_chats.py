@@ -25,13 +25,13 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "
 FLAT, BLOCK = {"type": "function", "name": "add", "parameters": PARAMETERS}, {"name": "add", "input_schema": PARAMETERS}
 USER = [{"role": "user", "content": "3?"}]
 CALL, HALF, REST = '<tool_call>{"name":"add","arguments":{"a":3}}</tool_call>', '<tool_call>{"name":"add"', '{"a":3}}</tool_call>'
-END = "<|im_end|>"
+THOUGHT, END = "<think>hm</think>\n\nseven", "<|im_end|>"
 
 
 def write_model(folder, after: dict[str, str]) -> str:
     """Write a model whose next token depends on the last one alone: `after` says which follows which, and all others end the answer."""
     tokenizer = tokenizer_with(PLAIN)
-    tokenizer.hf.add_tokens([CALL, HALF, REST])
+    tokenizer.hf.add_tokens([CALL, HALF, REST, THOUGHT])
     tokenizer.hf.eos_token = END
     tokenizer.save(folder)
     size = len(tokenizer.hf)
@@ -157,6 +157,15 @@ def test_responses_and_messages_answer_alike(calls) -> None:
     assert told["stop_reason"] == "tool_use" and (block["type"], block["name"], block["input"]) == ("tool_use", "add", {"a": 3})
     counted = answer(calls, "/v1/messages/count_tokens", messages=USER, tools=[BLOCK])
     assert counted["input_tokens"] == told["usage"]["input_tokens"]
+
+
+def test_reasoning_is_told_apart_but_in_plain_chat_completions(serve) -> None:
+    url = serve({"\n": THOUGHT})
+    assert answer(url, "/v1/chat/completions", messages=USER)["choices"][0]["message"]["content"] == THOUGHT
+    message = answer(url, "/v1/chat/completions", messages=USER, tools=[TOOL])["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "seven", "reasoning_content": "hm"}
+    assert [item["type"] for item in answer(url, "/v1/responses", input="3?")["output"]] == ["reasoning", "message"]
+    assert [block["type"] for block in answer(url, "/v1/messages", messages=USER, max_tokens=9)["content"]] == ["thinking", "text"]
 
 
 def test_prompts_are_those_of_the_renderer(calls, tmp_path) -> None:

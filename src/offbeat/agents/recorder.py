@@ -169,9 +169,12 @@ class Recorder:
         self._by_history.setdefault(known, []).append(node)
         if stop:  # some clients put back the string that ended the answer
             self._same_history[_digest(turn.history, replace(message, content=message.content + stop))] = known
-        return Reply(
-            message, "tool_calls" if message.calls else "length" if sample.finish_reason == "length" else "stop", stop,
-            self._logprobs(sample) if request.logprobs else (), len(sample.token_ids), parsed.malformed)
+        reply = Reply(
+            message, "tool_calls" if message.calls else "length" if sample.finish_reason == "length" else "stop", stop=stop,
+            num_tokens=len(sample.token_ids), malformed=parsed.malformed)
+        if request.logprobs:
+            reply = replace(reply, logprobs=self._logprobs(sample))
+        return replace(reply, token_ids=sample.token_ids, versions=sample.versions) if request.return_token_ids else reply
 
     def mark_read(self, turn: Turn) -> None:
         """Count the answers of a turn, because its client has received them."""

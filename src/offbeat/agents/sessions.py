@@ -154,7 +154,9 @@ class Session:
         except BaseException:
             self._recorder.drop(turn)
             raise
-        return ChatAnswer(uuid.uuid4().hex, int(time.time()), request.model, replies, len(turn.prompt))
+        return ChatAnswer(
+            uuid.uuid4().hex, int(time.time()), request.model, replies, len(turn.prompt),
+            prompt_ids=turn.prompt if request.return_token_ids else ())
 
     def _check_open(self) -> None:
         if self._is_sealed:

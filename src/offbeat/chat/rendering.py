@@ -105,6 +105,7 @@ class Renderer:
         """
         if not self._end_text or not new or any(message.role not in ("user", "tool") for message in new):
             return None
+        tools = tools if self.writes_tools else ()  # else they are in the system message alone
         calls = tuple(ToolCall(call.id, call.name, "{}") for call in answer.calls)
         dummy = Message("assistant", "" if calls else "probe_answer", calls)
         try:

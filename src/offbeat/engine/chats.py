@@ -1,7 +1,7 @@
 """The engine's endpoints for chats: chat completions, Responses and Messages, with tools. Used by `server`.
 
-A stream of chat completions without tools is sent token by token. All other answers are read as a whole, because only then is it known
-what is a call; their streams begin with comments while the model writes.
+Chat completions without tools answer with the model's text as it is, and stream it token by token. All other answers are read as a whole,
+because only then is it known what is a call; their streams begin with comments while the model writes.
 """
 
 import asyncio
@@ -93,7 +93,8 @@ class Chats:
             return await streaming(told, outputs)
 
         def answer(made: Sequence[Output]) -> ChatAnswer:
-            replies = tuple(self._reply(output, asked, body, opening) for output in _joined(made))
+            parses = bool(asked.tools) or not isinstance(dialect, Completions)
+            replies = tuple(self._reply(output, asked, body, opening, parses=parses) for output in _joined(made))
             prompt_ids = tuple(prompt) if asked.return_token_ids else ()
             return ChatAnswer(request.id, int(time.time()), model, replies, num_prompt_tokens=len(prompt), prompt_ids=prompt_ids)
 
@@ -107,10 +108,11 @@ class Chats:
         form = self._renderer.format
         return (form.end,) if not asked.parallel_calls and asked.tools and form is not None and form.end else ()
 
-    def _reply(self, output: Output, asked: ChatRequest, body: GenerateBody, opening: str) -> Reply:
+    def _reply(self, output: Output, asked: ChatRequest, body: GenerateBody, opening: str, *, parses: bool) -> Reply:
+        """Read a sample; without parsing, its text is the answer as it is."""
         tokenizer, ids = self._engine.tokenizer, told_ids(output, body)
         message, malformed, stop = Message("assistant"), "", ""
-        if asked.tools:
+        if parses:
             text = tokenizer.decode(self._without_end(ids, output), skip_special_tokens=False)
             text, stop = _cut(text, asked.stop, self._end_of_call(asked))
             tools = () if asked.tool_choice == "none" else asked.tools
