@@ -1,14 +1,16 @@
 """Held-out accuracy: what counts as right, and when it is measured. `tests/cli/test_evaluate.py` evaluates a real model."""
 
 import asyncio
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
 from offbeat.config.controller import EvaluateConfig
-from offbeat.controller.evaluate import Evaluation, Evaluator
+from offbeat.controller.evaluate import Evaluation, Evaluator, pass_at_k
 from offbeat.controller.parts import SingleProcess
+from offbeat.data import wire
 from offbeat.data.dataset import ListDataset
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Group, Trajectory
@@ -21,7 +23,7 @@ ROWS = ListDataset(tuple(Row(f"{i}>", str(i)) for i in range(5)))
 class Rollouts:
     """Gives each row the reward that the test says; None could not be scored."""
 
-    def __init__(self, rewards: list[float | None], delay_s: float = 0.0) -> None:
+    def __init__(self, rewards: list[float | list[float] | None], delay_s: float = 0.0) -> None:
         self.rewards, self.delay_s = rewards, delay_s
         self.asked: tuple[list[Row], int, Sampling] | None = None
         self.sampling = Sampling(6, temperature=1.0, top_p=0.9, stop=("\n",))
@@ -31,11 +33,12 @@ class Rollouts:
         await asyncio.sleep(self.delay_s)
         return [self._group(i, self.rewards[i]) for i in range(len(self.asked[0]))]
 
-    def _group(self, index: int, reward: float | None) -> Group:
+    def _group(self, index: int, reward: float | list[float] | None) -> Group:
         if reward is None:
             return Group(f"batch:{index}", 0, rejected="CodeError: no number")
         one = np.ones(1)
-        return Group(f"batch:{index}", 0, (Trajectory(one, one, one, one, reward),))
+        rewards = reward if isinstance(reward, list) else [reward]
+        return Group(f"batch:{index}", 0, tuple(Trajectory(one, one, one, one, each) for each in rewards))
 
 
 def evaluator(rollouts: Rollouts, **changes: object) -> Evaluator:
@@ -82,3 +85,24 @@ def test_evaluations_are_due_every_few_steps_and_at_the_end() -> None:
     ends = evaluator(Rollouts([]), every_steps=0)
     assert [step for step in range(1, 6) if ends.due(step, last=step == 5)] == [5]
     assert not Evaluator(Rollouts([]), ListDataset(()), EvaluateConfig(), SingleProcess()).due(0, last=True)
+
+
+def test_pass_at_k_is_the_share_of_choices_of_k_samples_that_hold_a_right_one() -> None:
+    for n, right in itertools.product(range(1, 8), range(8)):
+        for k in range(1, n + 1) if right <= n else ():
+            choices = list(itertools.combinations(range(n), k))
+            assert pass_at_k(n, right, k) == pytest.approx(sum(min(choice) < right for choice in choices) / len(choices)), (n, right, k)
+    assert pass_at_k(10_000, 1, 1) == pytest.approx(1e-4)
+
+
+def test_several_samples_per_prompt_make_the_accuracy_a_mean_and_failed_ones_count_as_wrong() -> None:
+    nan = float("nan")
+    rollouts = Rollouts([[1.0, 0.0, 0.0, 2.0], [nan, 1.0, nan, 0.5], None, [0.0] * 4, [nan] * 4])
+    evaluation = asyncio.run(evaluator(rollouts, samples_per_prompt=4, pass_at=(1, 2, 4), temperature=0.5).run())
+    assert (evaluation.num_prompts, evaluation.num_failed) == (5, 2)
+    assert (evaluation.accuracy, evaluation.reward_mean) == pytest.approx((3 / 20, 4.5 / 20))
+    assert evaluation.pass_at == pytest.approx({1: 3 / 20, 2: (5 / 6 + 1 / 2) / 5, 4: 2 / 5})
+    assert evaluation.metrics()["eval/pass_at_2"] == evaluation.pass_at[2]
+    assert str(evaluation).endswith("with 95 % confidence), pass@1 0.150, pass@2 0.267, pass@4 0.400")
+    assert rollouts.asked is not None and rollouts.asked[1] == 4
+    assert wire.decode(Evaluation, wire.encode(evaluation)) == evaluation

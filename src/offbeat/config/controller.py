@@ -1,5 +1,9 @@
 """[evaluate]: held-out accuracy during a run."""
 
+from typing import Self
+
+from pydantic import model_validator
+
 from offbeat.config.base import Section, field
 
 
@@ -8,5 +12,22 @@ class EvaluateConfig(Section):
 
     every_steps: int = field(10, "Steps between evaluations; 0 evaluates only before the first and after the last step.", ge=0)
     num_prompts: int = field(256, "Held-out prompts per evaluation.", ge=1)
+    samples_per_prompt: int = field(
+        1, "Answers to each prompt, over which accuracy is the mean; more than one needs a temperature above 0, or all would be equal.",
+        ge=1)
+    pass_at: tuple[int, ...] = field(
+        (), "Numbers k of answers, each at most samples_per_prompt, for which pass@k is reported: the chance that one of k is right.")
     temperature: float = field(0.0, "Sampling temperature; 0 is greedy.", ge=0)
     timeout_s: float = field(600.0, "Seconds for one evaluation; at least those for one group.", gt=0)
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"evaluate.temperature must be above 0 with evaluate.samples_per_prompt = {self.samples_per_prompt}, got 0; greedy answers"
+                " to a prompt are all equal")
+        if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples_per_prompt]:
+            raise ValueError(
+                f"evaluate.pass_at must hold numbers from 1 to evaluate.samples_per_prompt = {self.samples_per_prompt}, got {wrong[0]};"
+                " draw more samples")
+        return self

@@ -71,7 +71,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("inference", "engine forward max_context"),
         "weights.interrupt",
         *_of("teacher", "path url engine top_k template"),
-        *_of("evaluate", "num_prompts temperature"),
+        *_of("evaluate", "num_prompts samples_per_prompt pass_at temperature"),
     ],
     Change.REFUSED: ["run.seed", "data.shuffle", "preference.loss", *_of("model.lora", "rank alpha targets")],
     Change.CONTENT: [

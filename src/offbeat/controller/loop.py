@@ -106,8 +106,8 @@ class _Training:
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
         if saved is None and evaluator.due(0, last=True):
             before = await self._evaluate(evaluator, 0)
-            self._record.stats.commit(0, 0, 0, {"eval/accuracy": before})
-            self._highlights = replace(self._highlights, heldout_before=before)
+            self._record.stats.commit(0, 0, 0, before)
+            self._highlights = replace(self._highlights, heldout_before=before["eval/accuracy"])
         async with rollouts:
             for step in state.steps():
                 start = time.monotonic()
@@ -115,7 +115,7 @@ class _Training:
                 await state.agree(parts.peers)
                 last = step.global_step == state.total_steps
                 if evaluator.due(step.global_step, last=last) and not state.stopping:
-                    stats["eval/accuracy"] = await self._evaluate(evaluator, step.global_step)
+                    stats |= await self._evaluate(evaluator, step.global_step)
                 self._commit(step, groups, stats, time.monotonic() - start)
                 await parts.peers.meet("commit_stats")
                 await self._checkpoints.export_step(step.global_step)
@@ -189,15 +189,16 @@ class _Training:
 
         await self._parts.publisher.publish(version, on_served=served)
 
-    async def _evaluate(self, evaluator: Evaluator, global_step: int) -> float:
+    async def _evaluate(self, evaluator: Evaluator, global_step: int) -> dict[str, float]:
         await self._parts.publisher.settle()
         with self._record.tracer.span("evaluate", "controller"):
             evaluation = await evaluator.run()
         self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
         prompts = f"{evaluation.num_prompts} prompts"
-        self._record.console.note(f"held-out accuracy {evaluation.accuracy:.3f} after step {global_step} ({prompts})")
+        told = f"held-out accuracy {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
+        self._record.console.note(f"{told}{evaluation.passed_text}")
         self._highlights = replace(self._highlights, heldout_after=evaluation.accuracy)
-        return evaluation.accuracy
+        return {"eval/accuracy": evaluation.accuracy, **evaluation.passed}
 
     async def _save(self, step: Step, rollouts: Rollouts) -> None:
         with self._record.tracer.span("checkpoint", "controller"):
