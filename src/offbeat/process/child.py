@@ -190,8 +190,9 @@ class Child:
         """Kill the process and its whole process group at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # Process.kill would take the exit status away from whoever waits for it
+                os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         self._writer.close()
         if self._looking is not None:
