@@ -3,7 +3,7 @@
 `Recorder` keeps a tree of answers. A request is matched with the answers that it repeats, and the prompt continues their tokens as they
 were sampled; what cannot be continued is rendered as a whole and begins a chain of its own. Each answer is trained on in exactly one
 trajectory.
-Called by `sessions`; no I/O. docs/agents.md describes the rules by which messages are recognised.
+Called by `sessions`; no I/O. docs/recording.md describes the rules by which messages are recognised.
 """
 
 import hashlib
