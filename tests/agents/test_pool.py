@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,16 @@ def with_pool(function: str, body: Callable[[PlayPool], Awaitable[None]], **opti
             await body(pool)
 
     asyncio.run(main())
+
+
+def playing() -> set[int]:
+    """Processes of pools; other tests of this process may have children of their own."""
+    found = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if "offbeat.agents.worker:PlayWorker" in child.cmdline():
+                found.add(child.pid)
+    return found
 
 
 async def play(pool: PlayPool, answer: str, *, timeout_s: float = 60) -> Played:
@@ -91,11 +102,11 @@ def test_a_thread_that_never_ends_costs_its_episode_and_the_process_is_ended_whe
     monkeypatch.setattr("offbeat.agents.pool._CLOSE_TIMEOUT_S", 0.3)
 
     async def body(pool: PlayPool) -> None:
-        before = {child.pid for child in psutil.Process().children()}
+        before = playing()
         with pytest.raises(DeadlineError):
             await play(pool, "hang", timeout_s=0.5)
         assert (await play(pool, "1")).reward == 1.0
-        after = {child.pid for child in psutil.Process().children()}
+        after = playing()
         assert len(after) == 1 and not before & after
 
     with_pool("hang", body)
@@ -116,7 +127,7 @@ def test_episodes_are_spread_over_processes_and_wait_for_a_place() -> None:
 def test_code_that_cannot_be_loaded_ends_the_start_and_leaves_no_process() -> None:
     with pytest.raises(CodeError, match="did you mean 'misbehave'"):
         with_pool("misbehav", lambda _pool: asyncio.sleep(0), num_processes=2)
-    wait_until(lambda: not psutil.Process().children(), timeout_s=10)
+    wait_until(lambda: not playing(), timeout_s=10)
 
 
 def test_secrets_are_hidden_from_the_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
