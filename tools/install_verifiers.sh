@@ -8,5 +8,5 @@ venv=$1
 version=${2:-0.4.0}
 
 "${PYTHON:-python3}" -m venv "$venv"
-"$venv/bin/python" -m pip --disable-pip-version-check install --quiet "verifiers==$version"
+"$venv/bin/python" -m pip --disable-pip-version-check install --quiet -c "tests/agents_sdk/constraints-verifiers-$version.txt" "verifiers==$version"
 "$venv/bin/python" -c 'import verifiers.v1'
