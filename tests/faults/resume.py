@@ -47,7 +47,8 @@ GIVEN: Mapping[str, str] = {
     "rollout.stop": '["z"]', "rollout.stop_token_ids": "[5]",
     "rollout.reward_env": '["JUDGE_API_KEY"]', "rollout.should_accept": "code.py:accepts",
     "rollout.workflow": "code.py:play", "train.optimizer.min_lr_ratio": "0.5", "sft.optimizer.min_lr_ratio": "0.5",
-    "evaluate.num_prompts": "2", "inference.max_context": "32", "rollout.single_rank_load": "true", "rollout.batch_timeout_s": "3000",
+    "evaluate.num_prompts": "2", "evaluate.pass_at": "[1]",
+    "inference.max_context": "32", "rollout.single_rank_load": "true", "rollout.batch_timeout_s": "3000",
     "data.heldout_size": "5", "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
     "weights.channel": "collective", "weights.dir": "WEIGHTS",
     "inference.max_cache_bytes": "100000000", "train.strategy": "fsdp", "train.num_ranks": "2",
@@ -61,7 +62,8 @@ GIVEN: Mapping[str, str] = {
 
 WITH: Mapping[str, Mapping[str, str]] = {
     "algorithm.anchor": {"algorithm.weight": "none"}, "algorithm.constants": {"algorithm.objective": "sapo"},
-    "algorithm.cov_control": {"algorithm.objective": "ppo"},
+    "algorithm.cov_control": {"algorithm.objective": "ppo"}, "algorithm.turn_gamma": {"algorithm.turn_credit": "return"},
+    "algorithm.state_weight": {"algorithm.turn_credit": "state"}, "evaluate.samples_per_prompt": {"evaluate.temperature": "1"},
 }
 """What is changed along with a setting that cannot be changed alone."""
 
@@ -81,6 +83,7 @@ ELSEWHERE = {
     "algorithm.reference": "has one value", "algorithm.objective_reads": "is for an objective in a file",
     "algorithm.teacher": "needs a teacher", "critic.path": "needs a critic",
     **{key: "needs a teacher" for key in CHANGES if key.startswith("teacher.")},
+    **{key: "needs episodes of several turns" for key in CHANGES if key.startswith("agent.")},
     "curriculum.pools": "needs rows that come again", "curriculum.leave_at": "needs rows that come again",
     "data.heldout_path": "stands below", "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
 }
