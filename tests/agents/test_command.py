@@ -75,3 +75,13 @@ def test_a_command_plays_an_episode_through_the_proxy(tmp_path: Path) -> None:
         Row("hi", ""), command=[sys.executable, "-S", str(code)], say=lambda _: "hello there", log_dir=tmp_path)
     assert len(model.calls) == 2 and [t.reward for t in trajectories] == [float(len("hello there"))] * 2
     assert "hello there" in (tmp_path / "agent.log").read_text()
+
+
+def test_a_process_that_has_left_the_group_is_not_waited_for() -> None:
+    leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(5)'], start_new_session=True);"
+    assert run(leave + "print(0.5)", timeout_s=4).reward == 0.5
+
+
+def test_a_proxy_of_the_network_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "example.org")
+    assert run("import os; print(float(os.environ['NO_PROXY'] == os.environ['no_proxy'] == 'example.org,127.0.0.1,localhost'))").reward == 1

@@ -33,12 +33,14 @@ def group(outcomes: list[list[object]]) -> tuple[list[Trajectory], list[int]]:
     return asyncio.run(play_group(episode, play)), tries
 
 
-def test_failures_cost_their_own_episodes_as_long_as_two_are_left() -> None:
+def test_failures_cost_their_own_episodes_unless_all_fail() -> None:
     trajectories, _ = group([[1.0], [ValueError("x")], [0.0], [EngineError("gone")]])
     assert [t.reason for t in trajectories] == ["stop", "episode failed: ValueError: x", "stop", "episode failed: EngineError: gone"]
     assert [t.episode for t in trajectories] == [0, 1, 2, 3]
     with pytest.raises(EngineError):
-        group([[1.0], [EngineError("gone")]])
+        group([[EngineError("gone")], [ValueError("x")]])
+    trajectories, _ = group([[1.0], [EngineError("gone")]])  # enough for an evaluation
+    assert [t.unusable for t in trajectories] == [None, "episode failed"]
 
 
 def test_an_episode_of_a_lost_process_is_played_once_more() -> None:

@@ -1,6 +1,7 @@
 """Calls of user code: coroutines, blocking functions, errors with their line, cancellations."""
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -30,6 +31,12 @@ def test_errors_come_through_and_say_where_they_come_from() -> None:
     def stop() -> None:
         raise StopIteration
 
+    def leave_at_once() -> None:
+        sys.exit(3)
+
+    async def leave_from_a_coroutine() -> None:
+        sys.exit(3)
+
     async def main() -> None:
         with pytest.raises(KeyError) as caught:
             await user_code.call(fail)
@@ -37,6 +44,9 @@ def test_errors_come_through_and_say_where_they_come_from() -> None:
         assert str(user_code.blame(caught.value, "f")) == f"f raised KeyError: 'x' at {__file__}, line {line}"
         with pytest.raises(Exception, match="StopIteration"):
             await user_code.call(stop)
+        for leave in (leave_at_once, leave_from_a_coroutine):  # in a task, as in its process, where it would end the loop
+            with pytest.raises(user_code.EndedError, match="SystemExit: 3"):
+                await asyncio.create_task(user_code.call(leave))
 
     asyncio.run(main())
 

@@ -89,7 +89,7 @@ TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
     ({"functions": [FUNCTION]}, "functions is the old form of tools"),
     ({"presence_penalty": 0.5}, "presence_penalty is not offered here, got 0.5"),
     ({"logit_bias": {"3": 1}}, "logit_bias is not offered"),
-    ({"top_logprobs": 3}, "top_logprobs is not offered"),
+    ({"top_logprobs": 3}, "top_logprobs is not offered"), ({"guided_choice": ["a", "b"]}, "guided_choice is not offered"),
     ({"modalities": ["text", "audio"]}, "modalities is not offered"),
     ({"n": 0}, "n must be >= 1, got 0"),
     ({"temperature": "hot"}, r"Expected `float \| null`, got `str` - at `\$.temperature`"),
@@ -120,7 +120,9 @@ def test_a_whole_answer_has_calls_beside_null() -> None:
             {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}},
             {"id": "call_2", "type": "function", "function": {"name": "add", "arguments": "{}"}}]}
     assert second["index"] == 1 and second["message"] == {"role": "assistant", "content": "seven"}
-    assert second["logprobs"] == {"content": [{"token": "sev", "logprob": -1.0}, {"token": "en", "logprob": -0.5}]}
+    assert second["logprobs"] == {"content": [
+        {"token": "sev", "logprob": -1.0, "bytes": [115, 101, 118], "top_logprobs": []},
+        {"token": "en", "logprob": -0.5, "bytes": [101, 110], "top_logprobs": []}]}
 
 
 def test_a_stream_of_calls_has_their_names_first_and_their_arguments_after() -> None:

@@ -37,6 +37,11 @@ def test_prose_that_mentions_the_tag_stays_prose() -> None:
     assert parse(f"I write <tool_call> now: {call()}").message.content == "I write <tool_call> now:"
 
 
+def test_long_runs_of_white_space_are_read_in_linear_time() -> None:
+    text = "seven" + " " * 300_000 + "eight"  # a time that grows with the square would pass any deadline
+    assert parse(text) == Parsed(Message("assistant", text))
+
+
 def test_without_tools_nothing_is_a_call() -> None:
     assert parse(call(), tools=()) == Parsed(Message("assistant", call()))
 

@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.config.data import DataConfig
 from offbeat.data.dataset import open_datasets
-from offbeat.data.identity import code_digest, digest_of, model_digest
+from offbeat.data.identity import code_digest, command_digest, digest_of, model_digest
 
 ROWS = [{"prompt": f"{number}>", "answer": str(number)} for number in range(20)]
 
@@ -70,3 +70,13 @@ def test_code_is_told_by_its_file_and_never_imported(tmp_path: Path, monkeypatch
 
 def test_values_have_a_digest_in_their_order() -> None:
     assert digest_of([1, "a"]) == digest_of([1, "a"]) != digest_of(["a", 1])
+
+
+def test_the_scripts_of_a_command_are_part_of_its_digest(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text("print(1)")
+    before = command_digest(["python", str(script), "--fast"])
+    script.write_text("print(2)")
+    assert before and command_digest(["python", str(script), "--fast"]) != before
+    assert command_digest(["python", str(script)]) == command_digest(["node", str(script), "no/such/file"])
+    assert command_digest(["my-agent", "--fast"]) == ""

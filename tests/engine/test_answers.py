@@ -69,7 +69,8 @@ def test_a_chat_begins_as_the_assistant_with_each_token_beside_its_logprob() -> 
     streaming = answer(ChatFormat(), logprobs=True)
     first, second = (json.loads(streaming.piece(output(0, text, None)).removeprefix(b"data: "))["choices"][0] for text in ("12", "3"))
     assert first["delta"] == {"role": "assistant", "content": "12"} and second["delta"] == {"content": "3"}
-    assert first["logprobs"]["content"] == [{"token": "1", "logprob": -0.5}, {"token": "2", "logprob": -0.5}]
+    assert first["logprobs"]["content"] == [
+        {"token": digit, "logprob": -0.5, "bytes": [ord(digit)], "top_logprobs": []} for digit in "12"]
 
 
 def test_a_stream_ends_with_the_numbers_of_tokens_if_they_are_wanted() -> None:

@@ -12,6 +12,10 @@ def test_a_failure_survives_its_way(failure: Failure) -> None:
     assert Failure.unpack(failure.pack()) == failure
 
 
+def test_text_that_is_no_unicode_is_told_all_the_same() -> None:
+    assert Failure.unpack(Failure("ValueError", "bad \ud83d").pack()).text == "bad \\ud83d"
+
+
 def test_our_errors_come_back_as_themselves_and_others_as_those_of_a_worker() -> None:
     ours = Failure.of(ConfigError("x must be 1, got 2"), "a note").to_exception("rank 0", "in build")
     assert type(ours) is ConfigError and str(ours) == "x must be 1, got 2" and ours.__notes__ == ["a note"]

@@ -113,7 +113,7 @@ def test_a_chat_is_shown_with_who_spoke(serve) -> None:
 
 @pytest.mark.parametrize(("text", "score"), [
     ("Score: 7", 7), ("**Score**: 7.5", 7.5), ("score = 3. Then again, Score: 4", 4), ("Score: **8**/10", 8), ("7", None), ("", None),
-    ("Score: seven", None),
+    ("Score: seven", None), ("Score: -1", -1), ("Score: **-2.5**", -2.5), ("Score: .5", 0.5),
 ])
 def test_the_last_score_counts(text: str, score: float | None) -> None:
     assert last_score(text) == score

@@ -21,14 +21,14 @@ from offbeat.config.agent import AgentConfig
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import CodeError
-from offbeat.rollout.episode import Episode
+from offbeat.rollout.episode import Episode, Waiting
 
 
 class Player(Protocol):
     """Runs an agent for one episode."""
 
-    async def play(self, task: AgentTask) -> Played:
-        """Run it to its end; if this is cancelled, it is ended.
+    async def play(self, task: AgentTask, off_the_clock: Waiting) -> Played:
+        """Wait for a place, as `Episode.off_the_clock`, and run it to its end; if this is cancelled, it is ended.
 
         Raises:
             DeadlineError: it took longer than the task allows, once it had begun.
@@ -42,8 +42,8 @@ class ProgramPlayer:
 
     pool: PlayPool
 
-    async def play(self, task: AgentTask) -> Played:
-        async with self.pool.seat() as seat, deadline(EPISODE, task.timeout_s):
+    async def play(self, task: AgentTask, off_the_clock: Waiting) -> Played:
+        async with self.pool.seat(off_the_clock) as seat, deadline(EPISODE, task.timeout_s):
             return await seat.call("run", RunRequest(seat.number, task), Played, timeout_s=2 * task.timeout_s)
 
 
@@ -72,7 +72,7 @@ class AgentWorkflow:
         task = AgentTask(
             episode.row, f"{url}/v1", url, session.key, config.model, seed_of(episode.row), config.timeout_s)
         try:
-            result = await self.player.play(task)
+            result = await self.player.play(task, episode.off_the_clock)
         finally:
             self.proxy.close(session)
         reward = result.outcome

@@ -19,11 +19,13 @@ from typing import Any, Self
 
 from offbeat.agents import bridges
 from offbeat.agents.command import end_group, launcher
+from offbeat.agents.places import Places
 from offbeat.agents.pool import LostError
-from offbeat.agents.task import EPISODE, AgentTask, Played, played
+from offbeat.agents.task import EPISODE, AgentTask, Played, direct, played
 from offbeat.aio import deadline
 from offbeat.errors import CodeError, WorkerError, printable
 from offbeat.onlooker import log_tail
+from offbeat.rollout.episode import Waiting, on_the_clock
 from offbeat.rollout.reward_pool import secret_variables
 
 _START_TIMEOUT_S = 300.0
@@ -53,11 +55,11 @@ class BridgePlayer:
         self._first = {"environment": environment, "options": dict(options), "model": model, "max_turns": max_turns}
         self._name = name
         self._python = python or sys.executable
-        self._places = asyncio.Semaphore(num_episodes)
+        self._places = Places(num_episodes)
         self._log = log_dir / "bridge.log" if log_dir is not None else None
         self._memory_bytes = memory_bytes
         hidden = secret_variables(os.environ, allowed=allowed)
-        self._environment = {key: value for key, value in os.environ.items() if key not in hidden}
+        self._environment = {key: value for key, value in os.environ.items() if key not in hidden} | direct(os.environ)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -71,7 +73,7 @@ class BridgePlayer:
     async def __aexit__(self, *exc: object) -> None:
         await self._end()
 
-    async def play(self, task: AgentTask) -> Played:
+    async def play(self, task: AgentTask, off_the_clock: Waiting = on_the_clock) -> Played:
         """Let the bridge play an episode.
 
         Raises:
@@ -79,7 +81,7 @@ class BridgePlayer:
             LostError: the bridge's process ended.
             WorkerError: it does not start again.
         """
-        async with self._places, deadline(EPISODE, task.timeout_s):
+        async with self._places.taken(off_the_clock), deadline(EPISODE, task.timeout_s):
             async with self._starting:
                 if self._process is None or self._process.returncode is not None or self._reading is None or self._reading.done():
                     await self._start()

@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Self
 
 from offbeat.agents import launch
-from offbeat.agents.task import EPISODE, AgentTask, Played, printed
+from offbeat.agents.places import Places
+from offbeat.agents.task import EPISODE, AgentTask, Played, direct, printed
 from offbeat.aio import deadline
 from offbeat.errors import CodeError, printable
+from offbeat.rollout.episode import Waiting, on_the_clock
 from offbeat.rollout.reward_pool import secret_variables
 
 _KEPT_BYTES = 64 << 10
 """How much of the end of an episode's output is kept."""
 
 _LOG_BYTES = 8 << 20
+_LAST_WORDS_S = 1.0
 
 
 class CommandPlayer:
@@ -39,10 +42,10 @@ class CommandPlayer:
             allowed: environment variables that it sees although they look like secrets.
         """
         self._command = list(command)
-        self._places = asyncio.Semaphore(num_episodes)
+        self._places = Places(num_episodes)
         self._memory_bytes = memory_bytes
         hidden = secret_variables(os.environ, allowed=allowed)
-        self._environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        self._environment = {name: value for name, value in os.environ.items() if name not in hidden} | direct(os.environ)
         self._log = logging.Logger("agents")
         if log_dir is not None:
             self._log.addHandler(RotatingFileHandler(log_dir / "agent.log", maxBytes=_LOG_BYTES, backupCount=1, delay=True))
@@ -54,13 +57,13 @@ class CommandPlayer:
         for handler in self._log.handlers:
             handler.close()
 
-    async def play(self, task: AgentTask) -> Played:
+    async def play(self, task: AgentTask, off_the_clock: Waiting = on_the_clock) -> Played:
         """Run the command to its end.
 
         Raises:
             CodeError: it ended with an error; quotes the end of what it wrote.
         """
-        async with self._places, deadline(EPISODE, task.timeout_s):
+        async with self._places.taken(off_the_clock), deadline(EPISODE, task.timeout_s):
             code, output, errors = await run(
                 self._command, self._environment | task.environment(), memory_bytes=self._memory_bytes, log=self._log)
         name = Path(self._command[0]).name
@@ -94,7 +97,10 @@ async def run(
         code = await process.wait()
     finally:
         end_group(process.pid)  # also what it left running, which may hold its pipes
-        await asyncio.shield(asyncio.gather(process.wait(), *reading))
+        await asyncio.shield(process.wait())
+        await asyncio.wait(reading, timeout=_LAST_WORDS_S)  # a process that has left the group may hold them for ever
+        for each in reading:
+            each.cancel()
         output, errors = (b"".join(end)[-_KEPT_BYTES:].decode(errors="replace") for end in kept)
         log.info("-- %s\n%s%s", "gave up" if code is None else f"ended with code {code}", output, errors)
     assert code is not None, "it has ended"
@@ -114,9 +120,13 @@ def end_group(pid: int) -> None:
 
 async def _keep_end(pipe: int, end: deque[bytes]) -> None:
     stream, num_bytes = asyncio.StreamReader(), 0
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", 0))
-    while data := await stream.read(1 << 16):
-        end.append(data)
-        num_bytes += len(data)
-        while num_bytes - len(end[0]) >= _KEPT_BYTES:
-            num_bytes -= len(end.popleft())
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", 0))
+    try:
+        while data := await stream.read(1 << 16):
+            end.append(data)
+            num_bytes += len(data)
+            while num_bytes - len(end[0]) >= _KEPT_BYTES:
+                num_bytes -= len(end.popleft())
+    finally:
+        transport.close()

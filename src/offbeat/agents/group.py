@@ -21,7 +21,7 @@ async def play_group(episode: Episode, play: Callable[[int], Awaitable[Sequence[
         play: plays the episode with this index.
 
     Raises:
-        Exception: that of the first episode that failed, if fewer than two, or the only one, were played to their end.
+        Exception: that of the first episode that failed, if all failed.
     """
     failures: list[Exception] = []
 
@@ -41,7 +41,7 @@ async def play_group(episode: Episode, play: Callable[[int], Awaitable[Sequence[
 
     async with asyncio.TaskGroup() as tasks:
         playing = [tasks.create_task(play_safely(index), name=f"episode {index}") for index in range(episode.group_size)]
-    if episode.group_size - len(failures) < min(2, episode.group_size):
+    if len(failures) == episode.group_size:
         raise failures[0]
     return [trajectory for task in playing for trajectory in task.result()]
 

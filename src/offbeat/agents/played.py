@@ -19,7 +19,7 @@ from offbeat.chat.messages import ChatRequest, Message, Reply
 from offbeat.config.agent import AgentConfig
 from offbeat.data.reward import NamedReward
 from offbeat.data.trajectory import Trajectory
-from offbeat.errors import CodeError, RefusedError, TooLongError
+from offbeat.errors import CodeError, RefusedError
 from offbeat.rollout.episode import Episode
 
 _GRACE_S = 10.0
@@ -60,7 +60,7 @@ class PlayedWorkflow:
 
     async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
         players: dict[str, _Player] = {}
-        async with self.pool.seat() as seat:
+        async with self.pool.seat(episode.off_the_clock) as seat:
             async with deadline(EPISODE, self.config.timeout_s):
                 end = await self._converse(episode, seat, players, session=f"{id(episode)}-{index}")
         trajectories: list[Trajectory] = []
@@ -102,11 +102,11 @@ class PlayedWorkflow:
         recorder = player.recorder
         try:
             turn = recorder.open(ChatRequest(tuple(player.messages), self.pool.tools))
-            [sample] = await episode.generate(turn.prompt, turn.sampling, n=1, session=session)
-        except (RefusedError, TooLongError):
-            if not player.text and not player.orders:
+        except RefusedError:
+            if not player.orders:
                 raise  # not even the first prompt fits
             return None
+        [sample] = await episode.generate(turn.prompt, turn.sampling, n=1, session=session)
         reply = recorder.commit(turn, sample)
         recorder.mark_read(turn)
         player.messages.append(reply.message)

@@ -17,12 +17,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from offbeat.agents.places import Places
+from offbeat.agents.task import direct
 from offbeat.agents.worker import CloseRequest, Loaded, LoadRequest
 from offbeat.aio import gather_all
 from offbeat.chat.messages import Tool
 from offbeat.data import wire
 from offbeat.errors import CodeError, DeadlineError, DeathError, WorkerError
 from offbeat.process.child import Child, ChildSpec
+from offbeat.rollout.episode import Waiting, on_the_clock
 from offbeat.rollout.reward_pool import secret_variables
 
 T = TypeVar("T")
@@ -117,7 +120,7 @@ class PlayPool:
         self._processes: list[_Process | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
         self._draining: set[_Process] = set()
-        self._places = asyncio.Semaphore(num_processes * num_episodes)
+        self._places = Places(num_processes * num_episodes)
         self._numbers = itertools.count(1)
 
     async def __aenter__(self) -> Self:
@@ -133,13 +136,13 @@ class PlayPool:
         await asyncio.gather(*(process.end(timeout_s=_STOP_TIMEOUT_S) for process in processes))
 
     @asynccontextmanager
-    async def seat(self) -> AsyncIterator[Seat]:
-        """Give an episode a place; on leaving, whatever of it still runs is ended.
+    async def seat(self, off_the_clock: Waiting = on_the_clock) -> AsyncIterator[Seat]:
+        """Give an episode a place, for which it waits `off_the_clock`; on leaving, whatever of it still runs is ended.
 
         Raises:
             CodeError, WorkerError, DeadlineError: a replacement process does not start.
         """
-        async with self._places:
+        async with self._places.taken(off_the_clock):
             process = await self._choose()
             process.num_taken += 1
             seat = Seat(process, next(self._numbers))
@@ -172,7 +175,7 @@ class PlayPool:
 
     async def _start(self, index: int) -> _Process:
         log = self._log_dir / f"play-{index}.log" if self._log_dir else None
-        env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **direct(os.environ)}
         spec = ChildSpec(f"play {index}", "offbeat.agents.worker:PlayWorker", env, log, without=self._hidden)
         child = await Child.start(spec, timeout_s=_START_TIMEOUT_S)
         try:

@@ -138,7 +138,9 @@ class Recorder:
             ModelError: the chat template refuses the messages.
         """
         if self.num_turns + request.n > self._limits.max_turns:
-            raise RefusedError(f"this episode may have {self._limits.max_turns} answers and has had {self.num_turns}; end it")
+            raise RefusedError(
+                f"this episode may have agent.max_turns = {self._limits.max_turns} answers and has had {self.num_turns}, so there is no"
+                f" room for {request.n} more; end it")
         opening = self._renderer.opening(request.tool_choice, request.tool_name)
         parent, num_known, history = self._find(request)
         given = None if parent is None else self._continue(parent, request, num_known, opening)
@@ -251,8 +253,8 @@ class Recorder:
     def _sampling_of(self, request: ChatRequest, room: int) -> Sampling:
         if room < 1:
             raise RefusedError(
-                f"the chat has {self._limits.max_tokens - room} tokens and there is room for {self._limits.max_tokens} with its answer;"
-                " shorten it, or begin a new one")
+                f"the chat has {self._limits.max_tokens - room} tokens and there is room for {self._limits.max_tokens} with its answer, by"
+                " the model's context and train.max_tokens_per_microbatch; shorten it, or begin a new one")
         ours, tokenizer = self._sampling, self._renderer.tokenizer
         special = {text: tokenizer.special_id(text) for text in request.stop}  # decoded text has none, so they are given as tokens
         wanted = ours.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens

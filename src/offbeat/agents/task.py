@@ -45,6 +45,13 @@ class AgentTask:
             "OFFBEAT_SEED": str(self.seed), "OFFBEAT_ROW": json.dumps(row)}
 
 
+def direct(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which clients reach this machine directly, where a proxy is set for everything else."""
+    known = environ.get("no_proxy") or environ.get("NO_PROXY")
+    hosts = ",".join(filter(None, (known, "127.0.0.1,localhost")))
+    return {"NO_PROXY": hosts, "no_proxy": hosts}
+
+
 @dataclass(frozen=True)
 class Played:
     """What an agent says about its episode.

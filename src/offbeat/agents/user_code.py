@@ -9,12 +9,29 @@ from typing import Any
 
 from offbeat.errors import CodeError, describe
 
+_UNHELD = (StopIteration, SystemExit, KeyboardInterrupt)
+"""What no future can hold, or what leaves the event loop again when it is taken out of one."""
+
+
+class EndedError(Exception):
+    """User code tried to end its process."""
+
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call user code: a coroutine function on this loop, any other function in a thread of its own, as it may block.
 
     A thread is waited for even if this is cancelled, since nothing can end it; a process whose threads do not end is replaced.
+
+    Raises:
+        EndedError: it called sys.exit, which would otherwise end the event loop and all episodes of the process.
     """
+    try:
+        return await _call(function, *arguments, **named)
+    except (SystemExit, KeyboardInterrupt) as exc:
+        raise EndedError(describe(exc)) from exc
+
+
+async def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await function(*arguments, **named)
     loop = asyncio.get_running_loop()
@@ -25,7 +42,7 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
         try:
             result = function(*arguments, **named)
         except BaseException as exc:
-            error = CodeError(describe(exc)) if isinstance(exc, StopIteration) else exc  # which no future can hold
+            error = EndedError(describe(exc)) if isinstance(exc, _UNHELD) else exc
         loop.call_soon_threadsafe(finish, result, error)
 
     def finish(result: Any, error: BaseException | None) -> None:

@@ -139,7 +139,7 @@ class PlayWorker:
             return await task
         except OffbeatError:
             raise
-        except (Exception, SystemExit) as exc:
+        except Exception as exc:
             raise blame(exc, self._name) from exc
         finally:
             task.cancel()

@@ -93,6 +93,12 @@ class _Body(msgspec.Struct):
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    min_tokens: int | None = None
 
 
 class Completions:
@@ -105,7 +111,9 @@ class Completions:
         check_harmless(
             top_logprobs=(got.top_logprobs, 0), frequency_penalty=(got.frequency_penalty, 0), presence_penalty=(got.presence_penalty, 0),
             repetition_penalty=(got.repetition_penalty, 1), min_p=(got.min_p, 0), logit_bias=(got.logit_bias, {}),
-            modalities=(got.modalities, ["text"]), audio=(got.audio, None), web_search_options=(got.web_search_options, None))
+            modalities=(got.modalities, ["text"]), audio=(got.audio, None), web_search_options=(got.web_search_options, None),
+            guided_json=(got.guided_json, None), guided_regex=(got.guided_regex, None), guided_choice=(got.guided_choice, None),
+            guided_grammar=(got.guided_grammar, None), structured_outputs=(got.structured_outputs, None), min_tokens=(got.min_tokens, 0))
         if got.functions:
             raise RefusedError("functions is the old form of tools, and is not offered; use tools")
         if got.response_format is not None:
@@ -197,7 +205,12 @@ def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
 def _logprobs(reply: Reply) -> dict[str, Any] | None:
     if not reply.logprobs:
         return None
-    return {"content": [{"token": token, "logprob": logprob} for token, logprob in reply.logprobs]}
+    return {"content": [told_logprob(token, logprob) for token, logprob in reply.logprobs]}
+
+
+def told_logprob(token: str, logprob: float) -> dict[str, Any]:
+    """Return the entry of one token among `logprobs`; clients refuse one that lacks any of these."""
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace")), "top_logprobs": []}
 
 
 def _ids(reply: Reply) -> dict[str, Any]:

@@ -52,14 +52,15 @@ def _fields(begins: str, **call: Any) -> dict[str, Any]:
     return {"tool_calls": {"open_pattern": begins, "repeats": True, **call}, "content": _REST}
 
 
-_HERMES = r"\s*<tool_call>\s*(?=[\[{])"
-_XML = r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
+# White space belongs to a call from its first character on: tried from each one, a long run of it would take quadratic time.
+_HERMES = r"(?<!\s)\s*<tool_call>\s*(?=[\[{])"
+_XML = r"(?<!\s)\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
 _LLAMA = r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:type|name|function)"\s*:)'
-_MISTRAL = r"\s*\[TOOL_CALLS\]\s*(?=\[\s*\{)"
-_MISTRAL_ARGS = r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.\-]+)(?:\[CALL_ID\][\w\-]+)?\[ARGS\]\s*"
-_GLM = r"\s*<tool_call>\s*(?P<name>[\w.\-]+)(?=\s*(?:<arg_key>|</tool_call>|\Z))"
+_MISTRAL = r"(?<!\s)\s*\[TOOL_CALLS\]\s*(?=\[\s*\{)"
+_MISTRAL_ARGS = r"(?<!\s)\s*\[TOOL_CALLS\]\s*(?P<name>[\w.\-]+)(?:\[CALL_ID\][\w\-]+)?\[ARGS\]\s*"
+_GLM = r"(?<!\s)\s*<tool_call>\s*(?P<name>[\w.\-]+)(?=\s*(?:<arg_key>|</tool_call>|\Z))"
 _DEEPSEEK = (
-    r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\s*```json\s)")
+    r"(?<!\s)\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\s*```json\s)")
 _OSS = (
     r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=functions\.(?P<name>[\w.\-]+)"
     r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>\s*\w+)?<\|message\|>"

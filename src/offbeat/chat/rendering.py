@@ -113,6 +113,9 @@ class Renderer:
         except ModelError:
             return None
         before = self._before(tools)
+        if not text.startswith(before):  # it may hold a date, and a day have passed
+            self._cache.clear()
+            before = self._before(tools)
         at = text.find(self._end_text, len(before))
         if not text.startswith(before) or at < 0:
             return None

@@ -10,7 +10,7 @@ from offbeat.config.resume import remembered
 from offbeat.config.root import Config
 from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_lengths, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
-from offbeat.data.identity import Identity, code_digest, digest_of, model_digest
+from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
 from offbeat.data.reward_model import PREFIX, JudgedPairEncoder, choose_padding, open_reward_folder, plain, reads_chats
@@ -155,13 +155,24 @@ def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
     code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
             "rollout.should_accept": config.rollout.should_accept, "algorithm.objective": config.algorithm.objective,
             "algorithm.credit": config.algorithm.credit, "agent.program": config.agent.program,
-            "agent.environment": config.agent.environment}
+            "agent.environment": _module_of(config.agent.environment)}
     digests = {setting: _digest_of_code(name) for setting, name in code.items()}
-    digests["agent.tools"] = digest_of([code_digest(tool) for tool in config.agent.tools]) if config.agent.tools else ""
+    digests["agent.command"] = command_digest(config.agent.command)
+    digests["agent.tools"] = digest_of([_digest_of_tool(tool) for tool in config.agent.tools]) if config.agent.tools else ""
     return Identity(
         remembered(config), train.digest, train.num_rows, digest_of([base.build.origin]) if base.build else model_digest(Path(base.model)),
         digest_of([base.tokenizer.vocab_size, base.tokenizer.eos_token_id, base.tokenizer.encode(_PROBE_TEXT)]),
         digests)
+
+
+def _module_of(environment: str) -> str:
+    """Return the name of an environment's code: for verifiers, that of a module as a whole."""
+    return f"{environment.removeprefix('verifiers:')}:" if environment.startswith("verifiers:") else environment
+
+
+def _digest_of_tool(name: str) -> str:
+    """Return the digest of a tool's function or class, or of the script of an MCP server."""
+    return command_digest(name.removeprefix("mcp:").split()) if name.startswith("mcp:") else code_digest(name)
 
 
 def _digest_of_code(name: str) -> str:

@@ -18,6 +18,7 @@ _DIGEST_BYTES = 16
 _HEADER_BYTES = 65_536
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 32
+_LARGEST_SCRIPT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ def model_digest(folder: Path) -> str:
                 file.seek(max(size * number // _NUM_SAMPLES - _SAMPLE_BYTES, 0))
                 state.update(file.read(_SAMPLE_BYTES))
     return state.hexdigest()
+
+
+def command_digest(words: Iterable[str]) -> str:
+    """Return the digest of those words of a command that are files, such as a script; empty if none is."""
+    paths = [Path(word) for word in words if "/" in word or "." in word]
+    contents = [path.read_bytes() for path in paths if path.is_file() and path.stat().st_size <= _LARGEST_SCRIPT]
+    return hashlib.blake2b(b"\0".join(contents), digest_size=_DIGEST_BYTES).hexdigest() if contents else ""
 
 
 def code_digest(dotted: str) -> str:

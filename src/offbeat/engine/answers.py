@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from offbeat.chat.completions import DONE
+from offbeat.chat.completions import DONE, told_logprob
 from offbeat.chat.dialects import data
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.engine.request import Output
@@ -55,7 +55,7 @@ class ChatFormat:
         return {"delta": {"role": "assistant", "content": text} if first else {"content": text}}
 
     def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:
-        return {"content": [{"token": token, "logprob": logprob} for token, logprob in token_logprobs(output, tokenizer)]}
+        return {"content": [told_logprob(token, logprob) for token, logprob in token_logprobs(output, tokenizer)]}
 
 
 class Answer:

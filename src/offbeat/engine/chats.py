@@ -82,6 +82,7 @@ class Chats:
             # The field is obligatory there, so clients fill in what their largest model may write.
             asked = replace(asked, max_new_tokens=min(asked.max_new_tokens, rest))
         body = body_of(asked, extras, stops=(*asked.stop, *self._end_of_call(asked)), stream=asked.stream)
+        body.stop_token_ids = [*(body.stop_token_ids or ()), *self._ends(asked, ignore_eos=body.ignore_eos)]
         adapter = self._adapter_of(asked.model)
         params = body.params(default_max_tokens=rest)
         request = Request(id=uuid.uuid4().hex, prompt=prompt, params=params, n=asked.n, adapter=adapter, stream=asked.stream)
@@ -102,6 +103,13 @@ class Chats:
             return json_answer(dialect.whole(asked, answer([output async for output in outputs])))
         first = await anext(outputs)  # a refusal must be able to set the status
         return StreamingResponse(_buffered(dialect, asked, first, outputs, answer), media_type="text/event-stream")
+
+    def _ends(self, asked: ChatRequest, *, ignore_eos: bool) -> list[int]:
+        """Return the tokens that end an answer: that of the template's turns, and those that the client names as text, which has none."""
+        tokenizer = self._engine.tokenizer
+        named = [tokenizer.special_id(text) for text in asked.stop]
+        turn = None if ignore_eos else tokenizer.end_of_turn_id
+        return [token for token in (turn, *named) if token is not None]
 
     def _end_of_call(self, asked: ChatRequest) -> tuple[str, ...]:
         """Return what ends the first call, if there is to be no second."""

@@ -37,7 +37,7 @@ class Failure:
 
     def pack(self) -> bytes:
         """Encode as length-prefixed UTF-8 strings."""
-        parts = [part.encode() for part in (self.kind, self.text, *self.notes)]
+        parts = [part.encode(errors="backslashreplace") for part in (self.kind, self.text, *self.notes)]
         return b"".join(struct.pack("!Q", len(part)) + part for part in parts)
 
     @classmethod

@@ -6,12 +6,19 @@ may call the engines and the reward as often as it likes. `builder.TrajectoryBui
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
 from offbeat.inference.sampling import Sample, Sampling
+
+Waiting = Callable[[Awaitable[Any]], Awaitable[Any]]
+
+
+async def on_the_clock(waiting: Awaitable[Any]) -> Any:
+    """Return the result of `waiting`, whose time counts."""
+    return await waiting
 
 
 class Generate(Protocol):
@@ -35,6 +42,8 @@ class Episode:
             trained on.
         tokenizer: encodes further turns.
         context: largest number of tokens of a prompt and its `max_new_tokens` together; `generate` refuses more.
+        off_the_clock: waits for something that is no part of playing, such as a place to play in; the time it takes does not count towards
+            the group's deadline.
     """
 
     row: Row
@@ -45,6 +54,7 @@ class Episode:
     score: Callable[[Sequence[str], Row], Awaitable[list[float]]]
     tokenizer: Tokenizer
     context: int = 2**31
+    off_the_clock: Waiting = on_the_clock
 
 
 Workflow = Callable[[Episode], Awaitable[Sequence[Trajectory]]]

@@ -230,6 +230,7 @@ class RolloutExecutor:
             self._gate.admit(prompt_id)
             task = self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
             task.add_done_callback(self._notice_crash)
+        self._idle.look()
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:
         """Let the next batch raise an unexpected exception.
@@ -309,7 +310,8 @@ class RolloutExecutor:
             async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s) as clock:
                 score = episode.score
                 returned = await self._call_workflow(replace(
-                    episode, score=lambda completions, row: clock.stand_still(score(completions, row)), generate=self._counted(episode)))
+                    episode, score=lambda completions, row: clock.stand_still(score(completions, row)), generate=self._counted(episode),
+                    off_the_clock=clock.stand_still))
             return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()

@@ -30,7 +30,12 @@ class IdleHint:
         self._num_calls = 0
         self._since_s = now_s()
         self._idle_s = self._busy_s = 0.0
+        self._held_by = ""
         self._told = False
+
+    def look(self) -> None:
+        """Note that groups were admitted or have ended: the time up to here counts under what held before."""
+        self._pass()
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -44,9 +49,10 @@ class IdleHint:
             self._num_calls -= 1
 
     def _pass(self) -> None:
-        now_s, limit = self._now_s(), self._limit()
+        now_s, limit = self._now_s(), self._held_by
         passed_s, self._since_s = now_s - self._since_s, now_s
-        if not limit or not self._num_running() or self._told:
+        self._held_by = self._limit() if self._num_running() else ""
+        if not limit or self._told:
             return
         if self._num_calls:
             self._busy_s += passed_s
@@ -61,5 +67,5 @@ class IdleHint:
             self._told = True
             factor = f"{1 / (1 - share):.1f} times" if share < 0.95 else "20 times or more"
             self._tell(
-                f"engines had nothing to do for {share:.0%} of the last minute, as all {self._num_running()} groups waited for their"
-                f" environments; {limit} keeps out more, so raise it, {factor} what it is")
+                f"engines had nothing to do for {share:.0%} of the last minute, as all groups waited for their environments; {limit} keeps"
+                f" out more, and {factor} as many groups would keep the engines busy")

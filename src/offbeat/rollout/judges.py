@@ -72,7 +72,10 @@ Criteria:
 
 Answer with one line for each criterion, its name, a colon, and a number from {low} (not at all) to {high} (fully)."""
 
-_NUMBER = r"(-?\d+(?:\.\d+)?)"
+_NUMBER = r"(-?(?:\d+(?:\.\d+)?|\.\d+))"
+_BETWEEN = r"[^\w.+-]"
+"""What may stand between a colon and a number, such as white space and asterisks, but no part of the number."""
+
 _AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
 """Statuses after which the same request may succeed."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
@@ -84,7 +87,7 @@ class JudgeError(Exception):
 
 def last_score(text: str) -> float | None:
     """Return the number of the last "Score: N" in a text, or None."""
-    found = re.findall(rf"score\W{{0,5}}[:=]\W{{0,5}}{_NUMBER}", text, re.IGNORECASE)
+    found = re.findall(rf"score\W{{0,5}}[:=]{_BETWEEN}{{0,5}}{_NUMBER}", text, re.IGNORECASE)
     return float(found[-1]) if found else None
 
 
@@ -188,7 +191,7 @@ class Judge:
         def read(text: str) -> float:
             parts = {}
             for name, (weight, _) in self.rubric.items():
-                found = re.findall(rf"^\W*{re.escape(name)}\W*?:\W*{_NUMBER}", text, re.IGNORECASE | re.MULTILINE)
+                found = re.findall(rf"^\W*{re.escape(name)}\W*?:{_BETWEEN}*{_NUMBER}", text, re.IGNORECASE | re.MULTILINE)
                 parts[name] = self._scaled(float(found[-1]) if found else None, text, name) * weight / total
             return NamedReward(parts)
 

@@ -7,6 +7,7 @@ import pytest
 
 from offbeat.agents.environment import View
 from offbeat.agents.environments.find import ADAPTERS, find_stage, read_options
+from offbeat.agents.environments.own import OwnStage
 from offbeat.chat.messages import Message
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, ConfigError, MissingExtraError
@@ -51,6 +52,25 @@ def test_a_library_that_is_missing_is_named_with_its_package(library: str, monke
 def test_a_class_that_is_no_environment_is_refused() -> None:
     with pytest.raises(CodeError, match=r"'collections:Counter' has no method reset; it needs reset\(row, seed\) and step\(text\)"):
         find_stage(["collections:Counter"], [], step_timeout_s=1, tools=False)
+
+
+def test_an_environment_with_options_keeps_its_tools() -> None:
+    class Env:
+        @staticmethod
+        def look(where: str) -> str:
+            """Look."""
+
+        tools = (look,)
+
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def reset(self, row, seed):
+            return f"size {self.size}"
+
+    stage = OwnStage(Env, name="Env", options={"size": 3})
+    assert [tool.name for tool in stage.tools] == ["look"]
+    assert asyncio.run(stage.environment().reset(Row("", ""), 0)).messages[0].content == "size 3"
 
 
 def test_reasoning_gym_gives_further_tries() -> None:

@@ -140,7 +140,9 @@ def test_it_cannot_signal_its_parents_nor_leave_their_group(mode) -> None:
     for code in ("import os\nos.kill(os.getppid(), 9)", "import os\nos.kill(-1, 9)", f"import os\nos.kill({os.getpid()}, 9)",
                  "import os\nos.setsid()", f"import os\nos.setpriority(os.PRIO_PROCESS, {os.getpid()}, 19)",
                  f"import resource\nresource.prlimit({os.getpid()}, resource.RLIMIT_CPU, (1, 1))",
-                 "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))"):
+                 "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+                 f"import fcntl\nfcntl.fcntl(1, fcntl.F_SETOWN, {os.getpid()})", "import fcntl\nfcntl.fcntl(1, fcntl.F_SETSIG, 9)",
+                 "import fcntl\nfcntl.fcntl(1, 15, bytes(8))"):
         assert "Error" in ran(code, mode).text, code
 
 

@@ -68,7 +68,7 @@ def _environment(name: str, options: dict[str, Any]) -> Stage:
         for method in ("reset", "step"):
             if inspect.isclass(make) and not callable(getattr(make, method, None)):
                 raise CodeError(f"agent.environment {name!r} has no method {method}; it needs reset(row, seed) and step(text)")
-        return OwnStage(partial(make, **options) if options else make, name=name)
+        return OwnStage(make, name=name, options=options)
     module, class_name, package = ADAPTERS[library]
     try:
         adapter = getattr(import_module(f"offbeat.agents.environments.{module}"), class_name)

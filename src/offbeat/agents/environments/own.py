@@ -10,6 +10,7 @@ to stop before it is over, which is 0 otherwise. Whoever has several players ret
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from offbeat.agents.environment import Environment, View
@@ -24,9 +25,9 @@ from offbeat.errors import CodeError, shorten
 class OwnStage:
     """Plays instances of one class."""
 
-    def __init__(self, make: Callable[[], Any], *, name: str) -> None:
-        """`make` constructs an instance for one episode."""
-        self._make = make
+    def __init__(self, make: Callable[..., Any], *, name: str, options: Mapping[str, Any] | None = None) -> None:
+        """`make(**options)` constructs an instance for one episode."""
+        self._make = partial(make, **options) if options else make
         self._name = name
         self.tools: tuple[Tool, ...] = tuple(
             tool if isinstance(tool, Tool) else tool_of(tool) for tool in getattr(make, "tools", None) or ())

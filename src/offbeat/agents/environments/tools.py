@@ -131,7 +131,7 @@ class _ToolEpisode:
             raise
         except CodeError:  # a server is lost, which is nothing that the model did
             raise
-        except (Exception, SystemExit) as exc:  # whatever a tool raises is for the model to read
+        except Exception as exc:  # whatever a tool raises is for the model to read
             result = f"Error: {exc if type(exc) is ValueError else describe(exc)}"
         text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         return Message("tool", text, call_id=called.id, name=called.name)

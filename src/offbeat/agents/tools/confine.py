@@ -38,8 +38,8 @@ _FIRST_NEWER_CALL = 424
 """From here on system calls have the same number everywhere; the filter says that it does not know them, as an older kernel would."""
 
 _ARCHITECTURES = {
-    # machine: (audit value, pivot_root, prlimit64, the others that are denied, in the order of the comment in each line)
-    "x86_64": (0xC000003E, 155, 302, (
+    # machine: (audit value, pivot_root, prlimit64, fcntl, the others that are denied, in the order of the comment in each line)
+    "x86_64": (0xC000003E, 155, 302, 72, (
         56, 57, 58, 59, 322,  # clone, fork, vfork, execve, execveat
         62, 200, 234, 129, 297, 101, 310, 311, 312,  # kill, tkill, tgkill, rt_(tg)sigqueueinfo, ptrace, process_vm_*, kcmp
         109, 112, 157, 141, 142, 144, 203, 314, 251, 256, 279,  # setpgid, setsid, prctl, priorities and places of processes
@@ -48,7 +48,7 @@ _ARCHITECTURES = {
         76, 86, 90, 91, 92, 93, 94, 132, 133, 188, 189, 190, 197, 198, 199, 235, 259, 260, 261, 265, 268, 280, 300, 303, 304,  # metadata
         103, 105, 106, 113, 114, 116, 117, 119, 126, 135, 155, 159, 161, 163, 164, 165, 166, 167, 168, 169, 170, 171, 172, 173, 175,
         176, 179, 227, 246, 248, 249, 250, 272, 298, 305, 308, 313, 317, 320, 321, 323)),  # administration
-    "aarch64": (0xC00000B7, 41, 261, (
+    "aarch64": (0xC00000B7, 41, 261, 25, (
         220, 221, 281,
         129, 130, 131, 138, 240, 117, 270, 271, 272,
         154, 157, 167, 140, 118, 119, 122, 274, 30, 238, 239,
@@ -58,6 +58,9 @@ _ARCHITECTURES = {
         39, 40, 41, 51, 60, 89, 91, 92, 97, 104, 105, 106, 112, 116, 142, 143, 144, 145, 146, 147, 149, 159, 161, 162, 170, 171, 217,
         218, 219, 224, 225, 241, 266, 268, 273, 277, 280, 282, 294)),
 }
+
+_OWNERSHIP = (8, 10, 15)
+"""fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -215,21 +218,23 @@ def _restrict_files(folder: str, readable: list[str]) -> None:
 
 def _filter_calls() -> None:
     """Install the seccomp filter, a program of the kernel's packet filter over the number and the arguments of each system call."""
-    audit, _, prlimit, denied = _architecture()
+    audit, _, prlimit, fcntl, denied = _architecture()
     load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
     kill, allow, refuse, unknown = 0x80000000, 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # EPERM, ENOSYS
     steps = [
         (load, 0, 0, 4), (equal, 1, 0, audit), (answer, 0, 0, kill),  # another architecture's numbers mean other calls
         (load, 0, 0, 0), (at_least, 0, 1, _FIRST_NEWER_CALL), (answer, 0, 0, unknown),
-        *((equal, len(denied) + 3 - at, 0, number) for at, number in enumerate(denied)),
-        (equal, 0, 2, prlimit), (load, 0, 0, 16), (equal, 0, 1, 0),  # the limits of this process alone
+        *((equal, len(denied) + 8 - at, 0, number) for at, number in enumerate(denied)),
+        (equal, 0, 2, prlimit), (load, 0, 0, 16), (equal, 5, 6, 0),  # the limits of this process alone
+        (equal, 0, 4, fcntl), (load, 0, 0, 24),  # a file of which another process is the owner would let signals through to that
+        *((equal, 3 - at, 0, command) for at, command in enumerate(_OWNERSHIP)),
         (answer, 0, 0, allow), (answer, 0, 0, refuse)]
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     pointer = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program))
     _check(_libc.prctl(_PR_SET_SECCOMP, 2, pointer, 0, 0), "seccomp")
 
 
-def _architecture() -> tuple[int, int, int, tuple[int, ...]]:
+def _architecture() -> tuple[int, int, int, int, tuple[int, ...]]:
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(f"there is no filter of system calls for {machine}")
