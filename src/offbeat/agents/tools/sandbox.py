@@ -117,7 +117,7 @@ class Sandbox:
                 "mode": mode, "folder": folder, "readable": readable(self.packages), "parent": os.getpid(), "ready": told,
                 "packages": [str(Path(each).absolute()) for each in self.packages], "folder_bytes": self.folder_bytes,
                 "memory_bytes": self.memory_bytes, "cpu_s": int(self.timeout_s) + 1}
-            home = "/work" if mode == "namespaces" else folder
+            home = "/program" if mode == "namespaces" else folder
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _START, str(_CONFINE.parent), repr(order)], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", start_new_session=True, pass_fds=[told],
