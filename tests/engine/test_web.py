@@ -6,8 +6,7 @@ import pytest
 from starlette.requests import Request
 
 from offbeat.chat.anthropic import Anthropic
-from offbeat.engine.web import bind, error_answer, refusal
-from offbeat.errors import PortBusyError
+from offbeat.engine.web import error_answer, refusal
 
 
 def asked(method: str = "POST", **headers: str) -> Request:
@@ -36,10 +35,3 @@ def test_an_error_is_written_as_its_endpoint_writes_errors() -> None:
     assert response.status_code == 404 and response.headers["retry-after"] == "1"
     assert json.loads(bytes(response.body))["error"] == {"type": "not_found_error", "message": "no"}
     assert json.loads(bytes(error_answer("no", status=500).body))["error"]["type"] == "server_error"
-
-
-def test_a_port_that_is_taken_is_told() -> None:
-    with bind("127.0.0.1", 0) as listener:
-        listener.listen()
-        with pytest.raises(PortBusyError, match="choose another port"):
-            bind("127.0.0.1", listener.getsockname()[1])

@@ -9,9 +9,7 @@ client that has gone is noticed at once.
 import asyncio
 import hashlib
 import logging
-import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Self
 
 import msgspec
@@ -32,8 +30,9 @@ from offbeat.chat.messages import ChatRequest
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.responses import Responses
-from offbeat.errors import BusyError, EngineError, OffbeatError, PortBusyError, RefusedError, RunError, UserError
+from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, RunError, UserError
 from offbeat.inference.sampling import Sampling
+from offbeat.listening import GuestServer, bind
 from offbeat.rollout.episode import Generate
 
 MAX_BODY_BYTES = 32 << 20
@@ -50,22 +49,6 @@ _STATUS: dict[type[Exception], int] = {
     UnknownKeyError: 401, SealedError: 409, TooLargeError: 413, BusyError: 429, RefusedError: 400, UserError: 400, EngineError: 503,
     OffbeatError: 503}
 """The status of each error; the first that fits counts. SDKs try again after 409, 429 and 503."""
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn on an event loop that is not its own, whose owner handles signals; sets `ready` when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Proxy:
@@ -108,23 +91,13 @@ class Proxy:
             PortBusyError: the address cannot be bound.
             DeadlineError: uvicorn did not start in time.
         """
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        # asyncio turns Nagle's algorithm off only for sockets that name their protocol; with it, each answer would wait 40 ms.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((self._host, self._port))
-        except OSError as exc:
-            listener.close()
-            raise PortBusyError(
-                f"the proxy of agents cannot listen on {self._host}:{self._port}: {exc.strerror or exc}; choose another port, or 0 for a"
-                " free one") from exc
-        host = f"[{self._host}]" if family == socket.AF_INET6 else self._host
+        listener = bind(self._host, self._port, who="the proxy of agents")
+        host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             Starlette(routes=self._routes()), lifespan="off", access_log=False, log_level="warning", log_config=None, ws="none",
             timeout_keep_alive=75, timeout_graceful_shutdown=1)
-        self._server = _HttpServer(config)
+        self._server = GuestServer(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="proxy of agents")
         async with deadline("the proxy of agents to listen", _START_S):
             await self._server.ready.wait()

@@ -32,7 +32,7 @@ from offbeat.engine.metrics import registry_of
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Event, Output, Request, Scored, ScoreJob
 from offbeat.engine.versions import Source, fingerprint_tensors
-from offbeat.engine.web import Disconnected, Handler, HttpServer, WriteError, bind, error_answer, json_answer, refusal
+from offbeat.engine.web import Disconnected, Handler, HttpServer, WriteError, error_answer, json_answer, refusal
 from offbeat.engine.wire import (
     CompletionBody,
     LoadAdapterBody,
@@ -44,6 +44,7 @@ from offbeat.engine.wire import (
     read_body,
 )
 from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, RefusedError, UserError
+from offbeat.listening import bind
 
 T = TypeVar("T")
 
@@ -94,7 +95,7 @@ class EngineServer:
             PortBusyError: the port is taken.
             DeadlineError: uvicorn did not start in time.
         """
-        listener = bind(host, port)
+        listener = bind(host, port, who="the engine")
         config = uvicorn.Config(
             Starlette(routes=self._routes()), lifespan="off", access_log=False, log_level="warning",
             timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=2,

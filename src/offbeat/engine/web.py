@@ -15,7 +15,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from offbeat.chat.completions import Completions
-from offbeat.errors import PortBusyError
 from offbeat.hosts import names_loopback
 
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
@@ -68,23 +67,6 @@ def refusal(http: HttpRequest, key: str) -> tuple[str, int] | None:
     if http.method == "POST" and kind != "application/json":  # a page may send other types without a CORS preflight
         return f"the body must be JSON, sent as 'Content-Type: application/json', got {kind[:80]!r}", 415
     return None
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Take a port, 0 for a free one.
-
-    Raises:
-        PortBusyError: it is taken.
-    """
-    # asyncio turns Nagle's algorithm off only for sockets that name their protocol; with it, each answer would wait 40 ms.
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as exc:
-        listener.close()
-        raise PortBusyError(f"the engine cannot listen on {host}:{port}: {exc.strerror}; choose another port, or 0 for a free one") from exc
-    return listener
 
 
 def json_answer(data: bytes) -> Response:
