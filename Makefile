@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 check bench faults soak clean
+.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 check bench gpu-check faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -120,10 +120,15 @@ bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON lin
 	$(BIN)/python benchmarks/balance_step.py
 	$(BIN)/python benchmarks/lora.py
 	$(BIN)/python benchmarks/fanout.py
+	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/proxy.py
 	$(BIN)/python benchmarks/publish.py
 	$(BIN)/python benchmarks/service.py
 	$(BIN)/python benchmarks/async_env.py
+
+gpu-check:  ## compare a GPU with the CPU, measure it and write docs/gpu.md; uses PYTHON's torch, and wheels in the folder WHEELS if given
+	$(PYTHON) benchmarks/gpu_check.py --out docs/gpu.json $(if $(WHEELS),--wheels $(WHEELS))
+	$(PYTHON) benchmarks/gpu_page.py
 
 faults: $(STAMP)  ## damage files, change settings, run wrong user code, let ranks misbehave at every sync point, and write docs/faults.md; takes over an hour
 	$(BIN)/python tests/faults/damage.py

@@ -4,7 +4,7 @@ All sides are `ModelTrainer`s that take whole steps of the policy's loss (forwar
 answers to one prompt, both of skewed lengths, packed into the same micro-batches. One of them first scores the batch under a frozen copy of
 the initial weights, as the loop does between batch and step, and its loss holds the policy near them. Another has a critic of the policy's
 size, a `ValueTrainer` that first gives the batch its values and afterwards takes a step of its own on their returns. The tiny model
-computes in float32, the 27M model in bfloat16 autocast. Figures are seconds per step, alternating, on one process with --threads threads;
+computes in float32, the 27M model in bfloat16. Figures are seconds per step, alternating, on one process with --threads threads;
 the aims are at most 1.35 times the seconds with a reference, and 2.1 times with a critic.
 
     python benchmarks/score.py [--quick] [--repeats 5] [--threads 1]
@@ -63,7 +63,7 @@ def compare(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, re
 
 def make_step(model: str, folder: Path, batch: Batch, *, groups: ProcessGroups, side: str) -> Step:
     """A training step, planning and scoring included; returns the loss of the policy."""
-    config = Config.model_validate({"train": {"autocast": model == "27M"}, "algorithm": SETTINGS[side]})
+    config = Config.model_validate({"train": {"precision": "bf16_mixed" if model == "27M" else "float32"}, "algorithm": SETTINGS[side]})
     trainer = ModelTrainer.build(str(folder), config=config, groups=groups)
     critic = ValueTrainer.build_critic(str(folder), config=config, groups=groups, policy=trainer) if side == "critic" else None
     batch = replace(batch, losses=(policy_loss(config.algorithm),))

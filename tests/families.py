@@ -54,7 +54,7 @@ COLUMNS = {
         " each sequence alone, sliding windows shorter than a sequence included."),
     "unpacked": (
         "Trainer, apart", "With `train.share_prefix = false`, where a model that cannot pack runs each sequence by itself, padded beside"
-        ' others of like length. Such a model trains on one rank or with `train.strategy = "ddp"`, and one adapter at a time.'),
+        ' others of like length. Such a model trains with `shard` and `cp` of 1 in `[train.parallel]`, and one adapter at a time.'),
     "fast": ("Embedded, fast", "The embedded engine's own forward. It is chosen by itself where it says yes."),
     "hf": (
         "Embedded, general", "The embedded engine over transformers' modules, chosen elsewhere. Where it says no, use vLLM or SGLang."),

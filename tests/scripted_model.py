@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from chats import CHATML, words
@@ -16,17 +17,19 @@ from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.episode import Episode
 
 
 @dataclass
 class ScriptedModel:
-    """Answers by a function from the text of the prompt; `calls` holds all prompts and samples."""
+    """Answers by a function from the text of the prompt; `calls` holds all prompts and samples, `accounts` where the time went."""
 
     tokenizer: Tokenizer
     say: Callable[[str], str]
     latency_s: float = 0.0
     calls: list[tuple[tuple[int, ...], Sample]] = field(default_factory=list)
+    accounts: Accounts = field(default_factory=Accounts)
 
     async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
         await asyncio.sleep(self.latency_s)
@@ -51,7 +54,9 @@ class ScriptedModel:
             return [float(score(text)) for text in texts]
 
         sampling = Sampling(config.rollout.max_new_tokens, stop_token_ids=(self.tokenizer.eos_token_id,))
-        return Episode(row, (), group_size, sampling, self.generate, score_all, self.tokenizer, context)
+        return Episode(
+            row, (), group_size, sampling, self.generate, score_all, self.tokenizer, context, account=partial(self.accounts.open, "0:0"),
+            measured=self.accounts.measures.add)
 
 
 def play_agent(

@@ -1,6 +1,7 @@
 """Waits: deadlines with a name, and groups of tasks that end together."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from offbeat.aio import SideThread, deadline, gather_all, run_beside, run_interruptible
+from offbeat.aio import SideThread, deadline, few_collections, gather_all, run_beside, run_interruptible
 from offbeat.errors import DeadlineError
 
 
@@ -203,3 +204,17 @@ def test_what_is_interruptible_ends_in_good_order(number: signal.Signals) -> Non
         run_interruptible(main())
     assert ended == [number] and signal.getsignal(number) == before
     assert run_interruptible(value(3)) == 3
+
+
+def test_garbage_is_looked_for_in_small_portions_for_a_while() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(ZeroDivisionError), few_collections():
+        assert gc.get_freeze_count() > 0 and gc.get_threshold()[2] > before[2]
+        gc.collect(0)  # counts begin anew
+        for _ in range(2 * gc.get_threshold()[0]):
+            cycle: list = []
+            cycle.append(cycle)
+        assert gc.get_count()[0] < gc.get_threshold()[0] and gc.get_count()[1] > 0, "the young are still collected"
+        raise ZeroDivisionError
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    gc.freeze()  # as before this test

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from offbeat.config.load import load_config
+from offbeat.runs.memory import _MODELS, engine_weights, rank_memory
+from offbeat.runs.slurm import SlurmJob, slurm_script
 from offbeat.runs.threads import choose_threads, usable_cores
 
 _ROOT = Path(__file__).parents[1]
-_EXAMPLES = sorted((_ROOT / "examples").glob("*.toml"))
+_EXAMPLES = sorted((_ROOT / "examples").glob("**/*.toml"))
+_ON_GPUS = {"qwen3_1_7b_1": 1, "qwen3_8b_8": 8, "qwen3_32b_64": 64}
 _RUNNABLE = [path for path in _EXAMPLES if "# runnable: two steps of this file are part of the tests" in path.read_text(encoding="utf-8")]
 _SMALL = {
     "run.total_steps": 2, "sft.total_steps": 2, "sft.batch_size": 8, "rollout.consumer_batch_size": 4, "rollout.group_size": 2,
@@ -23,6 +26,23 @@ _SMALL = {
 @pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_a_valid_configuration(path: Path) -> None:
     assert load_config(str(path)).run.name == path.stem
+
+
+@pytest.mark.parametrize(("name", "gpus"), _ON_GPUS.items())
+def test_an_example_for_gpus_takes_as_many_as_it_is_for(name: str, gpus: int) -> None:
+    config = load_config(str(_ROOT / "examples" / "gpu" / f"{name}.toml"))
+    ranks, engines = config.train.num_ranks, config.inference.num_engines * config.inference.devices_per_engine
+    assert config.train.devices_per_rank == 1
+    assert (max(ranks, engines) if config.cluster.share_devices else ranks + engines) == gpus
+    shape = _MODELS[config.model.path.removeprefix("Qwen/")]
+    held = rank_memory(
+        shape, tokens=config.train.max_tokens_per_microbatch, num_shards=config.train.parallel.shard,
+        mixed=config.train.precision == "bf16_mixed", checkpointing=config.train.gradient_checkpointing == "full").total
+    room = 80e9 * (0.6 if config.cluster.share_devices else 1)
+    assert held < 0.85 * room, f"{held / 1e9:.0f} GB leave too little of {room / 1e9:.0f}"
+    assert engine_weights(shape, num_devices=config.inference.devices_per_engine) < 0.8 * 0.9 * 80e9
+    job = slurm_script(config, Path("run.toml"), SlurmJob())
+    assert f"#SBATCH --nodes={-(-gpus // 8)}\n" in job
 
 
 def test_there_are_examples_that_run() -> None:

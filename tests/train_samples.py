@@ -1,7 +1,9 @@
 """Random batches, a small model and trainers for the tests of the trainer and of checkpoints."""
 
+import math
 import tempfile
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from offbeat.config.train import OptimizerConfig
 from offbeat.data.batch import Batch
 from offbeat.data.packing import plan_microbatches
 from offbeat.model.tiny import build_tiny
+from offbeat.sync.mesh import MeshShape, build_meshes
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.messages import ScoreShare, TrainStep
 from offbeat.trainer.model_trainer import ModelTrainer
@@ -23,6 +26,9 @@ from offbeat.trainer.model_trainer import ModelTrainer
 TINY = TinyConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48, max_positions=64)
 VOCAB = 23
 PPO = policy_loss(AlgorithmConfig())
+MESHES = {1: ("ddp",), 2: ("ddp", "fsdp", "tp2", "cp2")}
+"""The meshes that a number of ranks is tried in; see `arranged`."""
+
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, schedule="linear", clip_norm=0.5, weight_decay=0.01)
 
 
@@ -64,6 +70,11 @@ def share(batch, *, rank, world, max_tokens=64, share_prefix=True):
     return batch.select(order), [np.arange(low, high) for low, high in pairwise(bounds)]
 
 
+def own_share(trainer, batch, **settings):
+    """The part of a batch that a trainer's rank is given, and its micro-batches."""
+    return share(batch, rank=trainer.groups.batch_index, world=trainer.groups.batch_ranks, **settings)
+
+
 def configure(folder="", *, lora=None, temperature=1.0, algorithm=None, **train):
     """The configuration of a run; further keywords are settings of [train]."""
     return Config.model_validate({
@@ -71,11 +82,22 @@ def configure(folder="", *, lora=None, temperature=1.0, algorithm=None, **train)
         "algorithm": algorithm or {}})
 
 
-def build_trainer(groups, folder, *, lora=None, temperature=1.0, refresh_steps=None, **train):
+@cache
+def arranged(groups, mesh):
+    """The same ranks in another mesh: "ddp" (replicas), "fsdp" (shards over all of them), or sizes such as "shard2 tp2"; collective."""
+    parts = [f"shard{groups.world}"] if mesh == "fsdp" else [] if mesh == "ddp" else mesh.split()
+    sizes = {part[:-1]: int(part[-1]) for part in parts}
+    shape = MeshShape(groups.world // math.prod(sizes.values()), **sizes)
+    shape.check(groups.world)
+    whole, gradient_mesh = build_meshes(shape)
+    return replace(groups, shape=shape, mesh=whole, gradient_mesh=gradient_mesh)
+
+
+def build_trainer(groups, folder, *, lora=None, temperature=1.0, refresh_steps=None, mesh="ddp", **train):
     """A trainer; with a reference that is refreshed after so many steps, if a number is given."""
     algorithm = None if refresh_steps is None else {"kl_loss": "k3", "reference_refresh_steps": refresh_steps}
     config = configure(folder, lora=lora, temperature=temperature, algorithm=algorithm, **train)
-    return (BankTrainer if lora else ModelTrainer).build(str(folder), config=config, groups=groups)
+    return (BankTrainer if lora else ModelTrainer).build(str(folder), config=config, groups=arranged(groups, mesh))
 
 
 def take_step(trainer, batch, minibatches, *, optimizer=OPTIMIZER, total_steps=10):
@@ -86,8 +108,8 @@ def take_step(trainer, batch, minibatches, *, optimizer=OPTIMIZER, total_steps=1
 
 def score(trainer, batch, of="policy", *, with_entropy=False, max_tokens=64):
     """The scores of the batch by name; those of other ranks are 0."""
-    plan = plan_microbatches(batch, num_ranks=trainer.groups.world, max_tokens=max_tokens, share_prefix=True)
-    micros = tuple(plan.microbatches[trainer.groups.rank])
+    plan = plan_microbatches(batch, num_ranks=trainer.groups.batch_ranks, max_tokens=max_tokens, share_prefix=True)
+    micros = tuple(plan.microbatches[trainer.groups.batch_index])
     return trainer.score(ScoreShare(batch, np.arange(len(batch)), micros, of, with_entropy)).scores.columns
 
 
@@ -95,7 +117,7 @@ def train(trainer, batches, *, max_tokens=64, share_prefix=True, optimizer=OPTIM
     """[loss, gradient norm] of one step per batch."""
     results = []
     for batch in batches:
-        part, micros = share(batch, rank=trainer.groups.rank, world=trainer.groups.world, max_tokens=max_tokens, share_prefix=share_prefix)
+        part, micros = own_share(trainer, batch, max_tokens=max_tokens, share_prefix=share_prefix)
         metrics = take_step(trainer, part, [micros], optimizer=optimizer)
         results.append([metrics["train/loss"], metrics["train/grad_norm"]])
     return results

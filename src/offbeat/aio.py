@@ -1,15 +1,21 @@
-"""Named waits with deadlines. Every `await` that depends on another process goes through this module."""
+"""Named waits with deadlines. Every `await` that depends on another process goes through this module.
+
+`few_collections` keeps event loops from standing still while Python looks for garbage.
+"""
 
 import asyncio
+import gc
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 from offbeat.errors import DeadlineError
+
+_COLLECTED_AT = 2_500, 5, 1_000  # thresholds of the generations: about 12,500 young objects at once, and all of them hardly ever
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -32,6 +38,23 @@ async def deadline(name: str, timeout_s: float) -> AsyncIterator[None]:
             raise
         waited_s = time.monotonic() - start
         raise DeadlineError(f"waiting for {name} passed its deadline of {timeout_s:g} s (waited {waited_s:.1f} s)") from exc
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Let Python look for garbage in small portions during the body, since a full collection holds up all threads, for 50 ms or more.
+
+    What is there at the beginning is not looked at meanwhile. Little garbage has to be looked for: what nobody refers to is freed at once.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTED_AT)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:

@@ -1,8 +1,22 @@
-"""Resources of this machine or its container."""
+"""Resources of this machine or its container. Torch-free."""
 
+import importlib.metadata
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable that restricts which accelerators a process sees; ROCm reads it, too."""
+PROMISED_DEVICES = "OFFBEAT_NUM_DEVICES"
+"""The variable that tells a worker how many accelerators it was given; 0 for the CPU."""
+
+_DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "davinci[0-9]*", "dri/renderD*")
+_NONE_VISIBLE = ("", "-1", "NoDevFiles")
+_SMI_TIMEOUT_S = 20.0
 
 
 def machine_bytes() -> int:
@@ -18,3 +32,39 @@ def cgroup(name: str) -> str:
         return (Path("/sys/fs/cgroup") / name).read_text(encoding="ascii").strip()
     except OSError:
         return ""  # no limit is set, or the system is not Linux
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ, *, dev: Path = Path("/dev")) -> list[str]:
+    """Return the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Devices of other makes are not found; CUDA_VISIBLE_DEVICES and explicit numbers of devices work for those that read it.
+    """
+    given = environ.get(VISIBLE_DEVICES)
+    if given is not None:
+        names = [name.strip() for name in given.split(",")]
+        # As CUDA reads it: what follows an invalid name is not visible either.
+        return names[: next((index for index, name in enumerate(names) if name in _NONE_VISIBLE), len(names))]
+    count = len(list(dev.glob("nvidia[0-9]*"))) or (_ask_driver() if (dev / "dxg").exists() else 0)
+    return [str(index) for index in range(count)]
+
+
+def has_devices(dev: Path = Path("/dev")) -> bool:
+    """Whether the system shows an accelerator of any make, whatever this process may see of it."""
+    return any(next(dev.glob(pattern), None) for pattern in _DEVICE_FILES)
+
+
+def torch_is_for_cpus() -> bool:
+    """Whether the installed torch was built without accelerators, by its version."""
+    return importlib.metadata.version("torch").endswith("+cpu")
+
+
+def _ask_driver() -> int:
+    """Count devices by nvidia-smi, which takes a second; needed where Linux runs inside Windows and has no device files."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return 0
+    try:
+        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())

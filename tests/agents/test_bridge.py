@@ -14,7 +14,7 @@ import pytest
 from offbeat.agents import bridge
 from offbeat.agents.bridge import BridgePlayer
 from offbeat.agents.pool import LostError
-from offbeat.agents.task import AgentTask
+from offbeat.agents.task import AgentTask, Played
 from offbeat.data.row import Row
 from offbeat.errors import CodeError
 from scripted_model import play_agent
@@ -47,7 +47,7 @@ def task(answer: str) -> AgentTask:
 def test_episodes_are_answered_in_any_order(small: Callable[..., Any]) -> None:
     async def body(player: BridgePlayer) -> None:
         slow = asyncio.create_task(player.play(task("0.5")))
-        assert (await player.play(task("0.1"))).parts == {"slept": 0.1}
+        assert await player.play(task("0.1")) == Played(0.1, {"slept": 0.1}, metrics={"naps": 1.0})
         assert not slow.done() and (await slow).parts == {"slept": 0.5}
         with pytest.raises(CodeError, match="small:some failed: ValueError: no number"):
             await player.play(task("fail"))

@@ -12,6 +12,7 @@ from offbeat.data.row import Row
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import EngineError
 from offbeat.rollout.builder import TrajectoryBuilder
+from offbeat.rollout.episode import Episode
 from scripted_model import ScriptedModel
 
 
@@ -20,7 +21,7 @@ def group(outcomes: list[list[object]]) -> tuple[list[Trajectory], list[int]]:
     tries = [0] * len(outcomes)
     model = ScriptedModel(words(CHATML), lambda _: "x")
 
-    async def play(index: int) -> list[Trajectory]:
+    async def play(_episode: Episode, index: int) -> list[Trajectory]:
         await asyncio.sleep(0)
         outcome = outcomes[index][tries[index]]
         tries[index] += 1
@@ -46,6 +47,25 @@ def test_failures_cost_their_own_episodes_unless_all_fail() -> None:
 def test_an_episode_of_a_lost_process_is_played_once_more() -> None:
     trajectories, tries = group([[LostError("x"), 1.0], [0.0], [LostError("x"), LostError("y")]])
     assert tries == [2, 1, 2] and [t.unusable for t in trajectories] == [None, None, "episode failed"]
+
+
+def test_an_account_is_kept_of_the_time_of_each_episode() -> None:
+    model = ScriptedModel(words(CHATML), lambda _: "x", latency_s=0.02)
+
+    async def play(episode: Episode, index: int) -> list[Trajectory]:
+        await episode.off_the_clock(asyncio.sleep(0.02 * index))
+        [sample] = await episode.generate((1,), episode.sampling, n=1, session="one")
+        await asyncio.sleep(0.04)
+        [reward] = await episode.score(["x"], episode.row)
+        if index == 2:
+            raise ValueError("it counts, too")
+        return [TrajectoryBuilder((1,)).generated(sample).finish(reward, episode=index)]
+
+    asyncio.run(play_group(model.episode(Config(), Row("p", "a"), group_size=3), play))
+    metrics = model.accounts.take().values()
+    assert 0.05 < metrics["rollout/episode_mean_s"] < metrics["rollout/episode_max_s"] < 5
+    assert metrics["rollout/tool_share"] > metrics["rollout/model_share"] > 0.01 < metrics["rollout/queue_share"]
+    assert model.accounts.take().values() == {}, "each counts in one step"
 
 
 def test_seeds_are_those_of_the_row() -> None:

@@ -238,6 +238,26 @@ def test_a_session_is_reached_by_its_key_alone():
     play(body)
 
 
+def test_beyond_this_machine_it_says_so_and_keys_keep_others_out(caplog):
+    async def body(world: World) -> None:
+        assert world.proxy.url.startswith("http://localhost:") and "listens on 0.0.0.0:" in world.proxy.exposed
+        assert world.proxy.path_url(world.session).startswith(world.proxy.url)
+        assert (await world.ask(USER))["content"] == "ok"
+        for headers in ({}, world.headers("sk-guess")):
+            assert (await world.post({"messages": [USER]}, headers=headers))[0] == 401
+
+    play(body, host="0.0.0.0", told_host="localhost")
+    [said] = [record.message for record in caplog.records if record.name == "offbeat.agents.proxy"]
+    assert "whoever reaches it and has an episode's key takes part in that episode" in said
+
+    async def at_home(world: World) -> None:
+        assert world.proxy.url.startswith("http://127.0.0.1:") and not world.proxy.exposed
+
+    caplog.clear()
+    play(at_home)
+    assert not caplog.records
+
+
 def test_sessions_that_share_a_key_are_told_apart_by_a_header():
     async def body(world: World) -> None:
         chat = {"messages": [USER]}

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -164,6 +165,68 @@ def test_a_retry_is_told_the_same_answer_and_a_new_call_another():
         assert await answered(session, engine, Attempt(b"1", "name")) is named
         assert await answered(session, engine, Attempt(b"1", "other name", is_retry=True)) not in (first, named)
         assert engine.num_samples == session.num_turns == 5
+
+    running(body)
+
+
+@pytest.mark.parametrize("sibling", ["waits", "was read"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_failed_call_that_is_tried_again_is_not_told_the_answer_of_an_equal_one(sibling, order):
+    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+        calls = [session.enter(REQUEST, Attempt(b"1")) for _ in range(2)]
+        await settle()
+        lucky, unlucky = (calls[i] for i in order)
+        ends = [engine.waiting[i] for i in order]
+        ends[1].set_exception(EngineError("it died"))
+        await settle()
+        session.leave(unlucky)
+        if sibling == "was read":
+            ends[0].set_result("ok")
+            await lucky.task
+            session.mark_read(lucky)
+            session.leave(lucky)
+        again = session.enter(REQUEST, Attempt(b"1", is_retry=True))
+        assert again not in calls
+        assert session.enter(REQUEST, Attempt(b"1", is_retry=True)) is again, "which may be tried again in its turn"
+        await settle()
+        engine.waiting[-1].set_result("ok")
+        await again.task
+        session.mark_read(again)
+        if sibling == "waits":
+            ends[0].set_result("ok")
+            await lucky.task
+            session.mark_read(lucky)
+        assert session.num_turns == engine.num_samples == 2
+        assert logprobs(session.chains(1.0, episode=0)) == Counter({-1 / 1024: 1, -2 / 1024: 1})
+
+    running(body)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_call_that_was_given_up_is_joined_again_rather_than_an_equal_one_whose_client_waits(order):
+    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+        calls = [session.enter(REQUEST, Attempt(b"1")) for _ in range(2)]
+        given_up, waiting = (calls[i] for i in order)
+        session.leave(given_up)
+        assert session.enter(REQUEST, Attempt(b"1", is_retry=True)) is given_up
+        assert given_up.num_clients == waiting.num_clients == 1
+
+    running(body)
+
+
+def test_each_of_several_failed_calls_that_are_tried_again_is_another():
+    async def body(_: Sessions, session: Session, engine: Engine) -> None:
+        for attempt in (Attempt(b"1"), Attempt(b"1", "name")):
+            failed = [session.enter(REQUEST, attempt) for _ in range(1 if attempt.idempotency else 2)]
+            await settle()
+            for future in engine.waiting:
+                future.set_exception(EngineError("it died"))
+            engine.waiting.clear()
+            await settle()
+            for call in failed:
+                session.leave(call)
+            again = [session.enter(REQUEST, replace(attempt, is_retry=True)) for _ in failed]
+            assert len({id(call) for call in (*again, *failed)}) == 2 * len(failed)
 
     running(body)
 

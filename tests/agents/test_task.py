@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from offbeat.agents.task import AgentTask, Played, played, printed
+from offbeat.agents.task import AgentTask, Played, direct, environment_of_programs, played, printed
 from offbeat.data import wire
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
@@ -25,6 +25,12 @@ def test_a_command_finds_all_in_variables() -> None:
         "prompt": [{"role": "user", "content": "hi"}], "answer": "7", "solution": "", "level": "2"}
 
 
+def test_programs_reach_the_proxy_directly_under_the_name_that_they_are_told() -> None:
+    assert direct({"no_proxy": "intra"})["NO_PROXY"] == direct({"NO_PROXY": "intra"})["no_proxy"] == "intra,127.0.0.1,localhost"
+    assert environment_of_programs({"A": "b"}, allowed=(), host="host.docker.internal") == {
+        "A": "b", **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost,host.docker.internal")}
+
+
 def test_rewards_are_numbers_or_mappings_or_left_to_the_run() -> None:
     assert played(None, of="f").outcome is None and played(True, of="f").outcome == 1.0
     named = played({"right": 1, "form": 0.5}, of="f").outcome
@@ -33,8 +39,21 @@ def test_rewards_are_numbers_or_mappings_or_left_to_the_run() -> None:
     assert isinstance(failed, FailedReward) and failed.reason.startswith("f returned nan (float), which is no reward")
 
 
+@pytest.mark.parametrize(("returned", "outcome"), [
+    ({"reward": 1}, 1.0), ({"reward": {"right": 1, "form": 0.5}}, 1.5), ({"right": 1, "reward": 0.5}, 1.5), ({}, None)])
+def test_metrics_stand_beside_rewards_and_are_none(returned: dict, outcome: float | None) -> None:
+    metrics = {"steps": 3, "ok": True, "said": "x", "broken": float("inf"), 7: 1.0, "nested": {"a": 1}}
+    expected = {"steps": 3.0, "ok": 1.0}
+    assert (found := played({**returned, "metrics": metrics}, of="f")).metrics == expected and found.outcome == outcome
+    text = json.dumps({**returned, "metrics": {"steps": 3, "ok": True, "said": "x"}})
+    assert printed(f"hello\n{text}", of="c").metrics == expected
+    assert played({"metrics": 2.0}, of="f").parts == {"metrics": 2.0}, "a reward of that name"
+    assert wire.decode(Played, wire.encode(found)) == found
+
+
 @pytest.mark.parametrize(("text", "outcome"), [
     ("hello\n0.5\n", 0.5), ('x\n{"reward": 1, "note": "y"}', 1.0), ('{"a": 1, "b": 2}', 3.0), ("", None), ("done", None), ("true", None),
-    ('{"reward": "much"}', None), ("1\nbye", None)])
+    ('{"reward": "much"}', None), ("1\nbye", None),
+    ('{"reward": 2, "metrics": {"a": 1}}', 2.0), ('{"metrics": {"a": 1}}', None)])
 def test_the_last_line_of_a_command_may_be_its_reward(text: str, outcome: float | None) -> None:
     assert printed(text, of="c").outcome == outcome

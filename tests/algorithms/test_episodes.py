@@ -48,3 +48,18 @@ def test_turns_are_ranked_as_they_were_played() -> None:
     assert (turns.states >= 0).tolist() == [False, True, False, False, False, False, True, False, False, False]
     assert turns.states[1] == turns.states[6]
     assert (turns.of_tokens.tolist(), turns.num_tokens.tolist()) == ([1, 1, 2, 6, 6, 7, 8, 8, 9], [0, 2, 1, 0, 0, 0, 2, 1, 2, 1])
+
+
+def test_the_longest_turn_of_a_part_counts() -> None:
+    # TWO generated 0, 2 and 1 tokens in its turns, ALONE 2 and 1 in its runs.
+    assert Episodes.of(GROUPS).longest_answers().tolist() == [2, 2, 2, 2]
+    whole = replace(TWO, turns=[TurnEnd(6)])
+    assert Episodes.of([Group("0:0", 0, (whole, replace(ALONE, episode=5)))]).longest_answers().tolist() == [3, 2]
+
+
+def test_an_episode_whose_last_turn_was_cut_off_is_so_as_a_whole() -> None:
+    first, last = replace(TWO, turns=[TurnEnd(6, order=1)]), replace(TWO, turns=[TurnEnd(6, order=2)])
+    for reasons, expected in ((("stop", "length"), [True, True]), (("length", "stop"), [True, False]), (("stop", "stop"), [False, False])):
+        # In whatever order they are listed.
+        chains = replace(last, reason=reasons[1]), replace(first, reason=reasons[0])
+        assert Episodes.of([Group("0:0", 0, chains)]).cut_off().tolist() == expected[::-1]

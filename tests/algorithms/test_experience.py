@@ -312,10 +312,9 @@ def test_each_named_reward_has_metrics_of_its_own():
 
 def test_groups_of_equal_sums_are_flat_unless_named_rewards_are_separate():
     groups = [group(trajectory(1, {"right": 1.0, "form": 0.0}), trajectory(1, {"right": 0.0, "form": 1.0}))]
-    shares = [
-        batch_metrics([batch_stats(groups, version=0, separate_rewards=separate)])["reward/zero_advantage_group_share"]
-        for separate in (False, True)]
-    assert shares == [1, 0]
+    for separate, share in ((False, 1), (True, 0)):
+        metrics = batch_metrics([batch_stats(groups, version=0, config=AlgorithmConfig(separate_rewards=separate))])
+        assert metrics["reward/zero_advantage_group_share"] == share
 
 
 def test_metrics_of_nothing_leave_means_out():
@@ -417,6 +416,7 @@ def test_a_group_in_which_each_agent_has_one_reward_has_no_advantage_if_agents_a
     game = group(*(replace(trajectory(1, reward), episode=number, agent=agent)
                    for number in (1, 2) for agent, reward in (("white", 1.0), ("black", -1.0))))
     for by_agent in (False, True):
-        share = batch_metrics([batch_stats([game], version=0, by_agent=by_agent)])["reward/zero_advantage_group_share"]
-        assert share == by_agent
-        assert bool(len(make_batch([game], config=AlgorithmConfig(agent_baselines=by_agent), max_new_tokens=9))) != by_agent
+        config = AlgorithmConfig(agent_baselines=by_agent)
+        metrics = batch_metrics([batch_stats([game], version=0, config=config)])
+        assert metrics["reward/zero_advantage_group_share"] == by_agent
+        assert bool(len(make_batch([game], config=config, max_new_tokens=9))) != by_agent

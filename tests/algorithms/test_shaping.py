@@ -11,10 +11,11 @@ from offbeat.algorithms.shaping import length_penalties, overlong_penalties, sha
 from offbeat.config.algorithms import AlgorithmConfig
 
 
-def shaped(rewards_KN, num_generated, groups=None, *, max_new_tokens=100, **settings):
+def shaped(rewards_KN, num_generated, groups=None, *, longest=None, malformed=0, max_new_tokens=100, **settings):
     rewards_KN = np.array(rewards_KN, float)
     return shaped_rewards(
         rewards_KN, group_ids=np.array(groups or [0] * rewards_KN.shape[1]), num_generated=np.array(num_generated),
+        longest_answers=np.array(num_generated if longest is None else longest), num_malformed=np.array(malformed),
         config=AlgorithmConfig(**settings), max_new_tokens=max_new_tokens)
 
 
@@ -40,6 +41,11 @@ def test_a_length_penalty_is_a_share_of_the_groups_mean_for_its_longest_answer()
     got = shaped([[1.0, 0.0, 3.0, 3.0]], [4, 2, 10, 5], [0, 0, 1, 1], length_penalty=0.25)
     np.testing.assert_allclose(got, [[1 - 0.5 * 0.25, -0.5 * 0.25 / 2, 3 - 3 * 0.25, 3 - 3 * 0.25 / 2]])
     assert not length_penalties(np.ones(2), group_ids=np.zeros(2, int), num_generated=np.zeros(2, int)).any()
+
+
+def test_an_episode_is_overlong_by_its_longest_answer_and_pays_for_each_call_that_cannot_be_read():
+    got = shaped([[1.0, 1.0]], [300, 300], longest=[90, 60], malformed=[0, 2], overlong_buffer_share=0.2, malformed_penalty=0.25)
+    np.testing.assert_allclose(got, [[0.5, 0.5]])
 
 
 def test_named_rewards_are_added_up_and_one_that_is_missing_adds_nothing():

@@ -1,6 +1,7 @@
 """Credit of episodes and of their turns, against slow versions that are written as loops over plain numbers."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from statistics import fmean
 
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 
 from episode_samples import random_episodes
+from offbeat.algorithms.credit import outcome_advantages
+from offbeat.algorithms.episodes import Episodes, Turns
 from offbeat.algorithms.experience import make_batch
+from offbeat.algorithms.turns import reward_range, turn_advantages
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.trajectory import Group, Trajectory, TurnEnd
 
@@ -141,6 +145,45 @@ def advantages(*chains, **settings):
     return [batch.columns["advantages"][a:b].tolist() for a, b in zip(batch.target_offsets, batch.target_offsets[1:], strict=False)]
 
 
+@pytest.mark.parametrize("agent_baselines", [False, True])
+@pytest.mark.parametrize(("turn_credit", "turn_gamma"), [("return", 1.0), ("return", 0.5), ("turn", 0.5), ("state", 0.5)])
+def test_a_group_is_flat_exactly_if_none_of_its_turns_has_an_advantage(turn_credit, turn_gamma, agent_baselines):
+    config = AlgorithmConfig(
+        turn_credit=turn_credit, turn_gamma=turn_gamma, agent_baselines=agent_baselines, scale="none", state_weight=0.37)
+    verdicts = Counter()
+    for seed in range(60):
+        [group] = random_episodes(
+            seed, num_groups=1, agents=("a", "b")[: 1 + seed % 2], most_chains=1 + seed % 2, most_turns=2, rewards=(0.0, 0.0, 0.0, 1.0))
+        episodes = Episodes.of([group])
+        turns = Turns.of(episodes, np.ones(len(episodes.trajectories)))
+        totals = outcome_advantages(
+            episodes.rewards[0], group_ids=episodes.compared(by_agent=agent_baselines), num_tokens=np.ones(len(episodes.part_groups)),
+            centre="group", scale="none", episodes=episodes.part_episodes)
+        found = turn_advantages(turns, episodes, rewards=episodes.rewards[0], advantages=totals, config=config)
+        is_flat = reward_range(group, config) == 0
+        assert is_flat == (not found.any())
+        verdicts[is_flat] += 1
+    assert min(verdicts[True], verdicts[False]) > 3, "this shows something of both"
+
+
+def test_the_range_of_a_group_is_that_of_what_its_credit_compares():
+    def chain(*rewards, episode, reward=0.0):
+        size = len(rewards) + 1
+        turns = tuple(TurnEnd(2 + number, each) for number, each in enumerate(rewards))
+        mask = np.arange(size) > 0
+        return Trajectory(np.ones(size), mask, -1.0 * mask, np.where(mask, 0, -1), reward, episode=episode, turns=turns)
+
+    group = Group("0:0", 0, (chain(1.0, 0.0, episode=0), chain(0.0, 1.0, episode=1)))
+    for options, wanted in (
+            ({}, 0.0), ({"turn_credit": "return"}, 1.0), ({"turn_credit": "turn"}, 1.0), ({"turn_credit": "turn", "turn_gamma": 0.5}, 1.0),
+            ({"turn_credit": "state"}, 0.0), ({"centre": "critic"}, 1.0), ({"credit": "mine.py:mine"}, 1.0)):
+        assert reward_range(group, AlgorithmConfig(**options)) == wanted, options
+    longer = Group("0:0", 0, (chain(1.0, episode=0), chain(0.0, 0.0, 5.0, episode=1, reward=-4.0)))
+    assert reward_range(longer, AlgorithmConfig(turn_credit="turn")) == 0, "both first turns led to 1, and no other has one to compare with"
+    assert reward_range(longer, AlgorithmConfig()) == 0 < reward_range(longer, AlgorithmConfig(centre="critic"))
+    assert reward_range(Group("0:0", 0), AlgorithmConfig(turn_credit="turn")) == 0
+
+
 def test_small_groups_by_hand():
     long, short = chain([(0.0, "a"), (1.0, "b"), (0.0, "a")], reward=1.0), chain([(0.0, "a")], reward=0.0, episode=1)
     assert advantages(long, short) == [[1.0] * 3, [-1.0]]
@@ -208,3 +251,14 @@ def test_the_same_batch_is_drawn_whatever_the_order_of_trajectories():
         assert set(first) == set(second)
         for key, values in first.items():
             np.testing.assert_allclose(values, second[key], rtol=1e-5, atol=1e-7)
+
+
+def test_with_a_critic_rewards_of_later_turns_reach_earlier_trajectories():
+    """The critic is given what falls on each token; an episode in two pieces has the sum of one in a single piece on each."""
+    def falls(*chains):
+        return advantages(*chains, centre="critic", objective="ppo")
+
+    assert falls(chain([(0.5, ""), (1.0, "")], reward=2.0)) == [[0.5, 3.0]]
+    first, last = chain([(0.5, "")], reward=2.0), chain([(1.0, "")], reward=2.0)
+    last = replace(last, turns=(replace(last.turns[0], order=1),))
+    assert falls(first, last) == [[3.5], [3.0]]

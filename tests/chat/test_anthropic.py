@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from chats import CHATML, words
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, Tool, ToolCall
+from offbeat.chat.rendering import Renderer
 from offbeat.errors import RefusedError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -56,6 +58,18 @@ def test_a_conversation_with_calls_is_read_as_clients_send_it_back() -> None:
         Message("tool", "3", call_id="toolu_1", name="add"), Message("tool", "0", call_id="toolu_2"),
         Message("tool", "", call_id="toolu_3"), Message("user", "Go on."))
     assert request.tools == (Tool("add", "Add.", SCHEMA),) and request.stop == ("END",) and request.max_new_tokens == 64 and request.stream
+
+
+def test_a_result_that_is_an_error_says_so_to_the_model() -> None:
+    request = read([
+        {"role": "user", "content": "3?"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "no b"}], "is_error": True},
+            {"type": "tool_result", "tool_use_id": "toolu_2", "content": "4", "is_error": None}]}])
+    assert [message.content for message in request.messages[2:]] == ["Error: no b", "4"]
+    rendered = Renderer(words(CHATML))
+    assert "Error: no b" in rendered.tokenizer.decode(rendered.prompt(request.messages))
 
 
 @pytest.mark.parametrize(("choice", "wanted"), [

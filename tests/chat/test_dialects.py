@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect, Part, text_of
+from offbeat.chat.dialects import Dialect, Part, list_models, text_of
 from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply, ToolCall
 from offbeat.chat.responses import Responses
 from offbeat.errors import RefusedError
@@ -46,6 +46,17 @@ def test_any_answer_comes_back_from_its_stream(reply) -> None:
     assert (back.content, back.reasoning) == (reply.message.content, reply.message.reasoning)
     assert [(c.id, c.name, json.loads(c.arguments)) for c in back.calls] == [
         (c.id, c.name, json.loads(c.arguments)) for c in reply.message.calls]
+
+
+def test_models_are_listed_as_clients_of_each_api_read_them() -> None:
+    told = json.loads(list_models({"base": 0.0, "tinker://run/sampler_weights/one": 1795412090.5}))
+    assert (told["object"], told["first_id"], told["last_id"], told["has_more"]) == (
+        "list", "base", "tinker://run/sampler_weights/one", False)
+    _, entry = told["data"]
+    assert entry["id"] == entry["display_name"] == "tinker://run/sampler_weights/one" and entry["created"] == 1795412090
+    assert (entry["object"], entry["type"], entry["created_at"]) == ("model", "model", "2026-11-23T05:34:50Z")
+    assert json.loads(list_models({}))["data"] == []
+
 
 
 def _events(stream: bytes) -> list[dict]:

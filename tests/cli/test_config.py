@@ -8,6 +8,7 @@ from offbeat.cli import config
 from offbeat.config.docs import render_docs
 from offbeat.config.load import load_config, split_overrides
 from offbeat.errors import ConfigError
+from train_samples import build_model
 
 
 def call(*argv):
@@ -37,6 +38,17 @@ def test_check_says_that_a_valid_configuration_is_valid(capsys):
         " limits what stale samples do"]
 
 
+def test_check_estimates_memory_in_another_process(tmp_path, capsys):
+    folder = build_model(tmp_path)
+    assert call("check", "--memory", "--model.path", folder, "--train.num_ranks", "2", "--train.max_tokens_per_microbatch", "64") == 0
+    table = capsys.readouterr().out.splitlines()[-10:]
+    assert table[0] == "on a GPU, each of 2 train ranks takes about"
+    assert [line.split()[0] for line in table[1:]] == [
+        "weights", "gathered", "gradients", "optimizer", "reference", "critic", "teacher", "activations", "total"]
+    with pytest.raises(ConfigError, match="model.path must name a model for --memory"):
+        call("check", "--memory")
+
+
 @pytest.mark.parametrize(("settings", "computed", "note"), [
     ((), "nothing", "algorithm.weight alone limits what stale samples do"),
     (("--algorithm.num_minibatches", "2"), "log-probabilities before the first update", ""),
@@ -48,7 +60,7 @@ def test_check_says_that_a_valid_configuration_is_valid(capsys):
      "log-probabilities before the first update and log-probabilities under the reference policy and the entropy of each token", ""),
     (("--algorithm.preset", "sdft"), "log-probabilities under the reference with the answer in its context, a longer prompt", ""),
     (("--algorithm.preset", "opd", "--teacher.path", "big"), "log-probabilities under the teacher big on the train ranks",
-     'the frozen teacher takes its weights\' memory on every train rank, or a shard of it with train.strategy = "fsdp"'),
+     'the frozen teacher takes its weights\' memory on every train rank, or a shard of it with train.parallel.shard'),
     (("--algorithm.preset", "opd", "--algorithm.objective", "reverse_kl", "--algorithm.filters", "[]", "--teacher.url", "http://a",
       "--teacher.top_k", "20"), "log-probabilities and the 20 likeliest tokens under the teacher at http://a, one request for each sample",
      "renormalised over them; the reverse KL on them is biased; the engine sends as many numbers"),

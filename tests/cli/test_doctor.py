@@ -21,7 +21,7 @@ def call(*argv):
 def test_json_lists_every_check_of_this_machine(capsys):
     code = call("--json")
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
-    machine = {"python", "offbeat", "torch", "cores", "OMP_WAIT_POLICY", "memory", "disk", "loopback port"}
+    machine = {"python", "offbeat", "torch", "cores", "OMP_WAIT_POLICY", "memory", "disk", "loopback port", "Python tool"}
     assert checks.keys() == machine | {"ray", "datasets", "pyarrow", "vLLM"}
     assert code == int(any(check["status"] == "fail" for check in checks.values()))
     assert checks["torch"]["status"] == "ok" and checks["torch"]["found"][0].isdigit()
@@ -45,6 +45,13 @@ def test_a_torch_that_cannot_be_imported_is_a_failure_with_its_last_words(tmp_pa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     check = doctor.check_torch()
     assert (check.status, check.found) == ("fail", "ImportError: libgone.so")
+
+
+def test_how_programs_of_a_model_are_confined_is_said_and_why_not_better(monkeypatch):
+    for found, why, status in (("namespaces", "", "ok"), ("landlock", "unshare: no", "ok"), ("none", "seccomp: no", "warn")):
+        monkeypatch.setattr(doctor, "confinement", lambda found=found, why=why: (found, why))
+        check = doctor.check_sandbox()
+        assert check.status == status and check.advice.endswith(why) and (found == "none" or found in check.found.lower())
 
 
 def test_threads_that_spin_are_remarked():

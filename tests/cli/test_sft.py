@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from offbeat.cli import main as cli
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.model.load import load_causal_lm
-from small_run import SmallRun
+from small_run import SmallRun, offbeat
 
 
 def chat(number: int) -> str:
@@ -36,3 +39,16 @@ def test_fine_tuning_on_chats_evaluates_exports_and_reports(tmp_path: Path, mode
     assert (run.folder / "report.html").exists()
     assert cli.main(["sft", *words]) == 2
     assert "has done its 3 supervised steps; raise sft.total_steps to go on" in capsys.readouterr().err
+
+
+@pytest.mark.whole_run
+def test_two_ranks_that_divide_each_row_have_the_losses_of_one(tmp_path: Path, model_dir: str) -> None:
+    found = []
+    for name, changes in (("one", {}), ("two", {"train__num_ranks": "2", "train__parallel__cp": "2"})):
+        run = SmallRun(tmp_path / name, model_dir)
+        run.root.mkdir()
+        done = offbeat("sft", *run.arguments(sft__total_steps="3", sft__batch_size="8", **changes))
+        assert done.returncode == 0, done.stderr
+        found.append([[row[f"train/{key}"] for key in ("loss", "grad_norm", "entropy", "tokens")] for row in run.metrics()])
+    assert len(found[0]) == 3
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)

@@ -29,6 +29,7 @@ def test_each_workflow_plays_its_own(workflow, agent):
     ("gym", {"environment": "verifiers:x"}, "rollout.workflow must be 'agent' with agent.environment = 'verifiers:x', got 'gym'"),
     ("agent", {"environment": "gem:x"}, "rollout.workflow must be 'gym' with agent.environment = 'gem:x', got 'agent'"),
     ("agent", {"program": "a.py:run", "timeout_s": 600}, "rollout.episode_timeout_s must be above agent.timeout_s = 600, got 600"),
+    ("agent", {"program": "a.py:run", "host": "0.0.0.0"}, "agent.told_host must be given with agent.host = '0.0.0.0', which is every"),
     ("agent", {"program": "a.py:run", "python": "/p"}, "agent.python must be empty without an environment that brings its own loop")])
 def test_what_contradicts_itself_is_refused(workflow, agent, sentence):
     with pytest.raises(ValidationError, match=sentence):

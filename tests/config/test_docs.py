@@ -26,7 +26,7 @@ def test_every_setting_has_a_row_with_a_sentence():
 def test_bounds_choices_and_bars_are_written_so_that_a_table_holds_them():
     page = render_docs()
     assert "| `beta1` | number ≥ 0, < 1 | `0.9` |" in page
-    assert '`"ddp"` or `"fsdp"`' in page
+    assert '`"controller"` or `"spmd"`' in page
     assert "\\|advantage\\|" in page
     assert "| `stop` | list of text | `[]` |" in page
     assert "| `filters` | list of tables | `[]` |" in page

@@ -38,8 +38,8 @@ def test_an_override_wins_over_the_file_and_the_last_override_over_the_first(tmp
     ("key", "text", "value"),
     [
         ("train.optimizer.lr", "3e-4", 3e-4),
-        ("train.autocast", "true", True),
-        ("train.autocast", "False", False),
+        ("run.resume", "true", True),
+        ("run.resume", "False", False),
         ("model.tiny.num_layers", "2", 2),
         ("rollout.stop", '["\\n", "END"]', ("\n", "END")),
         ("model.path", "models/some model", "models/some model"),
@@ -72,7 +72,7 @@ def test_override_values_are_read_as_toml_or_taken_as_they_stand(key, text, valu
         ("rollout.group_size", "2.5", "rollout.group_size must be an integer, got 2.5"),
         ("rollout.temperature", "hot", "rollout.temperature must be a number, got 'hot'"),
         ("rollout.temperature", "nan", "rollout.temperature must be a finite number, got nan"),
-        ("train.autocast", "maybe", "train.autocast must be true or false, got 'maybe'"),
+        ("telemetry.trace", "maybe", "telemetry.trace must be true or false, got 'maybe'"),
         ("rollout.stop", "END", "rollout.stop must be a list, such as [\"a\", \"b\"], got 'END'"),
         ("telemetry.sinks", '["wandb", "tensorbord"]',
          "each of telemetry.sinks must be one of 'tensorboard', 'wandb', 'trackio', got 'tensorbord'; did you mean 'tensorboard'?"),
@@ -89,7 +89,13 @@ def test_override_values_are_read_as_toml_or_taken_as_they_stand(key, text, valu
             "requeu",
             "rollout.on_stale must be one of 'wait', 'requeue', 'keep', got 'requeu'; did you mean 'requeue'?",
         ),
-        ("train.strategy", "zero", "train.strategy must be 'ddp' or 'fsdp', got 'zero'"),
+        (
+            "train.strategy",
+            "fsdp",
+            "train.strategy is not a setting any more; set train.parallel.shard: 1 replicates the model as 'ddp' did, and train.num_ranks"
+            " shards it over all ranks as 'fsdp' did",
+        ),
+        ("run.mode", "spdm", "run.mode must be 'controller' or 'spmd', got 'spdm'; did you mean 'spmd'?"),
         ("model.tiny", "3", "model.tiny must be a table of settings, got 3; write [model.tiny] and its settings below"),
         (
             "run.name",
@@ -150,8 +156,8 @@ def test_overrides_are_split_from_other_arguments():
 
 
 def test_a_true_or_false_setting_may_stand_alone():
-    overrides, rest = split_overrides(["--train.autocast", "a.toml", "--telemetry.trace", "false", "--run.resume"])
-    assert overrides == [("train.autocast", "true"), ("telemetry.trace", "false"), ("run.resume", "true")]
+    overrides, rest = split_overrides(["--train.share_prefix", "a.toml", "--telemetry.trace", "false", "--run.resume"])
+    assert overrides == [("train.share_prefix", "true"), ("telemetry.trace", "false"), ("run.resume", "true")]
     assert rest == ["a.toml"]
 
 
@@ -188,3 +194,13 @@ def test_any_value_survives_toml(value):
 
 def test_every_hint_belongs_to_a_setting():
     assert HINTS.keys() <= {key for key, _ in settings()}
+
+
+def test_a_setting_that_was_replaced_names_those_that_took_its_place(tmp_path):
+    file = tmp_path / "old.toml"
+    file.write_text("[cluster]\ndevices_per_worker = 1\n")
+    said = "cluster.devices_per_worker is not a setting any more; give train.devices_per_rank and inference.devices_per_engine"
+    with pytest.raises(ConfigError, match=said):
+        load_config(str(file))
+    with pytest.raises(ConfigError, match=said):
+        split_overrides(["--cluster.devices_per_worker", "1"])

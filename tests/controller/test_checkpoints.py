@@ -27,6 +27,7 @@ class Ranks:
     def __init__(self) -> None:
         self.loaded: list[Path] = []
         self.exported: list[tuple[Path, str]] = []
+        self.steps_less = 0
 
     async def save(self, folder: Path) -> None:
         if self.full:
@@ -36,7 +37,7 @@ class Ranks:
 
     async def load(self, folder: Path) -> int:
         self.loaded.append(folder)
-        return int((folder / "part").read_text())
+        return int((folder / "part").read_text()) - self.steps_less
 
     async def export(self, folder: Path, *, tokenizer: str) -> None:
         self.exported.append((folder, tokenizer))
@@ -180,6 +181,14 @@ def test_ranks_of_another_step_under_a_checkpoint_without_checksums_are_refused(
     (folder / "ranks" / "part").write_text("2")
     with pytest.raises(StorageError, match=r"is of step 4, but the files of its ranks are of step 2; rename it"):
         asyncio.run(checkpoints.restore())
+
+
+def test_ranks_may_have_fewer_steps_than_their_run_because_a_critic_was_trained_first_or_came_later(tmp_path: Path) -> None:
+    ranks = Ranks()
+    checkpoints = checkpoints_of(ranks, tmp_path)
+    save(checkpoints, 4)
+    ranks.steps_less = 3
+    assert asyncio.run(checkpoints.restore()) == saved(4)
 
 
 def test_what_has_changed_since_the_checkpoint_is_said_or_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_critic_is_warmed_up_saved_and_resumed_beside_an_adapter(tmp_path: Pat
 @pytest.mark.whole_run
 def test_every_head_trains_the_critic_on_what_it_has_drawn(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
-    settings = PPO | {"rollout__single_rank_load": "false", "rollout__balance_batch": "false", "train__strategy": "fsdp"}
+    settings = PPO | {"rollout__single_rank_load": "false", "rollout__balance_batch": "false", "train__parallel__shard": "2"}
     done = torchrun("train", *run.arguments(**settings), world=2)
     assert done.returncode == 0, done.stderr
     assert all(row["critic/skipped_steps"] == 0 and row["train/skipped_steps"] == 0 for row in run.metrics())

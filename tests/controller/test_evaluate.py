@@ -1,14 +1,18 @@
-"""Held-out accuracy: what counts as right, and when it is measured. `tests/cli/test_evaluate.py` evaluates a real model."""
+"""Accuracy: what counts as right, and when and on what it is measured. `tests/cli/test_evaluate.py` evaluates a real model."""
 
 import asyncio
 import itertools
+import json
+import shutil
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from faults.workshop import Workshop
 from offbeat.config.controller import EvaluateConfig
-from offbeat.controller.evaluate import Evaluation, Evaluator, pass_at_k
+from offbeat.controller.evaluate import Evaluation, Evaluator, accuracy_by_agent, pass_at_k
 from offbeat.controller.parts import SingleProcess
 from offbeat.data import wire
 from offbeat.data.dataset import ListDataset
@@ -16,6 +20,7 @@ from offbeat.data.row import Row
 from offbeat.data.trajectory import Group, Trajectory
 from offbeat.errors import DeadlineError, RolloutError
 from offbeat.inference.sampling import Sampling
+from small_run import REWARDS, SmallRun
 
 ROWS = ListDataset(tuple(Row(f"{i}>", str(i)) for i in range(5)))
 
@@ -106,3 +111,107 @@ def test_several_samples_per_prompt_make_the_accuracy_a_mean_and_failed_ones_cou
     assert str(evaluation).endswith("with 95 % confidence), pass@1 0.150, pass@2 0.267, pass@4 0.400")
     assert rollouts.asked is not None and rollouts.asked[1] == 4
     assert wire.decode(Evaluation, wire.encode(evaluation)) == evaluation
+
+
+def test_a_set_with_a_name_has_metrics_of_its_own() -> None:
+    rollouts = Rollouts([[1.0, 0.0]] * 5)
+    config = EvaluateConfig(samples_per_prompt=2, temperature=1.0, pass_at=(2,))
+    evaluation = asyncio.run(Evaluator(rollouts, ROWS, config, SingleProcess(), name="hard").run())
+    low, high = evaluation.interval
+    assert evaluation.metrics() == evaluation.step_metrics == {
+        "eval/hard/accuracy": 0.5, "eval/hard/accuracy_low": low, "eval/hard/accuracy_high": high, "eval/hard/reward_mean": 0.5,
+        "eval/hard/failed_prompts": 0.0, "eval/hard/pass_at_2": 1.0}
+    assert str(evaluation).startswith("accuracy on hard 0.500 (")
+    held_out = asyncio.run(evaluator(rollouts, samples_per_prompt=2, temperature=1.0, pass_at=(2,)).run())
+    assert held_out.step_metrics == {"eval/accuracy": 0.5, "eval/pass_at_2": 1.0}
+
+
+def test_what_goes_wrong_on_a_set_names_it() -> None:
+    with pytest.raises(RolloutError, match="none of 5 prompts of the evaluation set 'hard' could be evaluated"):
+        asyncio.run(Evaluator(Rollouts([None] * 5), ROWS, EvaluateConfig(), SingleProcess(), name="hard").run())
+    with pytest.raises(DeadlineError, match="waiting for evaluation of hard passed its deadline"):
+        asyncio.run(Evaluator(
+            Rollouts([1.0] * 5, delay_s=60), ROWS, EvaluateConfig(timeout_s=0.05), SingleProcess(), name="hard").run())
+
+
+def played(*episodes: dict[str, float]) -> Group:
+    """A group of episodes, each the rewards of its agents; the first agent has two trajectories."""
+    one = np.ones(1)
+    return Group("batch:0", 0, tuple(
+        Trajectory(one, one, one, one, reward, episode=number, agent=agent)
+        for number, rewards in enumerate(episodes) for place, (agent, reward) in enumerate(rewards.items())
+        for _ in range(2 if place == 0 else 1)))
+
+
+def test_agents_that_play_together_have_an_accuracy_each_and_failed_episodes_count_as_wrong() -> None:
+    nan = float("nan")
+    groups = [played({"x": 1.0, "o": -1.0}, {"x": 1.0, "o": 1.0}), played({"x": 0.0, "o": 1.0}, {"x": nan, "o": 1.0})]
+    assert accuracy_by_agent(groups, num_samples=2) == {"o": 2 / 4, "x": 2 / 4}
+    assert accuracy_by_agent([*groups, Group("batch:2", 0, rejected="timed out")], num_samples=2) == {"o": 2 / 6, "x": 2 / 6}
+    assert accuracy_by_agent([played({"x": 1.0}, {"o": 1.0})], num_samples=2) == {}, "no two of them play an episode"
+
+
+def test_an_evaluation_says_how_each_agent_did() -> None:
+    class Played(Rollouts):
+        def _group(self, index: int, reward: float | list[float] | None) -> Group:
+            return played({"x": 1.0, "o": 0.0}) if index else played({"x": 1.0, "o": 1.0})
+
+    evaluation = asyncio.run(Evaluator(Played([0.0] * 5), ROWS, EvaluateConfig(), SingleProcess(), name="games").run())
+    assert evaluation.by_agent == {"o": 0.2, "x": 1.0} and evaluation.accuracy == 0.2
+    assert evaluation.metrics()["eval/games/accuracy/x"] == 1.0
+    assert evaluation.shares_text == ", o 0.200, x 1.000"
+    assert wire.decode(Evaluation, wire.encode(evaluation)) == evaluation
+
+
+def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}>", "answer": f"{i}"}) + "\n" for i in range(3)))
+    sets = {
+        "evaluate__sets__file__data__path": str(rows), "evaluate__sets__file__every_steps": "1",
+        "evaluate__sets__many__samples_per_prompt": "2", "evaluate__sets__many__pass_at": "[1, 2]",
+        "evaluate__sets__many__temperature": "1.0", "evaluate__sets__many__rollout__reward": f"{REWARDS}:right"}
+    run = SmallRun(tmp_path, model_dir)
+    done = shop.train(run, **sets)
+    assert done.code == 0, done.error
+    evaluated = [(event["global_step"], next(iter(event.keys() - {"time_s", "kind", "global_step"}))) for event in run.events("evaluation")]
+    assert [step for step, _ in evaluated] == [0, 0, 0, 1, 2, 2, 2]
+    last = run.metrics()[-1]
+    assert 0 <= last["eval/accuracy"] <= 1 and 0 <= last["eval/file/accuracy"] <= 1
+    # The set's own reward finds every sample right, and the run's does not see its prompts.
+    assert last["eval/many/accuracy"] == last["eval/many/pass_at_2"] == last["eval/many/reward_mean"] == 1
+    assert "eval/file/accuracy" in run.metrics()[0] and "eval/many/accuracy" not in run.metrics()[0]
+    assert "accuracy on many 1.000 after step 2 (4 prompts), pass@1 1.000, pass@2 1.000" in done.said
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["sets"]["many"] == {"before": 1, "after": 1} and result["sets"].keys() == {"file", "many"}
+    assert "accuracy on many" in (run.folder / "report.html").read_text()
+    again = shop.train(run, run__total_steps="3", **sets | {"evaluate__sets__file__every_steps": "2"})
+    assert again.code == 0, again.error
+    assert any(line.startswith("goes on with ") and "every_steps = 2" in line for line in again.said), again.said
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["sets"]["many"] == {"before": 1, "after": 1}
+
+
+def test_the_best_model_is_kept_and_a_run_ends_when_nothing_is_gained_any_more(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
+    run = SmallRun(tmp_path, model_dir)
+    settings = {
+        "run__total_steps": "9", "evaluate__every_steps": "1", "evaluate__sets__rising__rollout__reward": f"{REWARDS}:rises",
+        "evaluate__keep_best": "eval/rising/accuracy", "evaluate__stop_after_no_gain": "2", "checkpoint__every_steps": "0"}
+    done = shop.train(run, **settings)
+    assert done.code == 0, done.error
+    # Of four answers each: none right before the first step, three after it, then all.
+    assert [row["eval/rising/accuracy"] for row in run.metrics()] == [0.75, 1, 1, 1]
+    assert (
+        "eval/rising/accuracy has not risen above 1.000, of step 2, in 2 evaluations, so step 4 is the last" in done.said), done.said
+    result = json.loads((run.folder / "result.json").read_text())
+    assert (result["steps"], result["stopped_early"]) == (4, False)
+    assert result["best"] == {"metric": "eval/rising/accuracy", "value": 1, "global_step": 2, "num_since": 2}
+    assert [event["global_step"] for event in run.events("checkpoint")] == [1, 2, 4], "a checkpoint with each that is the best so far"
+    assert (run.folder / "best" / "model.safetensors").exists()
+    again = shop.train(run, **settings)
+    assert again.code == 2 and "ended after 4 steps, as eval/rising/accuracy had not risen in 2 evaluations; raise" in again.error
+    # As if the run had ended between the checkpoint of its best step and the export.
+    for folder in ("best", "checkpoints/step-00000004"):
+        shutil.rmtree(run.folder / folder)
+    on = shop.train(run, **settings | {"run__total_steps": "3"})
+    assert on.code == 0 and run.metrics()[-1]["eval/rising/accuracy"] < 1, on.error
+    assert (run.folder / "best" / "model.safetensors").exists()

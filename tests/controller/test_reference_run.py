@@ -11,7 +11,7 @@ from small_run import SmallRun, offbeat, torchrun
 REFERRING = {"algorithm__kl_loss": "k3", "algorithm__kl_coefficient": "0.01", "algorithm__reference_refresh_steps": "2"}
 MODES = {
     "controller": {"train__num_ranks": "2"}, "spmd": {},
-    "heads": {"rollout__single_rank_load": "false", "rollout__balance_batch": "false", "train__strategy": "fsdp"}}
+    "heads": {"rollout__single_rank_load": "false", "rollout__balance_batch": "false", "train__parallel__shard": "2"}}
 
 
 def test_a_run_that_reads_no_other_policy_scores_nothing(finished_run: SmallRun) -> None:

@@ -1,9 +1,11 @@
 """Counting steps and versions."""
 
 import asyncio
+from dataclasses import replace
 
+from offbeat.config.controller import EvaluateConfig
 from offbeat.controller.parts import SingleProcess
-from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
+from offbeat.controller.state import Best, HeadState, Highlights, RunState, SavedState, SetHighlights, Step
 from offbeat.data import wire
 from offbeat.data.dataset import StreamState
 
@@ -53,3 +55,24 @@ def test_a_resumed_run_that_has_enough_steps_does_none() -> None:
 def test_what_a_checkpoint_remembers_survives_as_json() -> None:
     saved = SavedState(3, 4, (HeadState(StreamState(1, 7, ("0:5",)), ("1:2", "1:6")),), Highlights(heldout_before=0.25, max_staleness=2))
     assert wire.decode_json(SavedState, wire.encode_json(saved)) == saved
+    marks = saved.highlights.evaluated("hard", 0.5, first=True).measured("eval/hard/accuracy", 0.5, global_step=0)
+    saved = replace(saved, highlights=marks)
+    assert wire.decode_json(SavedState, wire.encode_json(saved)) == saved
+
+
+def test_the_accuracy_before_the_first_step_is_kept_beside_the_last_one() -> None:
+    marks = Highlights().evaluated("", 0.25, first=True).evaluated("hard", 0.0, first=True)
+    marks = marks.evaluated("", 0.5, first=False).evaluated("hard", 0.125, first=False).evaluated("late", 0.75, first=False)
+    assert (marks.heldout_before, marks.heldout_after) == (0.25, 0.5)
+    assert marks.sets == {"hard": SetHighlights(0.0, 0.125), "late": SetHighlights(None, 0.75)}
+
+
+def test_the_best_evaluation_is_the_first_with_the_largest_value_and_the_later_ones_are_counted() -> None:
+    marks = Highlights()
+    for step, value in enumerate((0.25, 0.5, 0.5, 0.375)):
+        marks = marks.measured("eval/accuracy", value, global_step=step)
+    assert marks.best == Best("eval/accuracy", 0.5, 1, num_since=2)
+    ends = [marks.best.is_final(EvaluateConfig(keep_best="eval/accuracy", stop_after_no_gain=count)) for count in (0, 1, 2, 3)]
+    assert ends == [False, True, True, False]
+    assert not marks.best.is_final(EvaluateConfig(keep_best="eval/hard/accuracy", stop_after_no_gain=1)), "it is another metric now"
+    assert marks.measured("eval/hard/accuracy", 0.0, global_step=9).best == Best("eval/hard/accuracy", 0.0, 9)

@@ -38,6 +38,16 @@ def test_points_are_placed_linearly_between_the_ends_of_the_axes():
     assert points == [(LEFT, HEIGHT - BOTTOM), pytest.approx(middle), (WIDTH - RIGHT, TOP)]
 
 
+def test_parts_of_a_whole_lie_on_each_other_and_tell_their_own_values():
+    parts = [Series("a", [(0, 1.0), (1, 2.0)]), Series("b", [(0, 3.0), (1, 2.0)], "c2")]
+    svg = draw(Chart("t", "", parts, y_range=(0, None), stacked=True))
+    upper, lower = coordinates(svg.replace("Z\"", "\""), "area")
+    assert upper[1][1] == upper[2][1] < lower[2][1] < lower[1][1], "both sums are 4, and what reaches higher is drawn first"
+    assert upper[0][1] == upper[3][1] == lower[0][1] == HEIGHT - BOTTOM
+    hover = json.loads(ET.fromstring(svg).get("data-chart"))
+    assert [[y for _, _, y in each["points"]] for each in hover] == [[1.0, 2.0], [3.0, 2.0]]
+
+
 def test_a_log_scale_gives_each_decade_the_same_height_and_leaves_out_zero():
     (points,) = coordinates(draw(Chart("t", "", [Series("a", [(0, 1e-4), (1, 1e-3), (2, 1e-2), (3, 0.0)])], log=True)))
     assert len(points) == 3

@@ -91,6 +91,15 @@ def test_every_curve_and_both_time_lines_are_there(page):
     assert page.count("<svg") == 12
 
 
+def test_each_evaluation_set_has_a_curve_and_a_figure(tmp_path):
+    rows = [{"global_step": step, "eval/accuracy": 0.5, "eval/hard/accuracy": step / 4, "eval/accuracy/x": 0.5} for step in (0, 1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = html.unescape(write_report(tmp_path).read_text())
+    figures = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", page))
+    assert figures["held-out accuracy"] == "0.50 → 0.50" and figures["accuracy on hard"] == "0.00 → 0.50"
+    assert re.findall(r'"label":"([^"]*)"', page) == ["held-out prompts", "hard"]
+
+
 def test_a_run_that_was_told_what_would_shorten_its_publishing_has_the_same_sentence_in_its_report(tmp_path, page):
     slow = {"step/publish_s": 6.0, "step/total_s": 20.0}
     config, rows = load_config(None, [("run.name", "mine")]), [{"eval/accuracy": 0.5}, slow, slow, slow]
@@ -103,6 +112,19 @@ def test_a_run_that_was_told_what_would_shorten_its_publishing_has_the_same_sent
     (tmp_path / "config.toml").write_text(dump_toml(config) + "\n[of_another_version]\nx = 1\n")
     assert "publishing takes" not in write_report(tmp_path).read_text()
     assert "publishing takes" not in page
+
+
+def test_episodes_of_several_turns_have_a_section_of_their_own(tmp_path, page):
+    assert "<h2>Episodes</h2>" not in page
+    spent = {"rollout/episode_mean_s": 4.0, "rollout/model_share": 0.25, "rollout/tool_share": 0.5, "rollout/queue_share": 0.25}
+    rows = [{"global_step": step, "rollout/turns_mean": 2.5} | spent for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(tmp_path).read_text()
+    parse(page)
+    section = html.unescape(page.partition("<h2>Episodes</h2>")[2].partition("<h2>")[0])
+    parts = json.loads(re.search(r'data-chart="(\[.*?\])">', section)[1])
+    assert {each["label"]: each["points"][0][2] for each in parts} == {"model calls": 1.0, "tools and environments": 2.0, "queue": 1.0}
+    assert "Turns" in section
 
 
 def test_events_and_configuration_are_listed(page):

@@ -34,6 +34,14 @@ def test_a_strided_array_and_numpy_numbers_cross() -> None:
     assert back.counts == {"x": 0.5, "n": 3.0}
 
 
+def test_pieces_are_the_bytes_of_the_whole_and_share_the_memory_of_large_arrays() -> None:
+    large, strided = np.arange(40_000, dtype=np.int32), np.arange(60_000, dtype=np.float64).reshape(2, -1).T
+    for value in (Parcel("a", large, {"x": 0.5}), [Parcel("a", large, {}), Parcel("b", np.arange(3), {}), strided], {"one": large[:0]}):
+        assert b"".join(wire.encode_pieces(value)) == wire.encode(value)
+    head, array, tail = wire.encode_pieces(Parcel("a", large, {}))
+    assert np.shares_memory(np.frombuffer(array, np.int32), large) and max(len(head), len(tail)) < 100
+
+
 def test_json_is_one_line() -> None:
     line = wire.encode_json(Parcel("a\nb", np.array([[1, 2]]), {"x": np.float32(0.5)}))
     assert line == b'{"name":"a\\nb","values":[[1,2]],"counts":{"x":0.5}}'

@@ -9,6 +9,7 @@ from offbeat.data.tokenizer import character_tokenizer
 from offbeat.engine.answers import Answer, ChatFormat, CompletionFormat
 from offbeat.engine.request import Output
 from offbeat.engine.wire import CompletionBody, StreamOptions
+from offbeat.inference.dialects.completions import read_samples
 
 TOKENIZER = character_tokenizer()
 
@@ -37,6 +38,15 @@ def test_tokens_logprobs_and_versions_are_given_on_request_and_text_is_cut_at_a_
     assert choice["token_ids"] == TOKENIZER.encode("12=3")
     assert choice["logprobs"] == {"token_logprobs": [-0.5] * 4}
     assert choice["versions"] == [7] * 4
+
+
+def test_arrays_hold_what_lists_hold() -> None:
+    told = replace(output(0, "12=3"), logprobs=[-0.5, -0.25, 0.0, -7.5])
+    forms = [(CompletionFormat(), {}), (CompletionFormat(packed=True), {"encoding_format": "base64"})]
+    answers = [answer(form, logprobs=0, return_token_ids=True, **body).whole([told]) for form, body in forms]
+    lists, arrays = (read_samples(data, adapter="", num_top=0)[0] for data in answers)
+    assert (lists.token_ids, lists.logprobs, lists.versions) == (arrays.token_ids, arrays.logprobs, arrays.versions)
+    assert arrays.logprobs == (-0.5, -0.25, 0.0, -7.5) and arrays.text == lists.text == "12=3"
 
 
 def test_the_likeliest_tokens_are_told_by_id() -> None:

@@ -2,22 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
 
 import aiohttp
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from offbeat.chat.anthropic import Anthropic
-from offbeat.chat.messages import ChatAnswer, ChatRequest, Message, Reply
+from offbeat.chat.messages import Message
 from offbeat.chat.rendering import Renderer
 from offbeat.data.tokenizer import load_tokenizer
-from offbeat.engine import chats
 from offbeat.engine.options import EngineOptions
-from offbeat.engine.request import Output
 from offbeat.engine.server import EngineServer
-from offbeat.errors import EngineError
 from support.chat_templates import PLAIN, tokenizer_with
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -201,28 +196,6 @@ def test_a_stream_without_tools_comes_token_by_token(serve) -> None:
     assert [choice["message"]["content"] for choice in whole["choices"]] == ["ab", "ab"]
     stopped = answer(url, "/v1/messages", messages=USER, max_tokens=9, stop_sequences=["c"])
     assert stopped["content"] == [{"type": "text", "text": "ab"}] and stopped["stop_sequence"] == "c"
-
-
-def test_a_stream_that_waits_sends_signs_of_life_and_then_all(monkeypatch) -> None:
-    monkeypatch.setattr(chats, "KEEP_ALIVE_S", 0.02)
-    first, last = (Output(0, [token], [-1.0], [0], reason) for token, reason in ((1, None), (2, "stop")))
-
-    async def outputs(fails: bool) -> AsyncGenerator[Output]:
-        await asyncio.sleep(0.07)
-        if fails:
-            raise EngineError("it died")
-        yield last
-
-    async def stream(fails: bool) -> list[bytes]:
-        def whole(made) -> ChatAnswer:
-            assert [output.token_ids for output in chats._joined(made)] == [[1, 2]]
-            return ChatAnswer("1", 7, "m", (Reply(Message("assistant", "x"), "stop"),), num_prompt_tokens=1)
-
-        return [event async for event in chats._buffered(Anthropic(), ChatRequest(()), first, outputs(fails), whole)]
-
-    told = asyncio.run(stream(False))
-    assert told[0] == told[1] == Anthropic.keep_alive and b"message_start" in b"".join(told) and b"message_stop" in told[-1]
-    assert b"event: error" in asyncio.run(stream(True))[-1]
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------------------------------

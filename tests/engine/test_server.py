@@ -1,6 +1,7 @@
 """The HTTP contract: OpenAI's answers and errors, streaming, aborts, weight control, and the ends of a server's life."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import shutil
@@ -9,6 +10,7 @@ import threading
 import time
 
 import aiohttp
+import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -91,6 +93,18 @@ def test_a_completion_from_token_ids_has_tokens_logprobs_and_versions(url, refer
         assert torch.allclose(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-4)
     again = fetch(url, "/v1/completions", {"prompt": prompt, "n": 3, "max_tokens": 7, "seed": 1, **RL})[2]
     assert [c["token_ids"] for c in again["choices"]] == [c["token_ids"] for c in answer["choices"]]
+
+
+def test_a_completion_has_arrays_for_those_who_ask_for_them(url):
+    body = {"prompt": [5, 9, 20, 3], "n": 2, "max_tokens": 7, "seed": 1, "encoding_format": "base64", **RL}
+    lists, arrays = (fetch(url, "/v1/completions", body | form)[2]["choices"] for form in ({"encoding_format": "float"}, {}))
+    for told, packed in zip(lists, arrays, strict=True):
+        assert np.frombuffer(base64.b64decode(packed["token_ids"]), "<i4").tolist() == told["token_ids"]
+        assert np.frombuffer(base64.b64decode(packed["versions"]), "<i4").tolist() == told["versions"]
+        packed_logprobs = base64.b64decode(packed["logprobs"]["token_logprobs"])
+        assert np.frombuffer(packed_logprobs, "<f4").tolist() == told["logprobs"]["token_logprobs"], "float32 holds all of them"
+    status, _, refused = fetch(url, "/v1/completions", body | {"encoding_format": "hex"})
+    assert status == 400 and "encoding_format" in refused["error"]["message"]
 
 
 def test_a_completion_from_text_has_text_and_16_tokens_by_default(url):

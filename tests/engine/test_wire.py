@@ -34,12 +34,12 @@ def test_null_zero_and_vllms_minus_one_mean_no_limit():
 def test_a_chats_settings_are_those_of_a_completion():
     request = ChatRequest(
         (), max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, n=3, seed=11, stop=("a",), logprobs=True, include_usage=True)
-    body = body_of(request, ChatExtras([5], ignore_eos=True, scaled_logprobs=True), stops=("a", "b"), stream=True)
+    body = body_of(request, ChatExtras([5], ignore_eos=True, scaled_logprobs=True), stops=("a", "b"), stop_token_ids=[5], stream=True)
     assert body.params(default_max_tokens=16) == SamplingParams(
         max_new_tokens=4, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop=("a", "b"), stop_token_ids=(5,), ignore_eos=True,
         scaled_logprobs=True)
     assert body.wants_logprobs and body.include_usage and body.n == 3 and body.stream
-    assert not body_of(ChatRequest(()), ChatExtras(), stops=(), stream=False).wants_logprobs
+    assert not body_of(ChatRequest(()), ChatExtras(), stops=(), stop_token_ids=[], stream=False).wants_logprobs
     assert read_body(CompletionBody, b'{"prompt": "a", "logprobs": true}').num_top == 0
 
 

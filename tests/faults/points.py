@@ -98,8 +98,9 @@ PLACES = (
 OTHER_PLACES = ("write_adapter", "load_teacher")
 """As `write_weights`, in runs that train an adapter; and as `load_model`, in runs with a teacher."""
 
-OTHER_POINTS = ("teach", "reference_found", "reference_written", "evaluate_pairs")
-"""As `score`, in runs with a teacher; and where ranks of `offbeat dpo` wait for rank 0, as at `recover` and `evaluate_fn`."""
+OTHER_POINTS = ("teach", "reference_found", "reference_written", "evaluate_pairs", "device_memory")
+"""As `score`, in runs with a teacher; where ranks of `offbeat dpo` wait for rank 0, as at `recover` and `evaluate_fn`; and before
+`load_policy` loads, on accelerators."""
 
 # No rank of `offbeat train` comes to these, so they are no rows of the table; a failure of ranks of tenants is drilled in
 # tests/ranks/test_trainers.py.

@@ -47,11 +47,12 @@ GIVEN: Mapping[str, str] = {
     "rollout.stop": '["z"]', "rollout.stop_token_ids": "[5]",
     "rollout.reward_env": '["JUDGE_API_KEY"]', "rollout.should_accept": "code.py:accepts",
     "rollout.workflow": "code.py:play", "train.optimizer.min_lr_ratio": "0.5", "sft.optimizer.min_lr_ratio": "0.5",
-    "evaluate.num_prompts": "2", "evaluate.pass_at": "[1]",
+    "evaluate.num_prompts": "2", "evaluate.pass_at": "[1]", "evaluate.sets": "{few = {num_prompts = 2}}",
+    "evaluate.keep_best": "eval/accuracy",
     "inference.max_context": "32", "rollout.single_rank_load": "true", "rollout.batch_timeout_s": "3000",
     "data.heldout_size": "5", "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
     "weights.channel": "collective", "weights.dir": "WEIGHTS",
-    "inference.max_cache_bytes": "100000000", "train.strategy": "fsdp", "train.num_ranks": "2",
+    "inference.max_cache_bytes": "100000000", "train.num_ranks": "2",
     "curriculum.normal_weight": "0.5", "curriculum.unseen_weight": "0.5",
     "algorithm.clip_low": "0.1", "rollout.top_k": "5", "train.optimizer.beta1": "0.8", "train.optimizer.beta2": "0.9",
     "algorithm.constants": "{tau_low = 1.2}", "algorithm.objective": "gspo", "algorithm.credit": "code.py:credit",
@@ -64,6 +65,7 @@ WITH: Mapping[str, Mapping[str, str]] = {
     "algorithm.anchor": {"algorithm.weight": "none"}, "algorithm.constants": {"algorithm.objective": "sapo"},
     "algorithm.cov_control": {"algorithm.objective": "ppo"}, "algorithm.turn_gamma": {"algorithm.turn_credit": "return"},
     "algorithm.state_weight": {"algorithm.turn_credit": "state"}, "evaluate.samples_per_prompt": {"evaluate.temperature": "1"},
+    "evaluate.stop_after_no_gain": {"evaluate.keep_best": "eval/accuracy", "evaluate.every_steps": "1"},
 }
 """What is changed along with a setting that cannot be changed alone."""
 
@@ -77,7 +79,9 @@ ELSEWHERE = {
     "run.name": "names another run", "run.dir": "names another run", "run.resume": "says whether to resume at all",
     "run.private": "says who may read the files",
     "run.mode": "the fault tables above resume in both modes", "cluster.launcher": "the fault tables above use both",
-    "cluster.ray_address": "needs Ray", "cluster.devices_per_worker": "needs accelerators", "inference.engine": "needs another engine",
+    "cluster.ray_address": "needs Ray", "train.devices_per_rank": "needs accelerators",
+    "inference.devices_per_engine": "needs accelerators", "cluster.share_devices": "needs accelerators",
+    "inference.engine": "needs another engine",
     "inference.urls": "needs engines by URL", "inference.python": "needs another engine", "inference.arguments": "needs another engine",
     "telemetry.sinks": "needs the packages of other projects", "data.task_options": "is for reasoning-gym's tasks",
     "algorithm.reference": "has one value", "algorithm.objective_reads": "is for an objective in a file",
@@ -85,6 +89,7 @@ ELSEWHERE = {
     **{key: "needs a teacher" for key in CHANGES if key.startswith("teacher.")},
     **{key: "needs episodes of several turns" for key in CHANGES if key.startswith("agent.")},
     "curriculum.pools": "needs rows that come again", "curriculum.leave_at": "needs rows that come again",
+    **{key: "stands in docs/scaling.md" for key in CHANGES if key.startswith("train.parallel.")},
     "data.heldout_path": "stands below", "data.split": "is for hub ids", "data.heldout_split": "is for hub ids",
 }
 """Settings without a row of their own, and why."""

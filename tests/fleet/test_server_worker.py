@@ -14,8 +14,9 @@ import pytest
 
 from offbeat.data import wire
 from offbeat.engine.options import EngineAddress
-from offbeat.errors import DeathError, EngineError
-from offbeat.fleet.server_worker import ServerStart
+from offbeat.errors import DeathError, EngineError, MachineError
+from offbeat.fleet.server_worker import ServerStart, ServerWorker
+from offbeat.machine import PROMISED_DEVICES, has_devices
 from offbeat.process.child import Child
 from offbeat.workers.local import LocalLauncher
 from offbeat.workers.worker import Worker, WorkerSpec, ask
@@ -107,6 +108,14 @@ def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
                 await ask(worker, "start", ServerStart(("/no/python",), {}, "127.0.0.1", 1), EngineAddress, timeout_s=60)
 
     asyncio.run(main())
+
+
+def test_a_server_that_was_promised_a_device_is_not_started_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_devices():
+        pytest.skip("this machine has an accelerator")
+    monkeypatch.setenv(PROMISED_DEVICES, "2")
+    with pytest.raises(MachineError, match="promised inference.devices_per_engine = 2, and this machine has no accelerator"):
+        ServerWorker().start(ServerStart(("/no/python",), {}, "127.0.0.1", 1))
 
 
 def test_the_message_comes_back_equal():

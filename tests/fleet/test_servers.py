@@ -37,9 +37,17 @@ def test_on_cpus_memory_and_cores_are_shared(tmp_path: Path) -> None:
     words, env = command(tmp_path)
     assert value(words, "--kv-cache-memory-bytes").isdecimal()  # vLLM's own VLLM_CPU_KVCACHE_SPACE knows whole GiB only
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    words, env = command(tmp_path, cluster__devices_per_worker="2")
+    words, env = command(tmp_path, inference__devices_per_engine="2")
     assert "--kv-cache-memory-bytes" not in words and "VLLM_CPU_OMP_THREADS_BIND" not in env
     assert value(words, "--tensor-parallel-size") == "2"
+
+
+def test_an_engine_of_several_devices_splits_the_model_and_leaves_memory_to_a_rank_that_shares_them(tmp_path: Path) -> None:
+    for kind, memory in (("vllm", "--gpu-memory-utilization"), ("sglang", "--mem-fraction-static")):
+        apart, _ = command(tmp_path, inference__engine=kind, inference__devices_per_engine="4")
+        shared, _ = command(tmp_path, inference__engine=kind, inference__devices_per_engine="1", cluster__share_devices="true")
+        assert value(apart, "--tensor-parallel-size") == "4" and memory not in apart
+        assert value(shared, "--tensor-parallel-size") == "1" and value(shared, memory) == "0.4"
 
 
 def test_adapters_have_room_in_memory_for_all_that_are_loaded(tmp_path: Path) -> None:

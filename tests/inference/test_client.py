@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -227,6 +228,10 @@ def answering(status: int, body: bytes, *, content_type: str = "text/html") -> I
             self.end_headers()
             self.wfile.write(body)
 
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
         def log_message(self, *_: object) -> None:
             pass
 
@@ -267,6 +272,33 @@ def test_a_url_that_answers_json_and_is_no_engine_is_told_in_a_sentence(body: by
             await client.check(timeout_s=60)
 
     with answering(200, body, content_type="application/json") as url:
+        using(url, ask)
+
+
+@pytest.mark.parametrize(("body", "reason"), [
+    (b"{}", r"engine 0 .* answered generate in a form that cannot be read \(ValidationError: .*`choices`.*is it really an engine"),
+    (b"<html>" * 30_000, "answered /v1/completions with something that is not JSON"),
+    (b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-1]}, "text": ""}]}', "answered generate without 'versions'"),
+    (b'{"choices": [{"token_ids": [2147483648], "versions": [1], "logprobs": {"token_logprobs": [-1]}, "text": ""}]}', "OverflowError"),
+])
+def test_samples_that_cannot_be_read_are_errors_of_the_engine(body: bytes, reason: str) -> None:
+    async def ask(client: EngineClient) -> None:
+        with pytest.raises(EngineError, match=reason):
+            await client.generate(PROMPT, Sampling(4), n=1, timeout_s=60)
+
+    with answering(200, body, content_type="application/json") as url:
+        using(url, ask)
+
+
+def test_numbers_of_numpy_are_sent_and_what_cannot_be_is_no_mistake_of_the_engine() -> None:
+    async def ask(client: EngineClient) -> None:
+        sampling: Any = replace(Sampling(4), temperature=np.float64(0.5), top_k=np.int64(3), stop_token_ids=tuple(np.array([1, 2])))
+        with pytest.raises(EngineError, match=r"answered generate in a form that cannot be read \(ValidationError"):  # it was sent
+            await client.generate(PROMPT, sampling, n=1, timeout_s=60)
+        with pytest.raises(RefusedError, match="a request for /v1/completions cannot be sent: object has no form in JSON"):
+            await client.generate(PROMPT, replace(sampling, temperature=object()), n=1, timeout_s=60)
+
+    with answering(200, b"{}", content_type="application/json") as url:
         using(url, ask)
 
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from offbeat.errors import EngineError
@@ -15,9 +16,21 @@ def test_a_whole_sample_is_itself() -> None:
     assert WHOLE.check() is WHOLE and WHOLE.num_retries == 0
 
 
+def test_a_samples_arrays_cannot_be_written_and_are_told_as_tuples_too() -> None:
+    logprobs = np.array([-0.5, -0.25, 0])
+    sample = Sample((4, 5, 0), logprobs, np.array([2, 2, 3]), "ab", "stop")
+    assert [array.dtype for array in (sample.tokens, sample.token_logprobs, sample.token_versions)] == [np.int32, np.float32, np.int32]
+    assert (sample.token_ids, sample.logprobs, sample.versions) == ((4, 5, 0), (-0.5, -0.25, 0.0), (2, 2, 3))
+    with pytest.raises(ValueError, match="read-only"):
+        sample.tokens[0] = 1
+    own = np.zeros(1, np.int32)
+    Sample(own, own, own, "", "stop")
+    own[0] = 1  # that of the caller stays as it was
+
+
 @pytest.mark.parametrize(("sample", "reason"), [
-    (replace(WHOLE, versions=(2, 2)), "3 tokens with 3 log-probabilities and 2 versions"),
-    (replace(WHOLE, logprobs=()), "3 tokens with 0 log-probabilities and 3 versions"),
+    (replace(WHOLE, token_versions=(2, 2)), "3 tokens with 3 log-probabilities and 2 versions"),
+    (replace(WHOLE, token_logprobs=()), "3 tokens with 0 log-probabilities and 3 versions"),
     (replace(WHOLE, finish_reason="abort"), "ended a sample with 'abort'"),
     (replace(WHOLE, top_logprobs=(((4, -0.1),),)), "3 tokens with the likeliest at 1 positions"),
 ])

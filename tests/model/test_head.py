@@ -1,5 +1,7 @@
 """Log-probabilities picked chunk by chunk against a log-softmax of everything, and that everything is never held."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.model import head as head_module
-from offbeat.model.head import FusedHead, Picks, fused_head, pick
+from offbeat.model.head import ACCELERATOR_SIZES, CPU_SIZES, FusedHead, HeadSizes, Picks, fused_head, pick
 from offbeat.model.logprobs import token_logprobs
 
 V, H, U = 49, 16, 11
@@ -20,9 +22,9 @@ POSITIONS, TARGETS = np.array([4, 0, 4, 4, 10, 9, 10]), np.array([0, 1, 3, 3, 7,
 @pytest.fixture(params=["all at once", "chunks that are kept", "chunks that are made again"])
 def chunks(request, monkeypatch):
     if request.param != "all at once":
-        monkeypatch.setattr(head_module, "CHUNK_BYTES", 3 * V * 4)
-        monkeypatch.setattr(head_module, "_IN_CACHE", 2 * V)
-        monkeypatch.setattr(head_module, "KEPT_BYTES", 5 * V * 4 if "again" in request.param else 1 << 20)
+        kept = 5 * V * 4 if "again" in request.param else 1 << 20
+        monkeypatch.setattr(
+            head_module, "CPU_SIZES", HeadSizes(chunk_bytes=3 * V * 4, chunk_rows=1 << 30, kept_bytes=kept, pass_bytes=2 * V * 4))
 
 
 def slow(logits, temperature):
@@ -137,13 +139,40 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_holds_the_logits_of_all_tokens(monkeypatch):
-    monkeypatch.setattr(head_module, "CHUNK_BYTES", 16 * 4096 * 4)
-    monkeypatch.setattr(head_module, "KEPT_BYTES", 0)
+    monkeypatch.setattr(head_module, "CPU_SIZES", replace(CPU_SIZES, chunk_rows=16, kept_bytes=0))
     model, row = LlamaForCausalLM(LlamaConfig(**SIZES)), make_row(200)
     with Largest() as largest:
         logprobs, entropy = token_logprobs(model, row, with_entropy=True, entropy_gradient=True)
         (logprobs.sum() + entropy.sum()).backward()
     assert largest.numel == 4096 * 16, "a chunk, or the head's own weights, and not 199 * 4096"
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations that would start a kernel: those that give a tensor which is no view."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_accelerator_normalises_large_chunks_at_once_with_few_kernels(monkeypatch):
+    vocab, hidden = 151_936, 2048
+
+    def count(num):
+        x = torch.empty(num, hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        head = torch.nn.Linear(hidden, vocab, bias=False, dtype=torch.bfloat16, device="meta")
+        fused = FusedHead(head, Picks(np.arange(num), np.zeros(num, np.int64), 1.0, with_entropy=True), None)
+        with Count() as counted:
+            fused(x[None]).sum().backward()
+        return counted.number
+
+    assert ACCELERATOR_SIZES.rows(vocab) == 3533
+    assert ACCELERATOR_SIZES.rows(32_000) == 8192
+    assert count(16384) < 250
+    monkeypatch.setattr(head_module, "ACCELERATOR_SIZES", CPU_SIZES)
+    assert count(256) > 600, "one 64th of 40,000"
 
 
 @pytest.mark.parametrize("cls", [Gemma2ForCausalLM, CohereForCausalLM])

@@ -16,6 +16,7 @@ from offbeat.model.load import load_causal_lm
 from offbeat.model.logprobs import dummy_row, token_logprobs
 from offbeat.model.lora import AdapterBank, find_targets, layer_kind
 from offbeat.model.peft_io import Adapter, write_adapter
+from row_samples import build as build_biased
 from train_samples import build_model, make_batch
 
 RANKS, SCALINGS = [4, 2, 3], [2.0, 1.0, 0.5]
@@ -108,6 +109,22 @@ def test_each_sequence_is_scored_and_differentiated_under_its_own_adapter(layout
         # What lies in the padding of a lower rank stays zero.
         assert torch.equal(bank.pack(bank.unpack(gradients[slot], slot)), gradients[slot])
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_layers_with_a_bias_are_differentiated_as_their_merged_weights_are():
+    model, row = build_biased("llama"), pack_row(make_batch(1, 1), share_prefix=False)
+    bank = AdapterBank(model, rank=4)
+    slot = put_random(bank, 0, 4, 2.0)
+    with bank.using(bank.route_all(slot)):
+        token_logprobs(model, row).sum().backward()
+    leaves = {name: tuple(t.clone().requires_grad_() for t in pair) for name, pair in bank.adapter(slot).pairs.items()}
+    state = dict(model.named_parameters())
+    merged = {f"{name}.weight": state[f"{name}.weight"] + 2.0 * b @ a for name, (a, b) in leaves.items()}
+    logits = functional_call(model, merged, (torch.from_numpy(row.tokens.astype(np.int64))[None],), {"use_cache": False}).logits[0]
+    log_softmax(logits[row.source], -1).gather(1, torch.from_numpy(row.target)[:, None]).sum().backward()
+    for name, (a, b) in bank.unpack(bank.gradients[slot], slot).pairs.items():
+        torch.testing.assert_close(a, leaves[name][0].grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(b, leaves[name][1].grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("families", [True, False])

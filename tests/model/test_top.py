@@ -1,12 +1,14 @@
 """The likeliest tokens of packed rows, against each sequence alone in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from offbeat.config.train import TrainConfig
 from offbeat.data.packing import pack_row
-from offbeat.model import top
+from offbeat.model import head
 from offbeat.model.logprobs import dummy_row, token_logprobs
 from offbeat.model.top import top_logprobs
 from offbeat.trainer.policy import load_policy
@@ -16,7 +18,7 @@ from train_samples import VOCAB, build_model, make_batch
 @pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize(("top_k", "temperature"), [(1, 1.0), (5, 0.7), (VOCAB + 2, 1.3)])
 def test_they_are_those_of_each_sequence_alone_in_falling_order(share_prefix, top_k, temperature, tmp_path, monkeypatch):
-    monkeypatch.setattr(top, "CHUNK_BYTES", 4 * VOCAB * 3)  # three positions at a time
+    monkeypatch.setattr(head, "CPU_SIZES", replace(head.CPU_SIZES, chunk_rows=3))  # three positions at a time
     model = load_policy(build_model(tmp_path), config=TrainConfig())
     batch = make_batch(3, 2)
     row = pack_row(batch, share_prefix=share_prefix)

@@ -49,10 +49,15 @@ def test_a_neighbour_finds_no_session_run_checkpoint_sampler_or_answer(probe: Pr
             await mallory.ask("DELETE", f"/api/v1/{checkpoint}"), await mallory.post(f"{checkpoint}/publish"),
             await mallory.ask("PUT", f"/api/v1/{checkpoint}/ttl", {"ttl_seconds": 3600}),
             await mallory.get(f"{checkpoint}/external_weights_urls")]
+        chat = {"messages": [{"role": "user", "content": "1"}], "input": "1", "max_tokens": 1}
+        refusals += [
+            await mallory.ask("POST", f"/v1/{api}", chat | {"model": model}) for model in (saved["path"], sampler)
+            for api in ("chat/completions", "responses", "messages", "messages/count_tokens")]
         assert [answer.status for answer in refusals] == [404] * len(refusals), [answer.body for answer in refusals]
         for name in ("training_runs", "checkpoints"):
             assert (await mallory.get(name)).json[name] == []
         assert session not in (await mallory.get("sessions")).json["sessions"]
+        assert saved["path"] not in (await mallory.ask("GET", "/v1/models")).body.decode()
         assert (await finished(alice, await alice.post("asample", sample_body(sampler, 0, [5, 6], max_tokens=1))))["sequences"]
 
     probe(body)

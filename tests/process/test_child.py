@@ -42,6 +42,40 @@ def test_calls_return_what_the_handler_returns_even_when_large() -> None:
     asyncio.run(body())
 
 
+def test_pieces_arrive_as_a_whole_with_others_behind_them_bit_by_bit() -> None:
+    async def body() -> None:
+        child = await start()
+        big = os.urandom(3_000_000)
+        pieces = [b"head", memoryview(big), b"", memoryview(big)[:5], b"tail"]
+        held = []
+
+        async def look() -> None:
+            while True:
+                await asyncio.sleep(0)
+                held.append(child._writer.transport.get_write_buffer_size())
+
+        looking = asyncio.create_task(look())
+        assert await asyncio.gather(
+            child.call("echo", pieces, timeout_s=60), child.call("echo", b"small", timeout_s=60), child.call("echo", pieces, timeout_s=60),
+        ) == [b"".join(pieces), b"small", b"".join(pieces)]
+        looking.cancel()
+        assert max(held) <= 1 << 20, "what the socket has not taken is copied, so it is handed over bit by bit"
+        await child.kill()
+
+    asyncio.run(body())
+
+
+def test_a_child_that_dies_while_much_is_sent_to_it_is_told() -> None:
+    async def body() -> None:
+        child = await start()
+        with pytest.raises(WorkerError, match="exited with code 7"):
+            await asyncio.gather(child.call("exit", timeout_s=60), child.call("echo", [memoryview(bytes(40_000_000))], timeout_s=60))
+        assert not child.alive
+        await child.kill()
+
+    asyncio.run(body())
+
+
 def test_calls_that_are_sent_at_once_each_have_their_deadline_from_the_answer_before() -> None:
     async def body() -> None:
         child = await start()

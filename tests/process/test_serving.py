@@ -45,6 +45,7 @@ def test_a_call_of_a_coroutine_that_is_cancelled_or_late_in_the_parent_is_cancel
     async def body() -> None:
         async with crowd() as child:
             cancelled = asyncio.create_task(child.call("sleep", b"60", timeout_s=90))
+            await asyncio.sleep(0)  # it is sent first, so it has begun when the next one is answered
             await child.call("sleep", b"0", timeout_s=60)
             cancelled.cancel()
             with pytest.raises(DeadlineError, match="sleep on worker 3 passed its deadline of 0.3 s"):

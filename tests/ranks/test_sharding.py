@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.algorithms.adam import AdamParams
 from offbeat.config.root import Config
+from offbeat.config.train import ParallelConfig
 from offbeat.data.batch import Batch
 from offbeat.data.cost import CostModel, prior
 from offbeat.data.model_folder import read_model_config
@@ -163,3 +164,19 @@ def test_times_that_do_not_fit_the_ranks_are_refused() -> None:
             sharder.observe(times)
     with pytest.raises(AssertionError, match="observe follows shards"):
         sharder.observe([1.0, 1.0])
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}])
+def test_ranks_that_compute_the_same_rows_are_given_the_same_share(sizes: dict) -> None:
+    batch, config = make_batch(6, 3), config_of()
+    plain = Sharder(config, num_ranks=2, prior=PRIOR)
+    divided = config.train.model_copy(update={"parallel": ParallelConfig(**sizes)})
+    grouped = Sharder(config.model_copy(update={"train": divided}), num_ranks=4, prior=PRIOR)
+    expected = plain.shards(batch, PARAMS, num_minibatches=2, seed=1)
+    shards = grouped.shards(batch, PARAMS, num_minibatches=2, seed=1)
+    assert [shard is shards[2 * (rank // 2)] for rank, shard in enumerate(shards)] == [True] * 4
+    for share, shard in zip(expected, shards[::2], strict=True):
+        assert sequences(share.batch) == sequences(shard.batch)
+    assert grouped.observe([1.0, 2.0, 3.0, 3.5]) == plain.observe([2.0, 3.5]), "a share takes as long as the busiest of its ranks"
+    scored = grouped.score_shares(batch, of="policy", with_entropy=False)
+    assert scored[0] is scored[1] and scored[2] is scored[3] and len(scored) == 4

@@ -38,6 +38,12 @@ def test_several_turns_keep_the_tokens_of_each_and_what_it_earned() -> None:
     assert (trajectory.episode, trajectory.agent, trajectory.malformed_calls) == (3, "white", 2)
 
 
+def test_arrays_and_numbers_that_come_one_by_one_are_given_alike() -> None:
+    given = [TrajectoryBuilder(ids).given(()).generated(SECOND).given(ids).tokens for ids in ((3, 1), np.array([3, 1], np.int32))]
+    assert given[0] == given[1] == TrajectoryBuilder(iter((3, 1))).given(n for n in (2, 2, 3, 1)).tokens == (3, 1, 2, 2, 3, 1)
+    assert all(type(token) is int for token in given[1]), "prompts are written as JSON"
+
+
 def test_what_was_given_after_the_last_turn_and_a_reason_of_ones_own_stay() -> None:
     trajectory = TrajectoryBuilder((3,)).generated(SECOND).given((8,)).finish(0.0, reason="out of turns")
     assert (trajectory.tokens.tolist(), trajectory.row_tokens, trajectory.reason) == ([3, 2, 2, 8], 2, "out of turns")
@@ -52,6 +58,9 @@ def test_a_sample_without_tokens_is_a_trajectory_without_loss() -> None:
 
 @pytest.mark.parametrize(("wrong", "why"), [
     (TrajectoryBuilder(("a",)).generated(FIRST).finish(1.0), "malformed: Trajectory.tokens must hold numbers"),  # pyright: ignore
+    (TrajectoryBuilder(([3, 4], [5, 6])).generated(FIRST).finish(1.0), "malformed: Trajectory.tokens must hold numbers"),  # pyright: ignore
+    (TrajectoryBuilder(([3], [5, 6])).generated(FIRST).finish(1.0), "malformed: Trajectory.tokens must hold numbers"),  # pyright: ignore
+    (TrajectoryBuilder((3.5,)).generated(FIRST).finish(1.0), "malformed: Trajectory.tokens must hold numbers of type int32, got 3.5"),
     (TrajectoryBuilder((3,)).generated(Sample((1, 2), (-0.1,), (4, 4), "", "stop")).finish(1.0), "malformed: Trajectory.rollout_logprobs"),
     (TrajectoryBuilder((3,)).generated(FIRST).finish(FailedReward("it hangs")), "reward failed: it hangs"),
     (TrajectoryBuilder((3,)).generated(FIRST).reward(FailedReward("no judge")).finish(1.0), "reward failed: turn 0: no judge"),

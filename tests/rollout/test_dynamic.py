@@ -3,7 +3,7 @@
 import numpy as np
 
 from offbeat.config.algorithms import AlgorithmConfig
-from offbeat.data.trajectory import Group, Trajectory
+from offbeat.data.trajectory import Group, Trajectory, TurnEnd
 from offbeat.rollout.dynamic import DynamicSampling
 
 
@@ -12,10 +12,27 @@ def group(*rewards: object) -> Group:
     return Group("0:0", 0, tuple(Trajectory(empty, empty, empty, empty, reward) for reward in rewards))  # pyright: ignore[reportArgumentType]
 
 
+def played(*rewards: float) -> Trajectory:
+    """An episode of one token a turn, which earns these."""
+    turns = tuple(TurnEnd(2 + number, reward, f"s{number}") for number, reward in enumerate(rewards))
+    size = len(rewards) + 1
+    return Trajectory(np.ones(size), np.arange(size) > 0, np.zeros(size), np.arange(size) * 0 - (np.arange(size) == 0), 0.0, turns=turns)
+
+
 def test_separate_rewards_may_differ_where_their_sums_are_equal() -> None:
     group_of_parts = group({"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 1.0})
     for preset, rejected in (("dapo", True), ("gdpo", False)):
         assert bool(DynamicSampling(AlgorithmConfig(preset=preset), batch_size=4).rejects(group_of_parts)) == rejected
+
+
+def test_turns_may_differ_where_totals_are_equal_if_credit_compares_turns() -> None:
+    early, late = played(1.0, 0.0), played(0.0, 1.0)
+    for credit, rejected in (("episode", True), ("return", False), ("turn", False), ("state", False)):
+        sampling = DynamicSampling(AlgorithmConfig(turn_credit=credit), batch_size=4)
+        assert bool(sampling.rejects(Group("0:0", 0, (early, late)))) == rejected, credit
+        assert sampling.rejects(Group("0:0", 0, (late, late))) == (
+            "all rewards are equal: 1" if credit == "episode" else "no turn led to more than another"), credit
+        assert sampling.rejects(Group("0:0", 0)) == "there are no rewards"
 
 
 def test_a_judges_scores_are_equal_to_a_tolerance() -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from offbeat.agents.group import play_group
+from offbeat.config.agent import AgentConfig
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.rollout import RolloutConfig
@@ -30,10 +32,12 @@ from offbeat.errors import (
     describe,
 )
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout import idle
 from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode
 from offbeat.rollout.executor import RolloutExecutor, Settled
+from offbeat.rollout.idle import Limit, limit_of_places
 from offbeat.rollout.staleness import Gate
 from offbeat.rollout.workflows.single_turn import single_turn
 from waiting import until
@@ -57,7 +61,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
 
-    async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int) -> list[Sample]:
+    async def generate(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         version = self.version
@@ -91,6 +95,7 @@ class Play:
     accept: Callable[[Group], bool] = lambda _group: True
     dynamic: DynamicSampling | None = None
     door: Door = Door(TOKENIZER.vocab_size)
+    places: Limit | None = None
     score: Callable[[Sequence[str], Row], Awaitable[list[float]]] = no_score
     workflow: Callable[[Episode], Awaitable[Sequence[Trajectory]]] = single_turn
 
@@ -100,7 +105,7 @@ class Play:
 
         return RolloutExecutor(
             gate=self.gate, stream=self.stream, workflow=self.workflow, make_episode=episode, config=self.config, sampling=Sampling(8),
-            accept=self.accept, dynamic=self.dynamic, door=self.door, on_rejected=self.rejected.append,
+            accept=self.accept, dynamic=self.dynamic, door=self.door, places=self.places, on_rejected=self.rejected.append,
             on_unusable=lambda prompt_id, reasons: self.unusable.append((prompt_id, reasons)), warn=self.warnings.append)
 
     async def advance(self, executor: RolloutExecutor, version: int) -> None:
@@ -124,6 +129,52 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
         assert len(asyncio.all_tasks()) == 1, "a task was left behind"
 
     asyncio.run(main())
+
+
+def test_the_time_of_episodes_that_are_trained_on_is_accounted_for() -> None:
+    async def body() -> None:
+        play = make()
+        play.workflow = lambda episode: play_group(episode, one_turn)
+        executor = play.executor()
+        await executor.rollout_batch(ROWS[:4], group_size=1, sampling=Sampling(8))
+        assert "rollout/episode_mean_s" not in executor.take_stats().means, "episodes of an evaluation are none of the step's"
+        async with executor:
+            await executor.prepare_batch()
+            stats = executor.take_stats()
+            assert stats.means["rollout/episode_mean_s"][1] >= 6 and stats.means["rollout/model_share"][0] > 0
+            assert stats.values()["rollout/metrics/words"] == 0.5, "those of an evaluation are not among them"
+
+    async def one_turn(episode: Episode, index: int) -> list[Trajectory]:
+        episode.measured({"words": index})
+        return [replace(t, episode=index) for t in await single_turn(replace(episode, group_size=1))]
+
+    run(body)
+
+
+def test_episodes_that_wait_for_a_place_while_engines_idle_are_told_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "_WINDOW_S", 0.02)
+
+    async def body() -> None:
+        play, place = make(), asyncio.Semaphore(1)
+        play.places = limit_of_places(AgentConfig())
+
+        async def workflow(episode: Episode) -> Sequence[Trajectory]:
+            await episode.off_the_clock(place.acquire())
+            try:
+                await asyncio.sleep(0.01)
+                return await single_turn(episode)
+            finally:
+                place.release()
+
+        play.workflow = workflow
+        async with play.executor() as executor:
+            for version in (1, 2):
+                await executor.prepare_batch()
+                await play.advance(executor, version)
+        [told] = play.warnings
+        assert "agent.processes = 1 times agent.episodes_per_process = 64 are all the places there are" in told
+
+    run(body)
 
 
 def test_a_batch_holds_exactly_its_groups_with_all_samples() -> None:

@@ -11,6 +11,7 @@ from offbeat.data.reward import FailedReward
 from offbeat.data.row import Row
 from offbeat.engine.reward_options import RewardModelOptions, ScoredTexts, TextsToScore
 from offbeat.errors import CodeError, DeadlineError, DeathError, WorkerError
+from offbeat.process.frames import Payload
 from offbeat.rollout.model_reward import ModelReward
 from offbeat.workers.worker import Nothing, WorkerSpec
 
@@ -29,7 +30,8 @@ class ScriptedWorker:
         self.stopped = False
         self._launcher = launcher
 
-    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
+    async def call(self, method: str, payload: Payload = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
+        payload = b"".join(payload)
         if method == "load":
             assert wire.decode(RewardModelOptions, payload) == OPTIONS
             return wire.encode(Nothing())

@@ -20,8 +20,9 @@ from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.pool import EnginePool
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sample
+from offbeat.rollout.idle import IdleHint, limit_of_running
 from offbeat.rollout.workflows.single_turn import single_turn
-from offbeat.runs.rollouts import EngineRollouts, UserCode, open_rewards
+from offbeat.runs.rollouts import EngineRollouts, UserCode, devices_per_reward_model, num_set_reward_models, open_rewards
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.record import RunRecord
@@ -105,6 +106,29 @@ def test_dynamic_sampling_goes_on_with_what_a_checkpoint_counted(preset: str, nu
     assert rollouts.num_flat_rejected == num_rejected
 
 
+def test_engines_that_play_an_evaluation_set_are_not_idle_for_the_run(tmp_path: Path, model_dir: str) -> None:
+    now, told, running = [0.0], [], limit_of_running(small_config(tmp_path).rollout)
+    hint = IdleHint(told.append, num_running=lambda: 4, limit=lambda: running, now_s=lambda: now[0])
+
+    async def takes_a_while(*arguments, **named):
+        now[0] += 100.0
+        return await generate(*arguments, **named)
+
+    async def main(record: RunRecord) -> None:
+        config = small_config(tmp_path, model_dir, evaluate__sets__few__num_prompts="1")
+        inputs = read_inputs(config)
+        source = EngineRollouts(config, record, inputs, takes_a_while, code(config), hints=[hint])
+        hint.look()
+        await source.rollouts_of_set("few").rollout_batch([inputs.sets["few"].heldout.row(0)], group_size=1, sampling=inputs.sampling)
+        assert len(source.hints) == 1 and now == [100.0] and not told
+        now[0] += 100.0
+        hint.look()
+        assert len(told) == 1
+
+    with RunRecord(tmp_path / "run", trace=False, console=Console("quiet")) as record:
+        asyncio.run(main(record))
+
+
 def test_a_row_as_long_as_a_micro_batch_is_trained_on(tmp_path: Path, model_dir: str) -> None:
     config = small_config(tmp_path, model_dir, train__max_tokens_per_microbatch="8")
     groups, events = play(config, tmp_path)
@@ -133,3 +157,18 @@ def test_samples_end_at_every_end_token_of_the_model_and_hold_it(tmp_path: Path)
     stopped = [sample for sample in samples if sample.finish_reason == "stop"]
     assert {sample.token_ids[-1] for sample in stopped} == ends
     assert all(not ends & set(sample.token_ids[:-1]) for sample in samples)
+
+
+def test_only_reward_models_that_the_run_does_not_have_take_accelerators_for_evaluation_sets(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path, rollout__reward="model:ours", evaluate__sets__same__num_prompts="2", evaluate__sets__own__rollout__reward="own.py:reward",
+        evaluate__sets__other__rollout__reward="model:other", evaluate__sets__other__rollout__reward_workers="3",
+        evaluate__sets__again__rollout__reward="model:other", evaluate__sets__again__rollout__reward_workers="3")
+    assert num_set_reward_models(config) == 3
+    assert num_set_reward_models(small_config(tmp_path)) == 0
+
+
+def test_a_reward_model_has_a_device_where_ranks_or_engines_have_one(tmp_path: Path) -> None:
+    assert devices_per_reward_model(small_config(tmp_path)) == 0
+    assert devices_per_reward_model(small_config(tmp_path, train__devices_per_rank="1", inference__urls='["http://there:1"]')) == 1
+    assert devices_per_reward_model(small_config(tmp_path, inference__engine="vllm", inference__devices_per_engine="2")) == 1

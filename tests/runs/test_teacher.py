@@ -73,7 +73,7 @@ def test_a_run_in_spmd_mode_learns_the_likeliest_tokens_of_an_engine(tmp_path: P
 def test_a_run_of_several_heads_teaches_itself(tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
     done = torchrun("train", *run.arguments(
-        algorithm__preset="sdft", teacher__template="{answer} {prompt}", rollout__reward="", train__strategy="fsdp",
+        algorithm__preset="sdft", teacher__template="{answer} {prompt}", rollout__reward="", train__parallel__shard="2",
         rollout__single_rank_load="false", rollout__balance_batch="false"), world=2)
     assert done.returncode == 0, done.stderr
     for row in run.metrics():

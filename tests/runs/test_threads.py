@@ -63,8 +63,10 @@ def test_a_machine_of_spmd_mode_divides_its_cores_among_the_ranks_that_it_has_an
 
 
 def test_beside_an_accelerator_a_few_are_enough() -> None:
-    assert threads(config(cluster__devices_per_worker="1"), cores=64) == (4, 4)
-    assert threads(config(cluster__devices_per_worker="1", train__threads="9"), cores=64) == (9, 4)
+    devices = {"train__devices_per_rank": "1", "inference__devices_per_engine": "1"}
+    assert threads(config(**devices), cores=64) == (4, 4)
+    assert threads(config(**devices, train__threads="9"), cores=64) == (9, 4)
+    assert threads(config(train__devices_per_rank="1"), cores=64) == (4, 32)
 
 
 def test_on_a_ray_cluster_each_asks_for_one_core_and_on_a_ray_of_its_own_a_run_divides_them() -> None:

@@ -4,9 +4,10 @@ import pytest
 
 from offbeat.errors import OffbeatError, UserError
 from offbeat.service import errors
-from offbeat.service.errors import BadRequestError, OverLimitError, RequestError, SlowBodyError, outside
+from offbeat.service.errors import BadRequestError, FailedError, OverLimitError, RequestError, SlowBodyError, outside
 
-REFUSALS = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
+REFUSALS = [
+    kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__ and kind is not FailedError]
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
@@ -33,3 +34,7 @@ def test_a_sentence_that_shows_the_servers_insides_is_for_the_log(sentence: str)
 def test_a_refusal_is_the_users_to_mend_but_for_a_full_queue_which_passes() -> None:
     assert issubclass(BadRequestError, UserError) and issubclass(BadRequestError, ValueError)
     assert not issubclass(OverLimitError, UserError) and OverLimitError("later", retry_after_s=3.0).retry_after_s == 3.0
+
+
+def test_work_that_failed_is_no_refusal_and_clients_send_it_again() -> None:
+    assert FailedError.status == 503 and not issubclass(FailedError, RequestError)

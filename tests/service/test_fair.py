@@ -112,3 +112,12 @@ def test_everything_is_served_in_the_end(steps: list[tuple[str, str, int]]) -> N
     queue = FairQueue[Job]()
     jobs = [push(queue, owner, cost) for action, owner, cost in steps if action == "push"]
     assert {queue.pop() for _ in jobs} == set(jobs)
+
+
+@given(steps, st.integers(1, 50))
+def test_what_is_dropped_is_never_served_and_the_rest_is(steps: list[tuple[str, str, int]], most: int) -> None:
+    queue = FairQueue[Job]()
+    jobs = [push(queue, owner, cost) for action, owner, cost in steps if action == "push"]
+    dropped = {job for owner in "abc" for job in queue.drop(owner, lambda job: job.cost > most)}
+    assert dropped == {job for job in jobs if job.cost > most} and len(queue) == len(jobs) - len(dropped)
+    assert {queue.pop() for _ in range(len(queue))} == set(jobs) - dropped and not queue.owners

@@ -102,6 +102,21 @@ def test_all_who_wait_get_the_answer_and_so_do_those_who_come_later(server: Serv
     run(scenario)
 
 
+def test_who_holds_a_future_is_given_its_outcome_and_a_failure_where_that_cannot_be_kept(server: Server) -> None:
+    async def scenario() -> None:
+        for outcome in (ModelCreated("there"), StepDone()):
+            future = server.open(isinstance(outcome, StepDone))
+            waiting = asyncio.create_task(future.ended())
+            await server.futures.finish(future, outcome)
+            if isinstance(outcome, ModelCreated):
+                assert await waiting is outcome and future.outcome is outcome
+            else:  # which the server of these tests cannot encode
+                failed = await waiting
+                assert isinstance(failed, Failed) and "could not be kept" in failed.message
+
+    run(scenario)
+
+
 def test_answers_are_their_owners_disk_until_they_are_swept(server: Server) -> None:
     async def scenario() -> None:
         await server.finish(0, "x" * 1000)

@@ -281,3 +281,37 @@ def test_a_model_that_is_only_sampled_has_samplers_until_this_server_has_it_no_m
 
     run(tmp_path, make, World(base_models=BaseModels("base", ("alias",), ("teacher",))))
     run(tmp_path, use)
+
+
+def test_what_a_chat_calls_a_model_is_one_sampler_of_the_weights_that_it_names_now(tmp_path: Path) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        first, again = await asyncio.gather(*(samplers.of_model(ALICE, PATH) for _ in range(2)))
+        assert first == again and (first.path, first.folder, first.version, first.run_id) == (PATH, "folder-one", 3, RUN)
+        assert await used(samplers, ALICE, first.id) == "t.folder-one@3" and await samplers.of_model(ALICE, first.id) == first
+        base = await samplers.of_model(ALICE, "base")
+        assert (base.folder, base.path) == ("", "") and base.id != (await samplers.of_model(BOB, "base")).id
+        assert world.usage.of("alice").samplers == 2
+        world.checkpoints[PATH] = replace(CHECKPOINT, folder="folder-two", version=4)
+        replaced = await samplers.of_model(ALICE, PATH)
+        assert replaced.id != first.id and await used(samplers, ALICE, replaced.id) == "t.folder-two@3"
+        world.silent, world.now = True, world.now + 2 * 86400
+        await samplers.sweep()
+        assert not samplers.session_ids and world.usage.of("alice").samplers == 0
+
+    run(tmp_path, body)
+
+
+def test_a_model_of_another_owner_is_answered_like_one_that_does_not_exist(tmp_path: Path) -> None:
+    async def body(world: World, samplers: Samplers) -> None:
+        theirs = await samplers.of_model(ALICE, PATH)
+        for model in (PATH, PATH.replace("one", "two"), theirs.id, f"{SESSION}:sample:7", "tinker://nonsense", "other", ""):
+            with pytest.raises(UnknownError) as refused:
+                await samplers.of_model(BOB, model)
+            assert str(refused.value) == (
+                f"there is no model {model!r} here; name the path of weights that you have saved for sampling, the id of a sampler, or the"
+                " base model 'base'")
+        world.checkpoints[PATH] = replace(CHECKPOINT, kind="training")
+        with pytest.raises(BadRequestError, match="holds no weights for sampling"):
+            await samplers.of_model(ALICE, PATH)
+
+    run(tmp_path, body)

@@ -8,22 +8,22 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.sampling import Draws, PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
 from offbeat.service.checkpoints import CheckpointError
-from offbeat.service.errors import OverLimitError, TooLargeError, UnknownError
+from offbeat.service.errors import FailedError, LostError, OverLimitError, RequestError, TooLargeError, UnknownError
 from offbeat.service.futures import Futures
+from offbeat.service.ids import sample_request
 from offbeat.service.limits import Limits, Usage
 from offbeat.service.results import Results
 from offbeat.service.samplers import Samplers
-from offbeat.service.sampling import Sampling, draws_of, engine_sampling, sampled, sequence_of
+from offbeat.service.sampling import Sampling
 from offbeat.service.store import Store
 from offbeat.service.tables import SamplerRow
-from offbeat.service.types import Failed, Outcome, Payload, Pending, Sampled, SampleRequest, SparseArray
+from offbeat.service.types import Failed, Outcome, Payload, Pending, Sampled, SampleRequest
 from offbeat.telemetry.log import current_request
 from offbeat.types import Version
 from sampler_world import ALICE, BOB, PATH, SESSION, World
@@ -322,17 +322,6 @@ def test_what_has_not_ended_when_the_server_ends_is_dropped_and_starts_nothing(t
     run(tmp_path, body)
 
 
-@pytest.mark.parametrize(("stop", "expected"), [
-    (None, ((), (2, 9), False)), ((), ((), (), True)), (("a", "b"), (("a", "b"), (2, 9), False)), ((7, 9), ((), (2, 9, 7), False))])
-def test_stop_rules_reach_engines_as_they_are_meant(stop: tuple | None, expected: tuple) -> None:
-    request = replace(REQUEST, stop=stop, seed=3, temperature=0.5, top_k=4, top_p=0.9, topk_sample_logprobs=2)
-    sampling = engine_sampling(request, 9, end_token_ids=(2, 9))
-    assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == expected
-    assert sampling == replace(
-        EngineSampling(9, temperature=0.5, top_p=0.9, top_k=4, seed=3, scaled_logprobs=True, top_logprobs=2), stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos)
-
-
 @pytest.mark.parametrize(("asked", "room"), [(None, 13), (4, 4), (500, 13)])
 def test_samples_go_on_to_the_end_of_the_context_at_most(tmp_path: Path, asked: int | None, room: int) -> None:
     async def body(setting: Setting) -> None:
@@ -344,49 +333,60 @@ def test_samples_go_on_to_the_end_of_the_context_at_most(tmp_path: Path, asked: 
     run(tmp_path, body)
 
 
-SCORE = PromptScore(
-    (NAN, -1.0, -2.0), Version(0), top=((), ((6, -1.0), (9, -1.5)), ((7, -2.0),)), target_logprobs=((), (-3.0,), (-4.0, -5.0)))
+def test_who_asks_is_given_the_samples_or_why_there_are_none(tmp_path: Path) -> None:
+    async def body(setting: Setting) -> None:
+        setting.engines.gate.set()
+        sampled = await setting.sampling.ask(ALICE, replace(REQUEST, num_samples=2))
+        assert [sequence.tokens.tolist() for sequence in sampled.sequences] == [[5, 6, 7]] * 2
+        assert setting.usage.of("alice").disk_bytes == 0  # nobody else can fetch them, so they are not kept
+        with pytest.raises(LostError):
+            await setting.outcome(sample_request(REQUEST.sampling_session_id, REQUEST.seq_id))
+        setting.engines.error = RefusedError("n must be at most 512")
+        with pytest.raises(RequestError, match="n must be at most 512"):
+            await setting.sampling.ask(ALICE, replace(REQUEST, seq_id=1))
+        setting.engines.error = EngineError("it died")
+        with pytest.raises(FailedError, match="the engines could not do this"):
+            await setting.sampling.ask(ALICE, replace(REQUEST, seq_id=2))
+        with pytest.raises(UnknownError, match="there is no sampler"):
+            setting.sampling.ask(BOB, REQUEST)
+
+    run(tmp_path, body)
 
 
-def test_scores_of_a_prompt_are_laid_out_as_they_were_asked_for() -> None:
-    targets = SparseArray(np.array([8, 3, 4]), np.array([2, 4, 5]), (3, 2))
-    request = replace(
-        REQUEST, prompt_logprobs=True, topk_prompt_logprobs=2, target_prompt_logprobs=targets, topk_sample_logprobs=3)
-    top = (((5, -0.1), (6, -0.2), (7, -0.3)), ((5, -0.1),))
-    answer = sampled(request, [sequence_of(Sample((5, 6), (-0.1, -0.2), (0, 0), "", "stop", top_logprobs=top), 3)], SCORE)
-    assert answer.prompt_logprobs is not None and answer.topk_prompt is not None
-    np.testing.assert_array_equal(answer.prompt_logprobs, np.array([NAN, -1, -2], np.float32))
-    np.testing.assert_array_equal(answer.topk_prompt.ids, [[-1, -1], [6, 9], [7, -1]])
-    np.testing.assert_array_equal(answer.topk_prompt.logprobs, [[0, 0], [-1, -1.5], [-2, 0]])
-    assert answer.target_prompt_logprobs is not None
-    np.testing.assert_array_equal(answer.target_prompt_logprobs.dense(), [[0, 0], [-3, 0], [-4, -5]])
-    (sequence,) = answer.sequences
-    assert sequence.stop_reason == "stop" and sequence.top is not None and sequence.tokens.dtype == np.int32
-    np.testing.assert_array_equal(sequence.top.ids, [[5, 6, 7], [5, -1, -1]])
+def test_a_request_that_nobody_waits_for_any_more_frees_what_it_holds(tmp_path: Path) -> None:
+    async def body(setting: Setting) -> None:
+        sampling, engines = setting.sampling, setting.engines
+        runs = sampling.ask(ALICE, replace(REQUEST, num_samples=20))  # in parts of 2, of which 4 run
+        await until(lambda: engines.running == 8)
+        waits = sampling.ask(ALICE, replace(REQUEST, seq_id=1))
+        assert sampling.standing().jobs == 2
+        for task in (waits, runs):
+            task.cancel()
+        await asyncio.wait({runs, waits})
+        await until(lambda: not sampling.standing().jobs and not len(setting.futures))
+        assert runs.cancelled() and waits.cancelled() and not sampling._tasks and not sampling._in_flight and not len(sampling._queue)
+        assert (setting.usage.of("alice").queued_tokens, list(sampling.failures), len(engines.asked)) == (0, [], 4)
+        engines.gate.set()
+        assert len((await sampling.ask(ALICE, replace(REQUEST, seq_id=2))).sequences) == 1
+
+    run(tmp_path, body, max_in_flight=8)
 
 
-def test_only_the_last_positions_of_a_prompt_are_scored_if_that_is_asked() -> None:
-    answer = sampled(replace(REQUEST, prompt_logprobs=True, topk_prompt_logprobs=1, prompt_logprobs_last_n=1), [], SCORE)
-    assert answer.prompt_logprobs is not None and answer.topk_prompt is not None
-    np.testing.assert_array_equal(answer.prompt_logprobs, np.array([NAN, NAN, -2], np.float32))
-    np.testing.assert_array_equal(answer.topk_prompt.ids, [[-1], [-1], [7]])
+def test_a_part_that_waits_for_weights_when_its_client_goes_is_never_sampled(tmp_path: Path) -> None:
+    async def body(setting: Setting) -> None:
+        sampling = setting.sampling
+        named = await sampling.samplers.create(ALICE, session_id=SESSION, seq=5, base_model=None, model_path=PATH)
+        checkpoints = dict(setting.world.checkpoints)
+        setting.world.checkpoints.clear()
+        await sampling.samplers.sweep()  # engines let the weights go
+        setting.world.checkpoints |= checkpoints
+        reads = setting.world.reads
+        asked = sampling.ask(ALICE, replace(REQUEST, sampling_session_id=named))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert setting.world.reads > reads and not setting.world.pinned, "the weights are being read"
+        asked.cancel()
+        await until(lambda: not sampling.standing().jobs)
+        assert not setting.engines.asked and setting.world.pinned
 
-
-def test_nothing_can_be_said_of_a_prompt_of_one_token() -> None:
-    targets = SparseArray(np.zeros(0, np.int64), np.zeros(0, np.int64), (1, 2))
-    answer = sampled(
-        replace(REQUEST, prompt=(5,), prompt_logprobs=True, topk_prompt_logprobs=2, target_prompt_logprobs=targets), [], None)
-    assert answer.prompt_logprobs is not None and answer.topk_prompt is not None
-    assert np.isnan(answer.prompt_logprobs).tolist() == [True] and answer.topk_prompt.ids.tolist() == [[-1, -1]]
-    assert answer.target_prompt_logprobs is not None and answer.target_prompt_logprobs.dense().tolist() == [[0.0, 0.0]]
-
-
-def test_alternatives_to_the_tokens_of_a_prompt_are_drawn_at_the_temperature_and_by_the_seed_of_the_call() -> None:
-    request = replace(REQUEST, prompt_alt_tokens_k=1, temperature=0.7, seed=-5)
-    assert draws_of(request) == Draws(1, 0.7, -5) and draws_of(REQUEST) is None
-    assert draws_of(replace(request, seed=None)) != draws_of(replace(request, seed=None))
-    score = PromptScore((NAN, -1.0, -2.0), Version(0), draws=((), ((4, -3.0),), ((5, -2.5),)))
-    alt = sampled(request, [], score).prompt_alt
-    assert alt is not None and alt.ids.tolist() == [[-1], [4], [5]] and alt.logprobs.tolist() == [[0.0], [-3.0], [-2.5]]
-    single = sampled(replace(request, prompt=(5,)), [], None).prompt_alt
-    assert single is not None and single.ids.tolist() == [[-1]]
+    run(tmp_path, body)

@@ -40,7 +40,7 @@ def test_a_wrong_version_and_another_tenants_answer_are_told_apart() -> None:
     ledger.check_sample("alice", sample(7, 8, version=1), oldest=2, newest=2)
     ledger.check_sample("alice", sample(7, 8, version=3), oldest=2, newest=3)
     ledger.check_sample("alice", sample(7, 8, version=2), oldest=2, newest=2)
-    ledger.check_sample("alice", replace(sample(7, 9, version=2), versions=(1, 2)), oldest=1, newest=2)
+    ledger.check_sample("alice", replace(sample(7, 9, version=2), token_versions=(1, 2)), oldest=1, newest=2)
     assert [text.partition(":")[2] for text in ledger.wrong_versions] == [
         "", "", " tokens (7, 8) instead of (7, 9); it is what alice@1 answers", ""]
     ledger.check_sample("alice", sample(5, 6, version=2), oldest=2, newest=2)

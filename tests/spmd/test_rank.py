@@ -12,7 +12,7 @@ from offbeat.engine.options import EngineOptions
 from offbeat.engine.server import EngineServer
 from offbeat.errors import RefusedError
 from offbeat.telemetry.jsonl import read_json_lines
-from small_run import SmallRun, torchrun
+from small_run import REWARDS, SmallRun, torchrun
 from waiting import wait_until
 
 LORA = {"model__lora__rank": "4", "rollout__max_head_offpolicyness": "0", "checkpoint__every_steps": "2"}
@@ -37,13 +37,14 @@ def processes_of(run: SmallRun) -> list[psutil.Process]:
 @pytest.mark.parametrize("changes", [{}, HEADS], ids=["one rank loads", "heads load"])
 def test_ranks_under_torchrun_train_save_and_go_on(changes: dict[str, str], tmp_path: Path, model_dir: str) -> None:
     run = SmallRun(tmp_path, model_dir)
+    changes = changes | {"evaluate__sets__right__rollout__reward": f"{REWARDS}:right"}
     done = torchrun("train", *run.arguments(checkpoint__every_steps="1", evaluate__every_steps="1", **changes), "--json", world=2)
     assert done.returncode == 0, done.stderr
     assert [row["global_step"] for row in run.metrics()] == [1, 2]
     assert all(row["train/tokens"] > 0 and row["rollout/staleness_max_versions"] <= 1 for row in run.metrics())
     assert [event["version"] for event in run.events("publish")] == [0, 1, 2]
     assert all(event["canary_gap"] < 1e-3 for event in run.events("publish"))
-    assert len(run.events("evaluation")) == 3
+    assert len(run.events("evaluation")) == 6 and [row["eval/right/accuracy"] for row in run.metrics()] == [1, 1]
     events = [json.loads(line)["event"] for line in done.stdout.splitlines()]
     assert events[0] == "start" and events[-1] == "finish" and events.count("finish") == 1, "one rank speaks for all"
     assert (run.folder / "export" / "model.safetensors").exists()

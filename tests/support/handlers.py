@@ -25,6 +25,9 @@ class Echo:
             case "sleep":
                 time.sleep(float(payload))
                 return b""
+            case "say":
+                print(payload.decode(), flush=True)
+                return b""
             case "exit":
                 print("last words", flush=True)
                 os._exit(7)

@@ -14,6 +14,12 @@ async def answer(task):
     return {"asked": 1.0, "seed": task.seed % 2}
 
 
+async def measuring(task):
+    """Ask once, and measure what is no reward."""
+    await asyncio.to_thread(ask, task, [{"role": "user", "content": str(task.row.prompt)}])
+    return {"reward": 0.5, "metrics": {"words": 3, "found": True, "where": "nowhere"}}
+
+
 def blocking_agent(task):
     """Ask twice, as a plain function."""
     messages = [{"role": "user", "content": str(task.row.prompt)}]

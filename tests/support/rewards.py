@@ -15,6 +15,10 @@ def random_looking(completion, row):
     return float(sum(map(ord, completion)) % 3) / 2
 
 
+def right(completion, row):
+    return 1.0
+
+
 def slow(completion, row):
     time.sleep(0.2)
     return random_looking(completion, row)
@@ -35,6 +39,12 @@ def varies_on_odd(completion, row):
     """By name; samples of even rows are all right, and of odd rows every second one."""
     _CALLS[row.answer] += 1
     return {"right": int(row.answer) % 2 == 0 or _CALLS[row.answer] % 2, "form": 0}
+
+
+def rises(completion, row):
+    """Wrong at the first six calls, which are the check and those of one evaluation and a bit; then right."""
+    _CALLS["all"] += 1
+    return float(_CALLS["all"] > 6)
 
 
 def raises_on_x(completion, row):

@@ -25,7 +25,7 @@ async def main():
                 say(number, reward=float(len(cancelled)))
             case seconds:
                 await asyncio.sleep(float(seconds))
-                say(number, parts={"slept": float(seconds)})
+                say(number, parts={"slept": float(seconds)}, metrics={"naps": 1, "dreams": "none"})
 
     while line := await lines.readline():
         message = json.loads(line)

@@ -5,12 +5,14 @@ import socket
 
 import pytest
 import torch
+from torch.distributed import get_process_group_ranks
 
 from offbeat.config.dist import DistConfig
 from offbeat.errors import ConfigError, DeadlineError, PortBusyError, StuckError, SyncTimeout
 from offbeat.pulse import progress, work
 from offbeat.sync.mesh import MeshShape, connect_store, host_store, join, leave
 from ranks import run_ranks
+from train_samples import arranged
 
 
 def test_a_hosted_store_answers_on_its_host_alone():
@@ -38,7 +40,8 @@ def test_a_single_rank_joins_and_leaves_twice():
     for _ in range(2):
         groups = join(rank=0, world=1, store=host_store(30), config=DistConfig())
         assert groups.world == 1
-        assert groups.mesh.mesh_dim_names == ("dp",)
+        assert groups.mesh.mesh_dim_names == ("dp", "shard", "cp", "tp")
+        assert (groups.batch_ranks, groups.batch_index, groups.gradient_mesh.size()) == (1, 0, 1)
         assert groups.shape == MeshShape(1)
         assert torch.distributed.get_backend(groups.cpu_group) == "gloo"
         leave()
@@ -75,9 +78,9 @@ def test_ranks_that_do_not_join_are_named():
     leave()
 
 
-@pytest.mark.parametrize(("shape", "world"), [(MeshShape(2), 3), (MeshShape(2, 2), 2), (MeshShape(0), 0), (MeshShape(-1, -2), 2)])
+@pytest.mark.parametrize(("shape", "world"), [(MeshShape(2), 3), (MeshShape(2, tp=2), 2), (MeshShape(0), 0), (MeshShape(-1, -2), 2)])
 def test_a_world_that_does_not_match_the_mesh_is_refused(shape, world):
-    with pytest.raises(ConfigError, match=f"a mesh of {shape.dp} data-parallel times {shape.tp} .* ranks needs .* got {world}"):
+    with pytest.raises(ConfigError, match=rf"a mesh of dp {shape.dp} \* shard {shape.shard} .* tp {shape.tp} needs .* ranks, got {world}"):
         join(rank=0, world=world, store=host_store(30), config=DistConfig(), shape=shape)
 
 
@@ -87,3 +90,31 @@ def _find_peers(groups, _argument):
 
 def test_ranks_are_all_data_parallel_unless_told_otherwise():
     assert run_ranks(_find_peers, world=2) == [[0, 2], [1, 2]]
+
+
+def _find_places(groups, _argument):
+    """By mesh: share and number of shares, the ranks that gradients are summed over, and the sum over shares of one each."""
+    places = {}
+    for mesh in ("ddp", "fsdp", "shard2", "tp2", "cp2", "shard2 tp2", "cp2 tp2", "tp4"):
+        there = arranged(groups, mesh)
+        peers = get_process_group_ranks(there.gradient_mesh.get_group())
+        num_shares = there.shares.sum_scalars("shares", {"number": 1.0})["number"]
+        places[mesh] = [there.batch_index, there.batch_ranks, peers, there.shares.max_scalars("ranks", {"rank": groups.rank})["rank"]]
+        assert num_shares == there.batch_ranks
+    assert get_process_group_ranks(arranged(groups, "shard2 cp2").shard_mesh.get_group()) == [0, 1, 2, 3]
+    replicas = arranged(groups, "cp2").shard_mesh
+    assert replicas.mesh_dim_names == ("dp", "shard_cp") and replicas.mesh.tolist() == [[0, 1], [2, 3]]
+    return places
+
+
+def test_ranks_of_a_tensor_or_context_group_have_one_share_which_counts_once():
+    everybody = [0, 1, 2, 3]
+    expected = {
+        "ddp": everybody, "fsdp": everybody, "shard2": everybody, "tp2": [0, 0, 1, 1], "cp2": [0, 0, 1, 1], "shard2 tp2": [0, 0, 1, 1],
+        "cp2 tp2": [0] * 4, "tp4": [0] * 4}
+    for rank, places in enumerate(run_ranks(_find_places, world=4)):
+        assert {mesh: place[0] for mesh, place in places.items()} == {mesh: shares[rank] for mesh, shares in expected.items()}
+        for mesh, (_, num_shares, peers, largest) in places.items():
+            tensor = int(mesh[-1]) if "tp" in mesh else 1
+            assert num_shares == max(expected[mesh]) + 1 and largest == 3
+            assert peers == [other for other in everybody if other % tensor == rank % tensor]

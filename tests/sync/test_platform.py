@@ -4,9 +4,11 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
-from offbeat.sync.platform import _KINDS, current_platform
+from offbeat.errors import MachineError
+from offbeat.sync.platform import _KINDS, Platform, current_platform
 
 
 def test_without_an_accelerator_the_platform_is_the_cpu():
@@ -51,3 +53,14 @@ def test_importing_the_platform_touches_no_device():
     code = ("import torch; torch.accelerator.current_accelerator = None\n"
             "import offbeat.sync.platform as p; assert 'device_type' not in vars(p.current_platform)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_promised_device_that_is_not_there_is_an_error_and_not_the_cpu(monkeypatch):
+    if torch.accelerator.is_available():
+        return
+    monkeypatch.setenv("OFFBEAT_NUM_DEVICES", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(MachineError, match=r"promised 2 accelerators, and torch \S+ finds none, where CUDA_VISIBLE_DEVICES = '0,1'"):
+        _ = Platform().device
+    monkeypatch.setenv("OFFBEAT_NUM_DEVICES", "0")
+    assert Platform().is_cpu

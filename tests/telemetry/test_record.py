@@ -1,7 +1,10 @@
 """A run's records, opened and closed together, by one process at a time."""
 
+import asyncio
 import io
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +24,41 @@ def test_everything_that_is_recorded_is_in_the_folder(tmp_path: Path) -> None:
         run.events.record("publish", version=1)
         run.stats.commit(0, 1, 1, {"reward/mean": 0.5})
         run.on_span("train_step", "rank 0", 1.0, 2.0)
-        run.rollouts(1, [b'{"prompt_id": "0:0"}'])
+        asyncio.run(run.rollouts(1, [b'{"prompt_id": "0:0"}']))
     folder = tmp_path / "runs" / "a"
     assert json.loads((folder / "events.jsonl").read_text())["kind"] == "publish"
     assert json.loads((folder / "metrics.jsonl").read_text())["reward/mean"] == 0.5
     assert [(span.name, span.track) for span in read_trace(folder / "trace.json")] == [("train_step", "rank 0")]
     assert (folder / "rollouts" / "step-000001.jsonl.zst").exists()
     assert run.log_dir.is_dir()
+
+
+def test_rollouts_are_stored_beside_the_run_one_sample_after_another_and_a_full_disk_is_told_by_the_next(tmp_path: Path) -> None:
+    told, main = [], threading.get_ident()
+
+    def lines(step: int) -> Iterator[bytes]:
+        told.append((step, threading.get_ident() == main))
+        yield b"{}"
+
+    async def body(run: RunRecord) -> None:
+        await run.rollouts(1, lines(1))
+        await run.rollouts(2, lines(2))
+        await run.stored()
+        assert told == [(1, False), (2, False)] and len(list((tmp_path / "a" / "rollouts").iterdir())) == 2
+        (tmp_path / "a" / "rollouts" / ".step-000003.jsonl.zst.tmp").mkdir()
+        await run.rollouts(3, lines(3))
+        with pytest.raises(StorageError, match="step-000003"):
+            await run.rollouts(4, lines(4))
+
+    with record(tmp_path / "a") as run:
+        asyncio.run(body(run))
+
+
+def test_a_last_write_that_fails_is_logged_when_the_record_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with record(tmp_path / "a") as run:
+        (tmp_path / "a" / "rollouts" / ".step-000001.jsonl.zst.tmp").mkdir(parents=True)
+        asyncio.run(run.rollouts(1, [b"{}"]))
+    assert "the last rollouts could not be stored: " in caplog.text and "step-000001" in caplog.text
 
 
 def test_without_a_time_line_no_file_is_made(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from offbeat.data.batch import Batch
 from offbeat.errors import ConfigError, DataError, ModelError, StorageError
 from offbeat.model.peft_io import read_adapter
 from offbeat.trainer.bank_trainer import BankTrainer
-from offbeat.trainer.messages import Folder, Names, NewAdapter, OptimStep, WriteRequest
+from offbeat.trainer.messages import Canary, Folder, Names, NewAdapter, OptimStep, WriteRequest
 from ranks import run_alone, run_ranks
-from train_samples import OPTIMIZER, build_model, build_trainer, configure, imitated, make_batch, train
+from train_samples import OPTIMIZER, arranged, build_model, build_trainer, configure, imitated, make_batch, train
 
 MODULES = ("attn", "mlp")
 ADAM = AdamParams(lr=3e-3, weight_decay=0.01, clip_norm=0.5)
@@ -368,8 +368,8 @@ def test_requests_that_cannot_be_served_say_why_and_change_nothing(folder, tmp_p
 def test_options_of_training_change_nothing_or_little(folder):
     def check(groups, _):
         expected = step(build(groups, folder), 0)
-        assert step(build(groups, folder, gradient_checkpointing=True, share_prefix=False), 0) == pytest.approx(expected, rel=1e-4)
-        assert step(build(groups, folder, autocast=True), 0) == pytest.approx(expected, rel=0.05)
+        assert step(build(groups, folder, gradient_checkpointing="full", share_prefix=False), 0) == pytest.approx(expected, rel=1e-4)
+        assert step(build(groups, folder, precision="bf16_mixed"), 0) == pytest.approx(expected, rel=0.05)
 
     run_alone(check)
 
@@ -414,6 +414,27 @@ def test_two_ranks_train_all_adapters_as_one_does(tmp_path):
     assert first["canary"] == first["restored"] == pytest.approx(alone["canary"], abs=1e-5)
     assert "1 of 2 ranks could not read" in first["errors"][0]
     assert "nothing is no checkpoint" in second["errors"][0]
+
+
+def _train_rows_together(groups, folder):
+    trainer = build(groups if groups.world == 1 else arranged(groups, "cp2"), folder)
+    found = []
+    for number in range(2):
+        answer = trainer.forward_backward(mixed(number))
+        found.append([answer.logprobs.tolist(), answer.losses.tolist(), updated(trainer, dict.fromkeys(NAMES, ADAM))])
+    base = trainer.score_base(Canary((3, 4, 5))).logprobs
+    return [found, base, [trainer.canary([3, 4, 5], name=name) for name in NAMES]]
+
+
+def test_two_ranks_that_share_rows_train_all_adapters_as_one_does(folder):
+    expected, base, canaries = run_alone(_train_rows_together, argument=str(folder))
+    for found, own_base, own_canaries in run_ranks(_train_rows_together, world=2, argument=str(folder)):
+        for (logprobs, losses, norms), (own_logprobs, own_losses, own_norms) in zip(expected, found, strict=True):
+            np.testing.assert_allclose(own_logprobs, logprobs, atol=1e-5)
+            np.testing.assert_allclose(own_losses, losses, atol=1e-5)
+            assert own_norms == pytest.approx(norms, rel=1e-5)
+        np.testing.assert_allclose(own_base, base, atol=1e-5)
+        np.testing.assert_allclose(own_canaries, canaries, atol=1e-5)
 
 
 def test_many_more_adapters_than_slots_at_first(folder):

@@ -17,7 +17,7 @@ from offbeat.trainer.messages import ScoreShare
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.worker import build_trainers, find_trainer
 from ranks import run_alone, run_ranks
-from train_samples import VOCAB, build_model, make_batch, score, train
+from train_samples import MESHES, VOCAB, arranged, build_model, make_batch, score, train
 
 BATCH = make_batch(3, 2)
 LARGER = TinyConfig(hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64, max_positions=64)
@@ -27,28 +27,28 @@ def build_teacher(folder):
     build_tiny(folder, tiny=LARGER, vocab_size=VOCAB, eos_token_id=1, pad_token_id=0, seed=3)
 
 
-def config_of(folder, *, top_k=0, strategy="ddp", rank=0, temperature=0.8):
+def config_of(folder, *, top_k=0, rank=0, temperature=0.8):
     objective = {"objective": "forward_kl", "filters": []} if top_k else {}
     return Config.model_validate({
         "model": {"path": f"{folder}/model", "lora": {"rank": rank}}, "rollout": {"temperature": temperature},
-        "train": {"strategy": strategy}, "algorithm": {"preset": "opd", **objective},
+        "algorithm": {"preset": "opd", **objective},
         "teacher": {"path": f"{folder}/teacher", "top_k": top_k}})
 
 
 def taught(teacher, *, max_tokens=64):
     """The teacher's columns for all targets; those of other ranks are 0."""
-    plan = plan_microbatches(BATCH, num_ranks=teacher.groups.world, max_tokens=max_tokens, share_prefix=True)
-    micros = tuple(plan.microbatches[teacher.groups.rank])
+    plan = plan_microbatches(BATCH, num_ranks=teacher.groups.batch_ranks, max_tokens=max_tokens, share_prefix=True)
+    micros = tuple(plan.microbatches[teacher.groups.batch_index])
     return teacher.score(ScoreShare(BATCH, np.arange(len(BATCH)), micros, "policy", False)).scores.columns
 
 
 def _score(groups, folder):
     found = {}
-    for strategy in ("ddp", "fsdp"):
-        teacher = Teacher(config_of(folder, top_k=3, strategy=strategy), groups)
-        found[strategy] = {name: values.tolist() for name, values in taught(teacher).items()}
-        plain = Teacher(config_of(folder, strategy=strategy), groups)
-        np.testing.assert_allclose(taught(plain)["logprobs"], found[strategy]["logprobs"], atol=1e-5)
+    for mesh in MESHES[groups.world]:
+        teacher = Teacher(config_of(folder, top_k=3), arranged(groups, mesh))
+        found[mesh] = {name: values.tolist() for name, values in taught(teacher).items()}
+        plain = Teacher(config_of(folder), arranged(groups, mesh))
+        np.testing.assert_allclose(taught(plain)["logprobs"], found[mesh]["logprobs"], atol=1e-5)
     if groups.world == 1:
         same = ModelTrainer.build(f"{folder}/teacher", config=config_of(folder), groups=groups)
         np.testing.assert_array_equal(taught(plain)["logprobs"], score(same, BATCH)["logprobs"])
@@ -63,9 +63,9 @@ def test_it_scores_the_same_on_any_number_of_ranks_and_as_a_trainer_of_its_weigh
     alone = run_alone(_score, argument=str(tmp_path))
     assert list(alone["ddp"]) == ["logprobs", *(f"top_{what}_{i}" for what in ("tokens", "logprobs") for i in range(3))]
     both = run_ranks(_score, world=2, argument=str(tmp_path))
-    for strategy, columns in alone.items():
-        for name, values in columns.items():
-            together = sum(np.array(rank[strategy][name]) for rank in both)
+    for mesh in MESHES[2]:
+        for name, values in alone["ddp"].items():
+            together = sum(np.array(rank[mesh][name]) for rank in (both[:1] if mesh in ("tp2", "cp2") else both))
             np.testing.assert_allclose(together, values, atol=1e-4)
 
 

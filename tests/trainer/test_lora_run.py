@@ -19,7 +19,7 @@ from offbeat.errors import RunError
 from offbeat.model.load import load_causal_lm
 from offbeat.trainer.messages import Folder
 from ranks import run_alone, run_ranks
-from train_samples import OPTIMIZER, build_model, build_trainer, imitated, make_batch, share, take_step, train
+from train_samples import OPTIMIZER, build_model, build_trainer, imitated, make_batch, own_share, share, take_step, train
 
 LORA = {"rank": 4, "alpha": 8.0}
 BATCHES = [make_batch(3, 2, seed=seed) for seed in range(4)]
@@ -88,19 +88,23 @@ def test_a_fresh_adapter_is_drawn_as_by_peft(tmp_path):
 
 
 def _train_adapter(groups, folder):
-    """What must not depend on the number of ranks, or on a break in between."""
-    trainer = build_trainer(groups, f"{folder}/model", lora=LORA)
+    """By mesh, what must not depend on the number of ranks, or on a break in between."""
+    return {mesh: _train_in_mesh(groups, folder, mesh) for mesh in ("ddp", "cp2")[: groups.world]}
+
+
+def _train_in_mesh(groups, folder, mesh):
+    trainer = build_trainer(groups, f"{folder}/model", lora=LORA, mesh=mesh)
     results = train(trainer, BATCHES[:2])
     batch = make_batch(2, 4, seed=9)
-    halves = [share(batch.select(half), rank=groups.rank, world=groups.world) for half in (np.arange(4), np.arange(4, 8))]
+    halves = [own_share(trainer, batch.select(half)) for half in (np.arange(4), np.arange(4, 8))]
     mine = Batch.concatenate([half for half, _ in halves])
     minibatches = [halves[0][1], [indices + len(halves[0][0]) for indices in halves[1][1]]]
     metrics = take_step(trainer, mine, minibatches)
     canary = trainer.canary([3, 4, 5, 6])
-    trainer.save(Folder(str(Path(folder) / f"saved{groups.world}")))
+    trainer.save(at := Folder(str(Path(folder) / f"saved-{mesh}-{groups.world}")))
     on = train(trainer, BATCHES[2:])
-    resumed = build_trainer(groups, f"{folder}/model", lora=LORA)
-    resumed.load(Folder(str(Path(folder) / f"saved{groups.world}")))
+    resumed = build_trainer(groups, f"{folder}/model", lora=LORA, mesh=mesh)
+    resumed.load(at)
     return {
         "results": results, "metrics": metrics, "canary": canary, "on": on, "step": resumed.step, "resumed": train(resumed, BATCHES[2:]),
         "same": adapter_of(resumed) == adapter_of(trainer), "fingerprint": adapter_of(trainer)}
@@ -108,15 +112,15 @@ def _train_adapter(groups, folder):
 
 def test_two_ranks_train_an_adapter_as_one_does_and_go_on_exactly(tmp_path):
     build_model(tmp_path / "model")
-    alone = run_alone(_train_adapter, argument=str(tmp_path))
+    alone = run_alone(_train_adapter, argument=str(tmp_path))["ddp"]
     first, second = run_ranks(_train_adapter, world=2, argument=str(tmp_path))
     assert first == second
-    for ran in (alone, first):
+    for ran in (alone, *first.values()):
         assert ran["same"] and ran["step"] == 3
         assert ran["on"] == ran["resumed"]
-    for name in ("results", "on", "canary"):
-        np.testing.assert_allclose(first[name], alone[name], rtol=1e-4, atol=1e-5)
-    assert first["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-5)
+        for name in ("results", "on", "canary"):
+            np.testing.assert_allclose(ran[name], alone[name], rtol=1e-4, atol=1e-5)
+        assert ran["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-5)
 
 
 def test_dropout_goes_on_where_a_checkpoint_left_it_and_checkpointed_activations_drop_the_same(tmp_path):
@@ -129,7 +133,7 @@ def test_dropout_goes_on_where_a_checkpoint_left_it_and_checkpointed_activations
         train(trainer, IMITATED[:2])
         trainer.save(Folder(str(tmp_path / "saved")))
         on = train(trainer, IMITATED[2:])
-        resumed = build_trainer(groups, folder, lora=lora, gradient_checkpointing=True)
+        resumed = build_trainer(groups, folder, lora=lora, gradient_checkpointing="full")
         resumed.load(Folder(str(tmp_path / "saved")))
         np.testing.assert_allclose(train(resumed, IMITATED[2:]), on, rtol=1e-5)
         assert np.abs(np.array(on) - np.array(dry[2:])).max() > 1e-4

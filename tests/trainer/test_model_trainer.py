@@ -1,4 +1,4 @@
-"""A whole model's step: the same numbers on one process, on two with DDP and on two with FSDP2, and as an independent computation gives."""
+"""A whole model's step: the same numbers on one process, on two with DDP, FSDP2 or sliced tensors, and as computed otherwise."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,19 @@ from offbeat.model.fingerprint import fingerprint
 from offbeat.model.load import load_causal_lm
 from offbeat.trainer.messages import Folder, OptimStep, WriteRequest
 from ranks import run_alone, run_ranks
-from train_samples import OPTIMIZER, build_model, build_trainer, imitated, make_batch, share, take_step, temporary_model, train
+from train_samples import (
+    MESHES,
+    OPTIMIZER,
+    build_model,
+    build_trainer,
+    imitated,
+    make_batch,
+    own_share,
+    share,
+    take_step,
+    temporary_model,
+    train,
+)
 
 COMPOSED = LossSpec(
     "gmpo", {"clip_low": 0.02, "clip_high": 0.02}, anchor="rollout", own_samples=True,
@@ -41,29 +53,32 @@ def fingerprint_of(trainer, dtype="float32"):
     return snapshot.fingerprint() if trainer.groups.rank == 0 else ""
 
 
-def _compare(groups, strategies):
-    return {strategy: _compare_one(groups, strategy) for strategy in strategies}
+def _compare(groups, meshes):
+    return {mesh: _compare_one(groups, mesh) for mesh in meshes}
 
 
-def _compare_one(groups, strategy):
-    """Everything that must not depend on the number of ranks, of one strategy."""
+def _compare_one(groups, mesh):
+    """Everything that must not depend on the number of ranks, of one mesh."""
     with temporary_model() as folder:
         result = {}
         for case, (_, _, max_tokens) in CASES.items():
-            trainer = build_trainer(groups, folder, strategy=strategy)
+            trainer = build_trainer(groups, folder, mesh=mesh)
             result[case] = train(trainer, batches_of(case), max_tokens=max_tokens)
         batch = make_batch(2, 3, seed=9)
-        minibatched = build_trainer(groups, folder, strategy=strategy)
-        parts = [share(batch.select(half), rank=groups.rank, world=groups.world) for half in (np.arange(3), np.arange(3, 6))]
+        minibatched = build_trainer(groups, folder, mesh=mesh)
+        parts = [own_share(minibatched, batch.select(half)) for half in (np.arange(3), np.arange(3, 6))]
         mine = Batch.concatenate([part for part, _ in parts])
         shifted = [parts[0][1], [indices + len(parts[0][0]) for indices in parts[1][1]]]
         result["minibatches"] = take_step(minibatched, mine, shifted)
-        composed = build_trainer(groups, folder, strategy=strategy)
+        composed = build_trainer(groups, folder, mesh=mesh)
         for number in range(2):
             whole = make_batch(3, 2, seed=number, loss=COMPOSED)
             whole = whole.with_columns(ref_logprobs=whole.columns["rollout_logprobs"] - 0.1)
-            part, micros = share(whole, rank=groups.rank, world=groups.world, max_tokens=20)
+            part, micros = own_share(composed, whole, max_tokens=20)
             result[f"composed_{number}"] = take_step(composed, part, [micros])
+        result["checkpointed"] = train(build_trainer(groups, folder, gradient_checkpointing="full", mesh=mesh), batches_of("many"))
+        mixed = build_trainer(groups, folder, precision="bf16_mixed", mesh=mesh)
+        result["mixed"] = train(mixed, batches_of("small_budget"), max_tokens=14)
         result["canary"] = trainer.canary([3, 4, 5, 6, 7])
         # After scoring, a step must still see the updated weights.
         result["after_canary"] = train(trainer, [make_batch(2, 2)])
@@ -72,15 +87,15 @@ def _compare_one(groups, strategy):
         result["norm"] = sum(tensor.double().pow(2).sum().item() for tensor in state.values())
         result["names"] = list(state)
         if groups.world > 1:
-            result["poisoned"] = _poison(groups, build_trainer(groups, folder, strategy=strategy))
+            result["poisoned"] = _poison(build_trainer(groups, folder, mesh=mesh))
         return result
 
 
-def _poison(groups, trainer):
-    """A loss that is not finite, on rank 1 only."""
-    part, micros = share(make_batch(2, 2), rank=groups.rank, world=groups.world)
+def _poison(trainer):
+    """A loss that is not finite, in the share of rank 1 only."""
+    part, micros = own_share(trainer, make_batch(2, 2))
     before = trainer.canary([3, 4, 5])
-    if groups.rank == 1:
+    if trainer.groups.batch_index == trainer.groups.batch_ranks - 1:
         part.columns["loss_weights"][0] = np.nan
     skipped = take_step(trainer, part, [micros])["train/skipped_steps"]
     unchanged = trainer.canary([3, 4, 5]) == before
@@ -97,12 +112,12 @@ def alone():
 
 @pytest.fixture(scope="module")
 def pair():
-    return run_ranks(_compare, world=2, argument=["ddp", "fsdp"])
+    return run_ranks(_compare, world=2, argument=list(MESHES[2]))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_compute_what_one_does(alone, pair, strategy):
-    first, second = (rank[strategy] for rank in pair)
+@pytest.mark.parametrize("mesh", MESHES[2])
+def test_two_ranks_compute_what_one_does(alone, pair, mesh):
+    first, second = (rank[mesh] for rank in pair)
     for case in [*CASES, "after_canary"]:
         assert first[case] == second[case]
         np.testing.assert_allclose(first[case], alone[case], rtol=1e-5, atol=1e-5, err_msg=case)
@@ -115,12 +130,6 @@ def test_two_ranks_compute_what_one_does(alone, pair, strategy):
     assert first["names"] == alone["names"]
     assert second["names"] == []
     assert second["fingerprint"] == ""
-
-
-def test_one_rank_with_fsdp_computes_what_it_does_bare(alone):
-    sharded = run_alone(_compare, argument=["fsdp"])["fsdp"]
-    for case in CASES:
-        np.testing.assert_allclose(sharded[case], alone[case], rtol=1e-5, atol=1e-5)
 
 
 def _one_sequence_at_a_time(folder, batches, config):
@@ -178,19 +187,11 @@ def test_sharing_prefixes_and_smaller_microbatches_change_nothing(tmp_path):
     run_alone(check)
 
 
-def test_checkpointed_activations_change_nothing_and_bfloat16_little(tmp_path):
-    folder = build_model(tmp_path / "model")
-    batches = batches_of("many")
-
-    def check(groups, _):
-        expected = train(build_trainer(groups, folder), batches)
-        for strategy in ("ddp", "fsdp"):
-            np.testing.assert_allclose(
-                train(build_trainer(groups, folder, gradient_checkpointing=True, strategy=strategy), batches), expected, rtol=1e-6)
-            np.testing.assert_allclose(
-                train(build_trainer(groups, folder, autocast=True, strategy=strategy), batches), expected, rtol=2e-2, atol=2e-3)
-
-    run_alone(check)
+@pytest.mark.parametrize("mesh", MESHES[2])
+def test_checkpointed_activations_change_nothing_and_bfloat16_little(alone, pair, mesh):
+    for result in (alone, pair[0][mesh]):
+        np.testing.assert_allclose(result["checkpointed"], result["many"], rtol=1e-6)
+        np.testing.assert_allclose(result["mixed"], result["small_budget"], rtol=2e-2, atol=2e-3)
 
 
 def test_supervised_steps_lower_the_cross_entropy(tmp_path):
@@ -294,10 +295,10 @@ def test_later_minibatches_see_a_ratio_to_the_weights_before_the_first(tmp_path)
     run_alone(check)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_training_goes_on(pair, strategy):
+@pytest.mark.parametrize("mesh", MESHES[2])
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_training_goes_on(pair, mesh):
     for rank in pair:
-        assert rank[strategy]["poisoned"] == {
+        assert rank[mesh]["poisoned"] == {
             "skipped": 1.0, "unchanged": True, "next_is_finite": True, "next_changes": True, "step": 2}
 
 
@@ -352,10 +353,9 @@ def test_training_does_not_change_what_was_copied_out(tmp_path):
     run_alone(check)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_optimizer_made_after_scoring_trains_all_parameters_and_can_be_saved(strategy, tmp_path):
-    def check(groups, _argument):
-        trainer = build_trainer(groups, build_model(tmp_path / "model"), strategy=strategy)
+def _train_after_scoring(groups, folder):
+    for mesh in MESHES[2]:
+        trainer = build_trainer(groups, f"{folder}/model", mesh=mesh)
         trainer.canary([3, 4, 5, 6])
         train(trainer, [imitated(make_batch(2, 4))])
         trainer.restart_optimizer()
@@ -364,9 +364,12 @@ def test_an_optimizer_made_after_scoring_trains_all_parameters_and_can_be_saved(
         train(trainer, [make_batch(2, 4)])
         assert trainer.step == 1
         assert all(not torch.equal(tensor, before[name]) for name, tensor in trainer.snapshot("float32").state.items())
-        trainer.save(Folder(str(tmp_path / "checkpoint")))
+        trainer.save(Folder(f"{folder}/{mesh}"))
 
-    run_alone(check)
+
+def test_an_optimizer_made_after_scoring_trains_all_parameters_and_can_be_saved(tmp_path):
+    build_model(tmp_path / "model")
+    run_ranks(_train_after_scoring, world=2, argument=str(tmp_path))
 
 
 def test_supervised_losses_do_not_know_the_sampling_temperature(tmp_path):

@@ -94,7 +94,7 @@ def test_the_canarys_log_probabilities_are_those_of_transformers(model):
 
 
 def test_a_policy_trains_without_dropout(tmp_path):
-    model = load_policy(build_model(tmp_path), config=TrainConfig(gradient_checkpointing=True), dtype="bfloat16")
+    model = load_policy(build_model(tmp_path), config=TrainConfig(gradient_checkpointing="full"), dtype="bfloat16")
     assert model.dtype == torch.bfloat16
     assert not [module for module in model.modules() if getattr(module, "attention_dropout", 0.0)]
 
@@ -117,7 +117,7 @@ def test_checkpointed_gradients_leave_routing_as_engines_do_it(tmp_path, name, n
     batch = make_batch(3, 2, seed=2)
     row = row_of(batch, np.arange(6), share_prefix=False)
     found, calls = [], []
-    for checkpointing in (False, True):
+    for checkpointing in ("off", "full"):
         model = load_policy(folder, config=TrainConfig(share_prefix=False, gradient_checkpointing=checkpointing))
         counted = count_layer_calls(model)
         logprobs = token_logprobs(model, row)

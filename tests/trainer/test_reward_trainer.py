@@ -16,7 +16,7 @@ from offbeat.errors import ConfigError
 from offbeat.trainer.messages import ExportRequest, Folder, ScoreShare
 from offbeat.trainer.reward_trainer import RewardTrainer
 from ranks import run_alone, run_ranks
-from train_samples import VOCAB, build_model, configure, take_step
+from train_samples import MESHES, VOCAB, arranged, build_model, configure, take_step
 
 OPTIMIZER = OptimizerConfig(lr=1e-2)
 EOS = 0  # of the character tokenizer, whose padding token is 1
@@ -42,25 +42,25 @@ def _micros(*, rank, world):
 
 
 def _steps(trainer, count):
-    micros = _micros(rank=trainer.groups.rank, world=trainer.groups.world)
+    micros = _micros(rank=trainer.groups.batch_index, world=trainer.groups.batch_ranks)
     return [take_step(trainer, BATCH, [micros], optimizer=OPTIMIZER) for _ in range(count)]
 
 
 def _train(groups, folder):
     found = {}
-    for strategy in ("ddp", "fsdp"):
-        trainer = RewardTrainer.build(folder, config=configure(folder, strategy=strategy), groups=groups)
+    for mesh in MESHES[groups.world]:
+        trainer = RewardTrainer.build(folder, config=configure(folder), groups=arranged(groups, mesh))
         steps = _steps(trainer, 4)
-        at = Folder(f"{folder}-{strategy}-{groups.world}")
+        at = Folder(f"{folder}-{mesh}-{groups.world}")
         trainer.save(at)
-        resumed = RewardTrainer.build(folder, config=configure(folder, strategy=strategy), groups=groups)
+        resumed = RewardTrainer.build(folder, config=configure(folder), groups=arranged(groups, mesh))
         resumed.load(at)
         assert _steps(trainer, 2) == _steps(resumed, 2)
-        found[strategy] = steps
-        trainer.export(ExportRequest(f"{folder}-export-{strategy}-{groups.world}", f"{folder}-tokenizer", "float32"))
+        found[mesh] = steps
+        trainer.export(ExportRequest(f"{folder}-export-{mesh}-{groups.world}", f"{folder}-tokenizer", "float32"))
         everything = ScoreShare(BATCH, np.arange(len(BATCH)), tuple(_micros(rank=0, world=1)), "policy", with_entropy=False)
         rewards = trainer.score(everything).scores.columns["values"]
-        np.save(f"{folder}-{strategy}-{groups.world}-{groups.rank}.npy", rewards)
+        np.save(f"{folder}-{mesh}-{groups.world}-{groups.rank}.npy", rewards)
     return found
 
 
@@ -89,13 +89,13 @@ def test_it_learns_and_exports_the_same_on_any_number_of_ranks_and_resumes_exact
     assert last["train/loss"] < first["train/loss"] and last["reward_model/margin_mean"] > 0
     assert first["train/tokens"] == 16 and "train/entropy" not in first and "preference/accuracy" not in first
     for both in run_ranks(_train, world=2, argument=folder):
-        for strategy, steps in both.items():
-            for one, other in zip(alone[strategy], steps, strict=True):
-                assert other == pytest.approx(one, abs=2e-3), strategy
-    for strategy, world in (("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)):
-        rewards = np.load(f"{folder}-{strategy}-{world}-0.npy")
+        for mesh, steps in both.items():
+            for one, other in zip(alone["ddp"], steps, strict=True):
+                assert other == pytest.approx(one, abs=2e-3), mesh
+    for mesh, world in (("ddp", 1), *((mesh, 2) for mesh in MESHES[2])):
+        rewards = np.load(f"{folder}-{mesh}-{world}-0.npy")
         assert compare_rewards(rewards).margin > 0
-        _check_export(f"{folder}-export-{strategy}-{world}", rewards)
+        _check_export(f"{folder}-export-{mesh}-{world}", rewards)
 
 
 def test_an_export_has_no_files_of_a_language_model(tmp_path: Path) -> None:

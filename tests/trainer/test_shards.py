@@ -1,5 +1,6 @@
-"""Saving and going on: exactly on as many ranks, to rounding on another number or strategy, and safely on a full disk."""
+"""Saving and going on: exactly on as many ranks, to rounding on another number or mesh, and safely on a full disk."""
 
+import itertools
 import resource
 from pathlib import Path
 
@@ -10,25 +11,29 @@ from offbeat.errors import RunError, StorageError
 from offbeat.model.tiny import build_tiny
 from offbeat.trainer.messages import Folder
 from ranks import run_alone, run_ranks
-from train_samples import TINY, build_model, build_trainer, make_batch, train
+from train_samples import MESHES, TINY, build_model, build_trainer, make_batch, train
 
 SAVED, AFTER = [make_batch(3, 2, seed=seed) for seed in range(2)], [make_batch(3, 2, seed=seed) for seed in range(2, 4)]
 
 
 def _save_and_go_on(groups, folder):
-    """By strategy: results after the save, results after loading it anew, and the error of saving to a full disk."""
+    """By mesh: results after the save, results after loading it anew, and the error of saving to a full disk."""
     results = {}
-    for strategy in ("ddp", "fsdp"):
-        target = Path(folder) / f"{strategy}{groups.world}"
-        trainer = build_trainer(groups, f"{folder}/model", strategy=strategy)
+    for mesh in MESHES[groups.world]:
+        target = Path(folder) / f"{mesh}{groups.world}"
+        trainer = build_trainer(groups, f"{folder}/model", mesh=mesh)
         train(trainer, SAVED)
         trainer.save(Folder(str(target)))
         straight_on = train(trainer, AFTER)
         error = _save_to_full_disk(groups, trainer, target) if groups.world > 1 else ""
-        resumed = build_trainer(groups, f"{folder}/model", strategy=strategy)
+        resumed = build_trainer(groups, f"{folder}/model", mesh=mesh)
         resumed.canary([1, 2, 3])
         resumed.load(Folder(str(target)))
-        results[strategy] = {"straight_on": straight_on, "step": resumed.step, "resumed": train(resumed, AFTER), "error": error}
+        results[mesh] = {"straight_on": straight_on, "step": resumed.step, "resumed": train(resumed, AFTER), "error": error}
+    for mesh, other in itertools.permutations(MESHES[groups.world], 2):
+        moved = build_trainer(groups, f"{folder}/model", mesh=other)
+        moved.load(Folder(f"{folder}/{mesh}{groups.world}"))
+        results[other][mesh] = train(moved, AFTER)
     return results
 
 
@@ -53,29 +58,35 @@ def saved(tmp_path_factory):
     return folder, run_ranks(_save_and_go_on, world=2, argument=str(folder))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_resumed_run_goes_on_exactly(saved, strategy):
+@pytest.mark.parametrize("mesh", MESHES[2])
+def test_a_resumed_run_goes_on_exactly(saved, mesh):
     _, ranks = saved
     for rank in ranks:
-        assert rank[strategy]["step"] == len(SAVED)
-        assert rank[strategy]["resumed"] == rank[strategy]["straight_on"]
+        assert rank[mesh]["step"] == len(SAVED)
+        assert rank[mesh]["resumed"] == rank[mesh]["straight_on"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_full_disk_on_one_rank_is_told_to_all_and_harms_nothing(saved, strategy):
+@pytest.mark.parametrize("mesh", MESHES[2])
+def test_a_full_disk_on_one_rank_is_told_to_all_and_harms_nothing(saved, mesh):
     folder, ranks = saved
     for rank in ranks:
-        assert "could not be written; what was saved before is intact (rank 1:" in rank[strategy]["error"]
+        assert "could not be written; what was saved before is intact (rank 1:" in rank[mesh]["error"]
     assert not list(folder.glob("*.part"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("saved_by", ["ddp2", "fsdp2"])
-def test_two_ranks_are_resumed_by_one(saved, strategy, saved_by):
+@pytest.mark.parametrize("mesh", MESHES[2])
+def test_a_checkpoint_of_one_mesh_is_resumed_in_another(saved, mesh):
+    _, ranks = saved
+    for rank, saved_by in itertools.product(ranks, set(MESHES[2]) - {mesh}):
+        np.testing.assert_allclose(rank[mesh][saved_by], rank["ddp"]["straight_on"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("saved_by", [f"{mesh}2" for mesh in MESHES[2]])
+def test_two_ranks_are_resumed_by_one(saved, saved_by):
     folder, ranks = saved
 
     def resume(groups, _):
-        trainer = build_trainer(groups, f"{folder}/model", strategy=strategy)
+        trainer = build_trainer(groups, f"{folder}/model")
         trainer.load(Folder(str(folder / saved_by)))
         return trainer.step, train(trainer, AFTER)
 
@@ -89,7 +100,6 @@ def test_one_rank_saves_and_goes_on_exactly_and_can_save_over(saved):
     for _ in range(2):
         results = run_alone(_save_and_go_on, argument=str(folder))
         assert results["ddp"]["resumed"] == results["ddp"]["straight_on"]
-        assert results["fsdp"]["resumed"] == results["fsdp"]["straight_on"]
 
 
 def test_a_checkpoint_that_is_not_there_is_a_storage_error(saved, tmp_path):

@@ -14,7 +14,7 @@ from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.strategies import whole
 from offbeat.trainer.value_trainer import ValueTrainer
 from ranks import run_alone, run_ranks
-from train_samples import build_model, configure, make_batch, score, share, take_step, train
+from train_samples import MESHES, arranged, build_model, configure, make_batch, own_share, score, take_step, train
 
 VALUE = LossSpec("value", {"clip": 0.0})
 OPTIMIZER = OptimizerConfig(lr=1e-2)
@@ -30,21 +30,21 @@ BATCH = returning(make_batch(3, 2))
 
 
 def _steps(trainer, count):
-    part, micros = share(BATCH, rank=trainer.groups.rank, world=trainer.groups.world)
+    part, micros = own_share(trainer, BATCH)
     return [take_step(trainer, part, [micros], optimizer=OPTIMIZER) for _ in range(count)]
 
 
 def _train(groups, folder):
     found = {}
-    for strategy in ("ddp", "fsdp"):
-        trainer = ValueTrainer.build(folder, config=configure(folder, strategy=strategy), groups=groups)
+    for mesh in MESHES[groups.world]:
+        trainer = ValueTrainer.build(folder, config=configure(folder), groups=arranged(groups, mesh))
         steps = _steps(trainer, 3)
-        at = Folder(f"{folder}-{strategy}-{groups.world}")
+        at = Folder(f"{folder}-{mesh}-{groups.world}")
         trainer.save(at)
-        resumed = ValueTrainer.build(folder, config=configure(folder, strategy=strategy), groups=groups)
+        resumed = ValueTrainer.build(folder, config=configure(folder), groups=arranged(groups, mesh))
         resumed.load(at)
         assert _steps(trainer, 2) == _steps(resumed, 2)
-        found[strategy] = steps
+        found[mesh] = steps
     return found
 
 
@@ -59,9 +59,9 @@ def test_it_learns_the_same_on_any_number_of_ranks_and_resumes_exactly(tmp_path)
     assert alone["ddp"][2]["train/loss"] < first["train/loss"] and alone["ddp"][2]["critic/explained_variance"] > 0
     assert not any(name.startswith("policy/") or name == "train/entropy" for name in first)
     for both in run_ranks(_train, world=2, argument=folder):
-        for strategy, steps in both.items():
-            for one, other in zip(alone[strategy], steps, strict=True):
-                assert other == pytest.approx(one, abs=2e-4), strategy
+        for mesh, steps in both.items():
+            for one, other in zip(alone["ddp"], steps, strict=True):
+                assert other == pytest.approx(one, abs=2e-4), mesh
 
 
 def test_it_scores_values(tmp_path):
@@ -84,7 +84,7 @@ def _normalised(groups, folder):
         "model": {"path": folder}, "algorithm": {"preset": "ppo"}, "critic": {"normalise": True, "value_clip": 0}})
     trainer = ValueTrainer.build_critic(folder, config=config, groups=groups, policy=None)
     large = BATCH.with_columns(returns=100 + 50 * BATCH.columns["returns"])
-    part, micros = share(large, rank=groups.rank, world=groups.world)
+    part, micros = own_share(trainer, large)
     before = score(trainer, large)["values"]
     trainer._normalised(part)
     moved = float(np.abs(score(trainer, large)["values"] - before).max())
@@ -100,23 +100,22 @@ def test_units_that_follow_the_returns_change_no_value_and_let_a_critic_learn_la
     assert steps[-1]["train/loss"] < 0.5 * steps[0]["train/loss"] and steps[-1]["critic/value_mean"] > 30
 
 
+def _adopt(groups, folder):
+    for mesh in MESHES[groups.world]:
+        config, there = configure(folder), arranged(groups, mesh)
+        policy = ModelTrainer.build(folder, config=config, groups=there)
+        critic = ValueTrainer.build_critic(folder, config=config, groups=there, policy=policy)
+        train(policy, [make_batch(3, 2)])
+        _steps(critic, 1)
+        critic.restart_optimizer()
+        policy.restart_optimizer()
+        theirs, own = policy.model.state_dict(), critic.model.state_dict()
+        same = [name for name in own if name in theirs and "lm_head" not in name]
+        assert len(same) > 10 and all(torch.equal(whole(own[name]), whole(theirs[name])) for name in same)
+        assert score(critic, BATCH)["values"].any(), "its head stays"
+        _steps(critic, 1)
+        assert not torch.equal(whole(critic.model.state_dict()[same[0]]), whole(policy.model.state_dict()[same[0]]))
+
+
 def test_a_critic_begins_with_what_a_warm_up_has_taught_the_policy_and_goes_its_own_way_then(tmp_path):
-    folder = build_model(tmp_path / "model")
-
-    def check(groups, _):
-        for strategy in ("ddp", "fsdp"):
-            config = configure(folder, strategy=strategy)
-            policy = ModelTrainer.build(folder, config=config, groups=groups)
-            critic = ValueTrainer.build_critic(folder, config=config, groups=groups, policy=policy)
-            train(policy, [make_batch(3, 2)])
-            _steps(critic, 1)
-            critic.restart_optimizer()
-            policy.restart_optimizer()
-            theirs, own = policy.model.state_dict(), critic.model.state_dict()
-            same = [name for name in own if name in theirs and "lm_head" not in name]
-            assert len(same) > 10 and all(torch.equal(whole(own[name]), whole(theirs[name])) for name in same)
-            assert score(critic, BATCH)["values"].any(), "its head stays"
-            _steps(critic, 1)
-            assert not torch.equal(whole(critic.model.state_dict()[same[0]]), whole(policy.model.state_dict()[same[0]]))
-
-    run_alone(check)
+    run_ranks(_adopt, world=2, argument=build_model(tmp_path / "model"))

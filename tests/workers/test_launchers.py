@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.errors import ConfigError, DeadlineError, DeathError, PeerError, StuckError, SyncTimeout, WorkerError
+from offbeat.errors import ConfigError, DeadlineError, DeathError, MachineError, PeerError, StuckError, SyncTimeout, WorkerError
+from offbeat.ranks.ranks import start_ranks
+from offbeat.sync.platform import current_platform
 from offbeat.workers.local import LocalLauncher
 from offbeat.workers.ray import RayLauncher
 from offbeat.workers.worker import Launcher, Nothing, Worker, WorkerSpec, ask_all, make_launcher
@@ -170,6 +172,37 @@ def test_devices_are_dealt_out_in_order_from_those_the_user_shows(tmp_path: Path
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     asyncio.run(body())
+
+
+def deal(launcher: LocalLauncher, *counts: int) -> list[str]:
+    return [",".join(launcher._deal(count)) for count in counts]
+
+
+def test_engines_of_several_devices_overlap_with_nobody_unless_devices_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+    assert deal(LocalLauncher(stop_timeout_s=1), 1, 1, 2, 2) == ["0", "1", "2,3", "4,5"]
+    assert deal(LocalLauncher(stop_timeout_s=1, devices_taken=2), 4) == ["2,3,4,5"]
+    with pytest.raises(ConfigError, match=r"need 7 or more devices, but CUDA_VISIBLE_DEVICES = '0,1,2,3,4,5' shows 6; set cluster.share_d"):
+        deal(LocalLauncher(stop_timeout_s=1), 4, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    shared = LocalLauncher(stop_timeout_s=1, share_devices=True)
+    assert deal(shared, 1, 1, 1, 2) == ["4", "6", "4", "6,4"]
+    with pytest.raises(ConfigError, match="shows 2"):
+        deal(shared, 3)
+
+
+def test_a_rank_that_was_promised_a_device_and_has_none_says_so(tmp_path: Path, model_dir: str) -> None:
+    if current_platform.device_type != "cpu":
+        pytest.skip("this machine has an accelerator")
+    config = small_config(tmp_path, train__devices_per_rank="1", train__threads="1")
+
+    async def main() -> None:
+        async with LocalLauncher(stop_timeout_s=1) as launcher:
+            await start_ranks(launcher, config, model=model_dir, build=None, log_dir=tmp_path)
+
+    with pytest.raises(MachineError, match="promised 1 accelerator, and torch .* finds none, where CUDA_VISIBLE_DEVICES = '0'") as caught:
+        asyncio.run(main())
+    assert caught.value.exit_code == 2 and caught.value.__notes__[-1] == "rank 0 raised it in join"
 
 
 def test_the_launcher_is_the_configured_one(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class AgentWorkflow:
     max_tokens: int
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:
-        return await play_group(episode, lambda index: self._play(episode, index))
+        return await play_group(episode, self._play)
 
     async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
         config = self.config
@@ -75,6 +75,7 @@ class AgentWorkflow:
             result = await self.player.play(task, episode.off_the_clock)
         finally:
             self.proxy.close(session)
+        episode.measured(result.metrics)
         reward = result.outcome
         if reward is None:
             [reward] = await episode.score([last_answer(session.chains(0.0, episode=index), episode.tokenizer)], episode.row)

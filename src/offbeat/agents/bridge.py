@@ -1,7 +1,7 @@
 """Plays environments of libraries that own their loop and the versions of their packages: under another Python, over a pipe.
 
 The other end is a single file in `bridges`. Both write lines of JSON. The first tells it what to load; then each episode is a line with a
-number, a row, a base URL and a key, which is answered, in any order, by a line with that number and the reward.
+number, a row, a base URL and a key, which is answered, in any order, by a line with that number, the reward and what was measured besides.
 
     BridgePlayer._read   consumes lines of the bridge; produces answers; woken by the bridge or its death
 """
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,12 +22,12 @@ from offbeat.agents import bridges
 from offbeat.agents.command import end_group, launcher
 from offbeat.agents.places import Places
 from offbeat.agents.pool import LostError
-from offbeat.agents.task import EPISODE, AgentTask, Played, direct, played
+from offbeat.agents.task import EPISODE, LOOPBACK, AgentTask, Played, environment_of_programs, played
 from offbeat.aio import deadline
 from offbeat.errors import CodeError, WorkerError, printable
 from offbeat.onlooker import log_tail
 from offbeat.rollout.episode import Waiting, on_the_clock
-from offbeat.rollout.reward_pool import secret_variables
+from offbeat.rollout.measures import numbers_of
 
 _START_TIMEOUT_S = 300.0
 """Some libraries take tens of seconds to import."""
@@ -40,6 +41,7 @@ class BridgePlayer:
     def __init__(
         self, name: str, *, python: str, options: Mapping[str, Any], model: str, max_turns: int, num_episodes: int, log_dir: Path | None,
         memory_bytes: int = 0, allowed: Collection[str] = (),
+        host: str = LOOPBACK,
     ) -> None:
         """Prepare a bridge.
 
@@ -49,6 +51,7 @@ class BridgePlayer:
             options: of the environment.
             model: name of the model, for its calls.
             allowed: environment variables that it sees although they look like secrets.
+            host: under which it reaches the proxy.
         """
         library, _, environment = name.partition(":")
         self._file = Path(bridges.__file__).with_name(f"{library}_bridge.py")
@@ -58,8 +61,7 @@ class BridgePlayer:
         self._places = Places(num_episodes)
         self._log = log_dir / "bridge.log" if log_dir is not None else None
         self._memory_bytes = memory_bytes
-        hidden = secret_variables(os.environ, allowed=allowed)
-        self._environment = {key: value for key, value in os.environ.items() if key not in hidden} | direct(os.environ)
+        self._environment = environment_of_programs(os.environ, allowed=allowed, host=host)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -98,7 +100,9 @@ class BridgePlayer:
                 self._waiting.pop(number, None)
         if error := result.get("error"):
             raise CodeError(f"{self._name} failed: {printable(str(error))}")
-        return played(result.get("parts") or result.get("reward"), of=self._name)
+        found = played(result.get("parts") or result.get("reward"), of=self._name)
+        metrics = result.get("metrics")
+        return replace(found, metrics=numbers_of(metrics)) if isinstance(metrics, Mapping) else found
 
     async def _start(self) -> None:
         await self._end()

@@ -15,11 +15,10 @@ from typing import Self
 
 from offbeat.agents import launch
 from offbeat.agents.places import Places
-from offbeat.agents.task import EPISODE, AgentTask, Played, direct, printed
+from offbeat.agents.task import EPISODE, LOOPBACK, AgentTask, Played, environment_of_programs, printed
 from offbeat.aio import deadline
 from offbeat.errors import CodeError, printable
 from offbeat.rollout.episode import Waiting, on_the_clock
-from offbeat.rollout.reward_pool import secret_variables
 
 _KEPT_BYTES = 64 << 10
 """How much of the end of an episode's output is kept."""
@@ -33,6 +32,7 @@ class CommandPlayer:
 
     def __init__(
         self, command: Sequence[str], *, num_episodes: int, log_dir: Path | None, memory_bytes: int = 0, allowed: Collection[str] = (),
+        host: str = LOOPBACK,
     ) -> None:
         """Prepare to run a command.
 
@@ -40,12 +40,12 @@ class CommandPlayer:
             log_dir: folder of agent.log, which gets the end of each episode's output; the newest of it are kept.
             memory_bytes: memory limit of each process; 0 for none.
             allowed: environment variables that it sees although they look like secrets.
+            host: under which it reaches the proxy.
         """
         self._command = list(command)
         self._places = Places(num_episodes)
         self._memory_bytes = memory_bytes
-        hidden = secret_variables(os.environ, allowed=allowed)
-        self._environment = {name: value for name, value in os.environ.items() if name not in hidden} | direct(os.environ)
+        self._environment = environment_of_programs(os.environ, allowed=allowed, host=host)
         self._log = logging.Logger("agents")
         if log_dir is not None:
             self._log.addHandler(RotatingFileHandler(log_dir / "agent.log", maxBytes=_LOG_BYTES, backupCount=1, delay=True))

@@ -8,17 +8,17 @@ from offbeat.agents.pool import LostError
 from offbeat.data.row import Row
 from offbeat.data.trajectory import Trajectory, failed_trajectory
 from offbeat.errors import describe
-from offbeat.rollout.episode import Episode
+from offbeat.rollout.episode import Episode, accounted
 
 _TRIES = 2
 """An episode whose process ended is played once more, since another one may have ended it."""
 
 
-async def play_group(episode: Episode, play: Callable[[int], Awaitable[Sequence[Trajectory]]]) -> list[Trajectory]:
+async def play_group(episode: Episode, play: Callable[[Episode, int], Awaitable[Sequence[Trajectory]]]) -> list[Trajectory]:
     """Return the trajectories of all episodes; one that stands for a failure where an episode failed.
 
     Args:
-        play: plays the episode with this index.
+        play: plays the episode with this index; what it is given besides keeps account of that episode's time.
 
     Raises:
         Exception: that of the first episode that failed, if all failed.
@@ -26,16 +26,18 @@ async def play_group(episode: Episode, play: Callable[[int], Awaitable[Sequence[
     failures: list[Exception] = []
 
     async def play_safely(index: int) -> Sequence[Trajectory]:
-        for tries in range(_TRIES):
-            try:
-                return await play(index)
-            except LostError as exc:
-                error: Exception = exc
-                if tries + 1 < _TRIES:
-                    continue
-            except Exception as exc:  # boundary to user code, engines and deadlines
-                error = exc
-            break
+        with episode.account(index) as account:
+            own = accounted(episode, account)
+            for tries in range(_TRIES):
+                try:
+                    return await play(own, index)
+                except LostError as exc:
+                    error: Exception = exc
+                    if tries + 1 < _TRIES:
+                        continue
+                except Exception as exc:  # boundary to user code, engines and deadlines
+                    error = exc
+                break
         failures.append(error)
         return [failed_trajectory(describe(error), episode=index)]
 

@@ -16,9 +16,11 @@ from offbeat.agents.recorder import Limits, Recorder
 from offbeat.agents.worker import LoadRequest
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
+from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
 from offbeat.data.functions import resolve
 from offbeat.data.tokenizer import Tokenizer
+from offbeat.hosts import is_loopback
 from offbeat.rollout.episode import Episode, Workflow
 
 SHORT_NAMES = {"single_turn": "offbeat.rollout.workflows.single_turn:single_turn"}
@@ -38,7 +40,7 @@ async def open_workflow(
         ModelError: the tokenizer has no chat template, or writes no tools in the given format.
     """
     name, agent = config.rollout.workflow, config.agent
-    if name not in ("agent", "tool_loop", "gym"):
+    if name not in PLAYS:
         return resolve(SHORT_NAMES.get(name, name), kind="workflow")
     renderer = Renderer(tokenizer, tool_format=agent.tool_format)
     parser = AnswerParser(renderer)
@@ -46,7 +48,10 @@ async def open_workflow(
     max_tokens = config.train.max_tokens_per_microbatch + 1
     if name == "agent":
         player = await _open_player(stack, config, log_dir=log_dir, tell=tell)
-        proxy = await stack.enter_async_context(Proxy(renderer, parser, model=agent.model))
+        proxy = await stack.enter_async_context(Proxy(
+            renderer, parser, model=agent.model, host=agent.host, told_host=agent.told_host))
+        if not is_loopback(agent.host):
+            tell(f"{proxy.exposed}; see docs/security.md")
         return AgentWorkflow(proxy, player, agent, max_tokens)
 
     def make_recorder(episode: Episode) -> Recorder:
@@ -67,11 +72,13 @@ async def _open_player(
     num_episodes = agent.processes * agent.episodes_per_process
     if agent.command:
         return await stack.enter_async_context(CommandPlayer(
-            agent.command, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env))
+            agent.command, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env,
+            host=agent.reached_at))
     if agent.environment:
         return await stack.enter_async_context(BridgePlayer(
             agent.environment, python=agent.python or sys.executable, options=read_options(agent.options), model=agent.model,
-            max_turns=agent.max_turns, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env))
+            max_turns=agent.max_turns, num_episodes=num_episodes, log_dir=log_dir, memory_bytes=agent.memory_bytes, allowed=agent.env,
+            host=agent.reached_at))
     request = LoadRequest(program=agent.program, memory_bytes=agent.memory_bytes)
     return ProgramPlayer(await stack.enter_async_context(_pool(config, request, log_dir=log_dir, tell=tell)))
 
@@ -80,4 +87,4 @@ def _pool(config: Config, request: LoadRequest, *, log_dir: Path | None, tell: C
     agent = config.agent
     return PlayPool(
         request, num_processes=agent.processes, num_episodes=agent.episodes_per_process, log_dir=log_dir,
-        blocked_timeout_s=agent.blocked_timeout_s, allowed=agent.env, tell=tell)
+        blocked_timeout_s=agent.blocked_timeout_s, allowed=agent.env, host=agent.reached_at, tell=tell)

@@ -56,7 +56,7 @@ class PlayedWorkflow:
     system_prompt: str = ""
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:
-        return await play_group(episode, lambda index: self._play(episode, index))
+        return await play_group(episode, self._play)
 
     async def _play(self, episode: Episode, index: int) -> list[Trajectory]:
         players: dict[str, _Player] = {}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from offbeat.agents.places import Places
-from offbeat.agents.task import direct
+from offbeat.agents.task import LOOPBACK, direct
 from offbeat.agents.worker import CloseRequest, Loaded, LoadRequest
 from offbeat.aio import gather_all
 from offbeat.chat.messages import Tool
@@ -100,7 +100,7 @@ class PlayPool:
 
     def __init__(
         self, request: LoadRequest, *, num_processes: int, num_episodes: int, log_dir: Path | None, blocked_timeout_s: float = 20.0,
-        allowed: Collection[str] = (), tell: Callable[[str], None] = lambda _text: None,
+        allowed: Collection[str] = (), host: str = LOOPBACK, tell: Callable[[str], None] = lambda _text: None,
     ) -> None:
         """Prepare the pool; its processes start on entering it.
 
@@ -108,6 +108,7 @@ class PlayPool:
             num_episodes: how many episodes one process plays at the same time.
             blocked_timeout_s: for how long user code may block a process.
             allowed: environment variables that the processes see although they look like secrets.
+            host: under which agents reach the proxy.
             tell: called with a sentence when a process had to be replaced.
         """
         self.tools: tuple[Tool, ...] = ()
@@ -116,6 +117,7 @@ class PlayPool:
         self._log_dir = log_dir
         self._blocked_timeout_s = blocked_timeout_s
         self._hidden = secret_variables(os.environ, allowed=allowed)
+        self._host = host
         self._tell = tell
         self._processes: list[_Process | None] = [None] * num_processes
         self._starting = [asyncio.Lock() for _ in range(num_processes)]
@@ -175,7 +177,7 @@ class PlayPool:
 
     async def _start(self, index: int) -> _Process:
         log = self._log_dir / f"play-{index}.log" if self._log_dir else None
-        env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **direct(os.environ)}
+        env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **direct(os.environ, self._host)}
         spec = ChildSpec(f"play {index}", "offbeat.agents.worker:PlayWorker", env, log, without=self._hidden)
         child = await Child.start(spec, timeout_s=_START_TIMEOUT_S)
         try:

@@ -12,25 +12,25 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from offbeat.agents.recorder import Limits, Recorder
-from offbeat.agents.sessions import Attempt, Call, SealedError, Session, SessionGroup, Sessions, UnknownKeyError
+from offbeat.agents.sessions import Attempt, SealedError, Session, SessionGroup, Sessions, UnknownKeyError
+from offbeat.agents.task import LOOPBACK
 from offbeat.aio import deadline
 from offbeat.chat.anthropic import Anthropic
 from offbeat.chat.completions import Completions
-from offbeat.chat.dialects import Dialect
-from offbeat.chat.messages import ChatRequest
+from offbeat.chat.dialects import Dialect, list_models
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
 from offbeat.chat.responses import Responses
+from offbeat.chat.sending import GONE, KEEP_ALIVE_S, ChatResponse, Refusal
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError, RunError, UserError
+from offbeat.hosts import is_loopback
 from offbeat.inference.sampling import Sampling
 from offbeat.listening import GuestServer, bind
 from offbeat.rollout.episode import Generate
@@ -61,25 +61,28 @@ class Proxy:
     >>>     proxy.close(session)
 
     Attributes:
-        url: where it listens, without /v1, which clients of OpenAI's API add to it and those of Anthropic's do not.
+        url: where agents find it, without /v1, which clients of OpenAI's API add to it and those of Anthropic's do not.
+        exposed: a sentence on who else reaches it; "" while it listens on this machine's own address.
     """
 
     url = ""
+    exposed = ""
 
     def __init__(
-        self, renderer: Renderer, parser: AnswerParser, *, model: str = "policy", host: str = "127.0.0.1", port: int = 0,
-        keep_alive_s: float = 5.0, linger_s: float = 10.0,
+        self, renderer: Renderer, parser: AnswerParser, *, model: str = "policy", host: str = LOOPBACK, port: int = 0,
+        told_host: str = "", keep_alive_s: float = KEEP_ALIVE_S, linger_s: float = 10.0,
     ) -> None:
         """Make a proxy that does not listen yet.
 
         Args:
             model: the name under which the model is listed. Requests may name any.
             host, port: where to listen; port 0 chooses a free one.
+            told_host: name or address in `url`, for agents that do not reach this machine under `host`; "" for that.
             keep_alive_s: how often a client that waits for a stream is sent something.
             linger_s: how long a call runs on once its client has gone, who may try again.
         """
         self._renderer, self._parser, self._model = renderer, parser, model
-        self._host, self._port, self._keep_alive_s = host, port, keep_alive_s
+        self._host, self._port, self._told_host, self._keep_alive_s = host, port, told_host or host, keep_alive_s
         self._sessions = Sessions(linger_s=linger_s)
 
     # -- life --------------------------------------------------------------------------------------------------------------------------
@@ -92,8 +95,14 @@ class Proxy:
             DeadlineError: uvicorn did not start in time.
         """
         listener = bind(self._host, self._port, who="the proxy of agents")
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self.url = f"http://{host}:{listener.getsockname()[1]}"
+        host = f"[{self._told_host}]" if ":" in self._told_host else self._told_host
+        port = listener.getsockname()[1]
+        self.url = f"http://{host}:{port}"
+        if not is_loopback(self._host):
+            self.exposed = (
+                f"the proxy of agents listens on {self._host}:{port}, beyond this machine: whoever reaches it and has an episode's key"
+                " takes part in that episode, and nothing on the way is encrypted")
+            logger.warning("%s", self.exposed)
         config = uvicorn.Config(
             Starlette(routes=self._routes()), lifespan="off", access_log=False, log_level="warning", log_config=None, ws="none",
             timeout_keep_alive=75, timeout_graceful_shutdown=1)
@@ -158,7 +167,9 @@ class Proxy:
                 call = session.enter(request, _attempt(http, body))
             except Exception as exc:
                 return _refuse(dialect, exc)
-            return _Answer(session, call, dialect, request, keep_alive_s=self._keep_alive_s)
+            return ChatResponse(
+                call.task, dialect, request, explain=_explain, leave=lambda: session.leave(call), keep_alive_s=self._keep_alive_s,
+                sending=lambda: session.mark_read(call))  # before: a program may end its episode as soon as it has read the last answer
 
         return answer
 
@@ -178,11 +189,7 @@ class Proxy:
             self._session_of(http)
         except OffbeatError as exc:
             return _refuse(Completions(), exc)
-        model = {  # what both OpenAI's and Anthropic's clients read
-            "id": self._model, "object": "model", "type": "model", "display_name": self._model, "owned_by": "offbeat", "created": 0,
-            "created_at": "1970-01-01T00:00:00Z"}
-        return _json(msgspec.json.encode(
-            {"object": "list", "data": [model], "has_more": False, "first_id": self._model, "last_id": self._model}))
+        return _json(list_models({self._model: 0.0}))
 
     def _session_of(self, http: Request) -> Session:
         bearer = http.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -192,72 +199,6 @@ class Proxy:
             return self._sessions.find(key, http.headers.get("x-session-id", ""))
         except UnknownKeyError:
             return self._sessions.find(http.headers.get("x-api-key", key), http.headers.get("x-session-id", ""))
-
-
-class _Answer(Response):
-    """Waits for the answer of a call and sends it in the client's dialect, unless the client goes first."""
-
-    def __init__(self, session: Session, call: Call, dialect: Dialect, request: ChatRequest, *, keep_alive_s: float) -> None:
-        self._session, self._call, self._dialect, self._request = session, call, dialect, request
-        self._keep_alive_s = keep_alive_s if request.stream else None
-        self.background = None
-
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_gone(receive), name="client of the proxy")
-        try:
-            begun = await self._wait(gone, send)
-            if not gone.done():
-                await self._send(send, begun=begun)
-        finally:
-            gone.cancel()
-            self._session.leave(self._call)
-
-    async def _wait(self, gone: "asyncio.Task[None]", send: Send) -> bool:
-        """Wait for the answer, or until the client has gone; returns whether the response has begun, with keep-alives."""
-        begun, waits = False, {self._call.task, gone}
-        while not (await asyncio.wait(waits, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED))[0]:
-            if not begun:
-                await _start(send, _EVENTS)
-            begun = True
-            await send({"type": "http.response.body", "body": self._dialect.keep_alive, "more_body": True})
-        return begun
-
-    async def _send(self, send: Send, *, begun: bool) -> None:
-        status = 200
-        try:
-            data = self._data()
-            # Before it is sent, because a program may end its episode as soon as it has read its last answer.
-            self._session.mark_read(self._call)
-        except (Exception, asyncio.CancelledError) as exc:
-            if isinstance(exc, asyncio.CancelledError):
-                exc = SealedError("this episode ended before the answer was complete")
-            status, message = _status_of(exc)
-            data = self._dialect.stream_error(message, status=status) if begun else self._dialect.error(message, status=status)
-        if not begun:
-            await _start(send, _EVENTS if self._request.stream and status == 200 else _JSON, status=status, num_bytes=len(data))
-        await send({"type": "http.response.body", "body": data, "more_body": False})
-
-    def _data(self) -> bytes:
-        answer = self._call.task.result()
-        if not self._request.stream:
-            return self._dialect.whole(self._request, answer)
-        return b"".join(self._dialect.events(self._request, answer))
-
-
-_JSON, _EVENTS = b"application/json", b"text/event-stream"
-
-
-async def _start(send: Send, kind: bytes, *, status: int = 200, num_bytes: int | None = None) -> None:
-    headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
-    if num_bytes is not None:
-        headers.append((b"content-length", str(num_bytes).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _gone(receive: Receive) -> None:
-    """Return when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _body(http: Request) -> bytes:
@@ -278,20 +219,22 @@ def _attempt(http: Request, body: bytes) -> Attempt:
         is_retry=tried.isdigit() and int(tried) > 0)
 
 
-def _status_of(exc: Exception) -> tuple[int, str]:
-    """Return the HTTP status of an error, and its message."""
+def _explain(exc: BaseException) -> Refusal:
+    """Return what a client is told of an error."""
+    if isinstance(exc, asyncio.CancelledError):
+        exc = SealedError("this episode ended before the answer was complete")
     status = next((status for kind, status in _STATUS.items() if isinstance(exc, kind)), None)
     if status is not None:
-        return status, str(exc)
+        return Refusal(str(exc), status)
     logger.error("a call of an agent failed", exc_info=exc)
-    return 500, f"unexpected {type(exc).__name__}: {exc}; the run's log says where"
+    return Refusal(f"unexpected {type(exc).__name__}: {exc}; the run's log says where", 500)
 
 
 def _refuse(dialect: Dialect, exc: Exception) -> Response:
     if isinstance(exc, ClientDisconnect):
-        return Response(status_code=499)
-    status, message = _status_of(exc)
-    return _json(dialect.error(message, status=status), status=status)
+        return Response(status_code=GONE)
+    told = _explain(exc)
+    return _json(dialect.error(told.sentence, status=told.status), status=told.status)
 
 
 def _json(data: bytes, *, status: int = 200) -> Response:

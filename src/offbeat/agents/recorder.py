@@ -8,10 +8,10 @@ Called by `sessions`; no I/O. docs/recording.md describes the rules by which mes
 
 import hashlib
 import json
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from offbeat.chat.answering import Answering, Chat, split_stops
 from offbeat.chat.messages import ChatRequest, Message, Reply, Tool
 from offbeat.chat.parsing import AnswerParser
 from offbeat.chat.rendering import Renderer
@@ -113,11 +113,9 @@ class Recorder:
             keep_reasoning: leave reasoning that was sampled in the prompts of later turns, although clients and templates drop it. Without
                 it, an answer with reasoning ends its chain.
         """
-        self._renderer, self._parser, self._sampling = renderer, parser, sampling
+        self._renderer, self._answering, self._sampling = renderer, Answering(renderer, parser), sampling
         self._limits = limits or Limits()
         self._keep_reasoning = keep_reasoning
-        tokenizer = renderer.tokenizer
-        self._ends = {tokenizer.eos_token_id, *renderer.end_of_turn, *sampling.stop_token_ids}
         self._nodes: list[Node] = []
         self._by_history: dict[bytes, list[Node]] = {}
         self._same_history: dict[bytes, bytes] = {}  # other ways to repeat an answer, to the way under which it is known
@@ -159,24 +157,17 @@ class Recorder:
 
     def commit(self, turn: Turn, sample: Sample) -> Reply:
         """Record an answer exactly as it was sampled, and return what it says. It counts once its turn is marked as read."""
-        request = turn.request
-        text, stop = self._text(turn, sample)
-        tools = () if request.tool_choice == "none" else request.tools
-        parsed = self._parser.parse(text, tools, opening=turn.opening, call_ids=_call_id)
-        message = parsed.message if request.parallel_calls else replace(parsed.message, calls=parsed.message.calls[:1])
-        node = Node(turn.parent, turn.given, sample, message, turn.order + len(turn.nodes), turn.state, bool(parsed.malformed))
+        chat = Chat(turn.request, turn.prompt, turn.opening, turn.sampling.stop, turn.sampling.stop_token_ids)
+        reply = self._answering.reply(chat, sample)
+        message = reply.message
+        node = Node(turn.parent, turn.given, sample, message, turn.order + len(turn.nodes), turn.state, bool(reply.malformed))
         self._nodes.append(node)
         turn.nodes.append(node)
         known = _digest(turn.history, message)
         self._by_history.setdefault(known, []).append(node)
-        if stop:  # some clients put back the string that ended the answer
-            self._same_history[_digest(turn.history, replace(message, content=message.content + stop))] = known
-        reply = Reply(
-            message, "tool_calls" if message.calls else "length" if sample.finish_reason == "length" else "stop", stop=stop,
-            num_tokens=len(sample.token_ids), malformed=parsed.malformed)
-        if request.logprobs:
-            reply = replace(reply, logprobs=self._logprobs(sample))
-        return replace(reply, token_ids=sample.token_ids, versions=sample.versions) if request.return_token_ids else reply
+        if reply.stop:  # some clients put back the string that ended the answer
+            self._same_history[_digest(turn.history, replace(message, content=message.content + reply.stop))] = known
+        return reply
 
     def mark_read(self, turn: Turn) -> None:
         """Count the answers of a turn, because its client has received them."""
@@ -255,31 +246,11 @@ class Recorder:
             raise RefusedError(
                 f"the chat has {self._limits.max_tokens - room} tokens and there is room for {self._limits.max_tokens} with its answer, by"
                 " the model's context and train.max_tokens_per_microbatch; shorten it, or begin a new one")
-        ours, tokenizer = self._sampling, self._renderer.tokenizer
-        special = {text: tokenizer.special_id(text) for text in request.stop}  # decoded text has none, so they are given as tokens
+        ours, (stop, stop_token_ids) = self._sampling, split_stops(request.stop, self._renderer.tokenizer)
         wanted = ours.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         return replace(
-            ours, max_new_tokens=min(ours.max_new_tokens, wanted, room),
-            stop=_distinct([*ours.stop, *(text for text, token in special.items() if token is None)]),
-            stop_token_ids=_distinct([*ours.stop_token_ids, *(token for token in special.values() if token is not None)]))
-
-    def _text(self, turn: Turn, sample: Sample) -> tuple[str, str]:
-        """Decode an answer without what ended it; returns also the stop string that did, or an empty one."""
-        ids, tokenizer = sample.token_ids, self._renderer.tokenizer
-        ends = self._ends | set(turn.sampling.stop_token_ids)
-        if sample.finish_reason == "stop" and ids and ids[-1] in ends:
-            return tokenizer.decode(ids[:-1], skip_special_tokens=False), ""
-        text = tokenizer.decode(ids, skip_special_tokens=False)
-        if sample.finish_reason != "stop":
-            return text, ""
-        found = [(at, stop) for stop in turn.sampling.stop if (at := text.find(stop)) >= 0]
-        at, stop = min(found, default=(len(text), ""))
-        return text[:at], stop
-
-    def _logprobs(self, sample: Sample) -> tuple[tuple[str, float], ...]:
-        decode = self._renderer.tokenizer.decode
-        texts = [decode([token], skip_special_tokens=False) for token in sample.token_ids]
-        return tuple(zip(texts, sample.logprobs, strict=True))
+            ours, max_new_tokens=min(ours.max_new_tokens, wanted, room), stop=_distinct([*ours.stop, *stop]),
+            stop_token_ids=_distinct([*ours.stop_token_ids, *stop_token_ids]))
 
 
 def _tokens(path: Iterable[Node]) -> tuple[int, ...]:
@@ -288,10 +259,6 @@ def _tokens(path: Iterable[Node]) -> tuple[int, ...]:
 
 def _distinct(values: Iterable) -> tuple:
     return tuple(dict.fromkeys(values))
-
-
-def _call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _observation(messages: Sequence[Message]) -> str:

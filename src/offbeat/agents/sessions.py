@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offbeat.agents.recorder import Recorder, Turn
+from offbeat.chat.answering import answer_of
 from offbeat.chat.messages import ChatAnswer, ChatRequest
 from offbeat.data.trajectory import Trajectory
 from offbeat.errors import RefusedError, RunError
@@ -53,11 +54,12 @@ class Attempt:
 
 @dataclass(eq=False)
 class Call:
-    """A call that runs or was answered, and the clients that wait for it: more than one while it is tried again.
+    """A call that runs or has ended, and the clients that wait for it: more than one while it is tried again.
 
     Attributes:
         is_read: whether a client has received the answer.
-        ended_s: when it was answered, on the monotonic clock.
+        has_failed: whether it ended without an answer; it is kept for the try that follows.
+        ended_s: when it ended, on the monotonic clock.
     """
 
     attempt: Attempt
@@ -65,6 +67,7 @@ class Call:
     task: "asyncio.Task[ChatAnswer]"
     num_clients: int = 0
     is_read: bool = False
+    has_failed: bool = False
     ended_s: float = 0.0
     giving_up: asyncio.TimerHandle | None = None
 
@@ -111,8 +114,10 @@ class Session:
         """
         self._check_open()
         self._forget()
-        call = next((call for call in reversed(self._calls.values()) if call.repeats(attempt)), None)
-        if call is None:
+        call = self._tried_before(attempt)
+        if call is not None and call.has_failed:
+            del self._calls[id(call)]  # this is its one other try
+        if call is None or call.has_failed:
             turn = self._recorder.open(request)
             call = Call(attempt, turn, asyncio.create_task(self._answer(turn), name=f"answer in session {self.id}"))
             self._calls[id(call)] = call
@@ -145,6 +150,15 @@ class Session:
         self.seal()
         return self._recorder.chains(reward, episode=episode, agent=agent)
 
+    def _tried_before(self, attempt: Attempt) -> Call | None:
+        """Return the call of which this is another try; of equal ones, that whose client has the most reason to try again."""
+        def reason(call: Call) -> int:
+            was_given_up = not (call.num_clients or call.is_read or call.has_failed)
+            return 2 if was_given_up else 1 if call.has_failed else 0
+
+        # Of those with the same reason the latest, which comes first here.
+        return max((call for call in reversed(self._calls.values()) if call.repeats(attempt)), key=reason, default=None)
+
     async def _answer(self, turn: Turn) -> ChatAnswer:
         request = turn.request
         try:
@@ -154,9 +168,7 @@ class Session:
         except BaseException:
             self._recorder.drop(turn)
             raise
-        return ChatAnswer(
-            uuid.uuid4().hex, int(time.time()), request.model, replies, len(turn.prompt),
-            prompt_ids=turn.prompt if request.return_token_ids else ())
+        return answer_of(request, turn.prompt, replies, model=request.model)
 
     def _check_open(self) -> None:
         if self._is_sealed:
@@ -166,8 +178,7 @@ class Session:
         call.ended_s = time.monotonic()
         if call.giving_up is not None:
             call.giving_up.cancel()
-        if call.task.cancelled() or call.task.exception() is not None:
-            self._calls.pop(id(call), None)  # another try is another call
+        call.has_failed = call.task.cancelled() or call.task.exception() is not None
 
     def _forget(self) -> None:
         """Forget old answers, oldest first, except for those that somebody waits for."""

@@ -2,16 +2,22 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offbeat.data.reward import FailedReward, NamedReward, check_reward
 from offbeat.data.row import Row
 from offbeat.errors import shorten
+from offbeat.hosts import is_loopback
+from offbeat.rollout.measures import numbers_of
+from offbeat.rollout.reward_pool import secret_variables
 
 EPISODE = "an episode (agent.timeout_s)"
 """What is waited for, in messages."""
+
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,16 @@ class AgentTask:
             "OFFBEAT_SEED": str(self.seed), "OFFBEAT_ROW": json.dumps(row)}
 
 
-def direct(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which clients reach this machine directly, where a proxy is set for everything else."""
+def environment_of_programs(environ: Mapping[str, str], *, allowed: Collection[str], host: str = LOOPBACK) -> dict[str, str]:
+    """Return the environment of programs of users: without what looks like a secret and is not in `allowed`, and reaching us directly."""
+    hidden = secret_variables(environ, allowed=allowed)
+    return {name: value for name, value in environ.items() if name not in hidden} | direct(environ, host)
+
+
+def direct(environ: Mapping[str, str], host: str = LOOPBACK) -> dict[str, str]:
+    """Return the variables by which clients reach this machine directly, `host` among its names, where a proxy is set for all else."""
     known = environ.get("no_proxy") or environ.get("NO_PROXY")
-    hosts = ",".join(filter(None, (known, "127.0.0.1,localhost")))
+    hosts = ",".join(filter(None, (known, f"{LOOPBACK},localhost", "" if is_loopback(host) else host)))
     return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
@@ -60,11 +72,13 @@ class Played:
         reward: None leaves it to `rollout.reward` and the last answer.
         parts: the reward as several by name.
         failure: why the reward it gave is none.
+        metrics: what it has measured besides, by name.
     """
 
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     failure: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def outcome(self) -> float | None:
@@ -73,25 +87,41 @@ class Played:
 
 
 def played(returned: Any, *, of: str) -> Played:
-    """Read what user code gave as its reward: None, a number, or a mapping of names to numbers."""
+    """Read what user code gave as its reward: None, a number, or a mapping of names to numbers.
+
+    A mapping may hold a mapping "metrics" of what was measured besides; the reward is then the rest of it, or that rest's only "reward".
+    """
+    returned, metrics = _parted(returned)
+    if metrics is not None and set(returned) <= {"reward"}:
+        returned = returned.get("reward")
     if returned is None:
-        return Played()
+        return Played(metrics=metrics or {})
     reward = check_reward(returned)
     if isinstance(reward, FailedReward):
-        return Played(math.nan, failure=f"{of} returned {shorten(returned)}, which is no reward: {reward.reason}")
-    return Played(float(reward), reward.parts if isinstance(reward, NamedReward) else {})
+        failure = f"{of} returned {shorten(returned)}, which is no reward: {reward.reason}"
+        return Played(math.nan, failure=failure, metrics=metrics or {})
+    return Played(float(reward), reward.parts if isinstance(reward, NamedReward) else {}, metrics=metrics or {})
 
 
 def printed(text: str, *, of: str) -> Played:
     """Read the reward that a command printed as its last line: a number, a JSON object of names and numbers, or nothing of the kind.
 
-    An object may hold the reward under "reward" alone, with other things beside it.
+    An object may hold the reward under "reward" alone, with other things beside it, among them an object "metrics" of what was measured.
     """
     last = (text.strip().splitlines() or [""])[-1].strip()
     try:
         value = json.loads(last)
     except ValueError:
         return Played()
-    if isinstance(value, Mapping) and "reward" in value:
-        value = value["reward"]
-    return played(value, of=of) if isinstance(value, int | float | Mapping) and not isinstance(value, bool) else Played()
+    value, metrics = _parted(value)
+    if isinstance(value, Mapping) and ("reward" in value or (metrics is not None and not value)):
+        value = value.get("reward")
+    found = played(value, of=of) if isinstance(value, int | float | Mapping) and not isinstance(value, bool) else Played()
+    return replace(found, metrics=metrics or {})
+
+
+def _parted(returned: Any) -> tuple[Any, dict[str, float] | None]:
+    """Return a mapping without its "metrics", and what these are; None if it has none."""
+    if not isinstance(returned, Mapping) or not isinstance(metrics := returned.get("metrics"), Mapping):
+        return returned, None
+    return {name: value for name, value in returned.items() if name != "metrics"}, numbers_of(metrics)

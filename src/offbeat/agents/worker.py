@@ -5,6 +5,7 @@ opened, taken on and closed; whatever of it still runs is cancelled when it is c
 """
 
 import asyncio
+import logging
 import resource
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -118,6 +119,7 @@ class PlayWorker:
     async def _load(self, request: LoadRequest) -> Loaded:
         if request.memory_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
+        _log_to_stderr()
         self._name = request.program or ", ".join(request.stage)
         if request.program:
             self._program = resolve(request.program, kind="agent.program")
@@ -172,3 +174,12 @@ class PlayWorker:
             await asyncio.wait(episode.calls)
         if episode.environment is not None:
             await episode.environment.close()
+
+
+def _log_to_stderr() -> None:
+    """Write down what Offbeat's own modules say, for the log of this process; logging of user code is left as it is."""
+    ours = logging.getLogger("offbeat")
+    if not ours.handlers:
+        ours.addHandler(logging.StreamHandler())
+        ours.setLevel(logging.INFO)
+        ours.propagate = False

@@ -80,6 +80,22 @@ class Episodes:
         """Return [U], the sums of values [N] of trajectories."""
         return np.bincount(self.part_ids, values, minlength=len(self.part_groups))
 
+    def longest_answers(self) -> np.ndarray:
+        """Return [U] int64, the generated tokens in the longest turn of each part."""
+        longest = np.zeros(len(self.part_groups), np.int64)
+        np.maximum.at(longest, self.part_ids, np.array(
+            [np.bincount(turn_of_tokens(t), minlength=1).max() for t in self.trajectories], np.int64))
+        return longest
+
+    def cut_off(self) -> np.ndarray:
+        """Return [N] bool, whether a trajectory, or the last one of its part, was cut off at its length."""
+        cut = np.array([t.reason == "length" for t in self.trajectories], np.bool_)
+        last: dict[int, tuple[int, int]] = {}
+        for index, (t, part) in enumerate(zip(self.trajectories, self.part_ids.tolist(), strict=True)):
+            last[part] = max(last.get(part, (-1, -1)), (max((turn.order for turn in t.calls), default=-1), index))
+        ends = np.array([last[part][1] for part in self.part_ids.tolist()], np.int64)
+        return cut | cut[ends]
+
 
 @dataclass(frozen=True, eq=False)
 class Turns:

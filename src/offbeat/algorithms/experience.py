@@ -17,9 +17,10 @@ from offbeat.algorithms.episodes import Episodes, Turns, last_tokens
 from offbeat.algorithms.objectives import CROSS_ENTROPY, policy_loss
 from offbeat.algorithms.own_credit import own_advantages, sample_groups
 from offbeat.algorithms.shaping import shaped_rewards
-from offbeat.algorithms.turns import turn_advantages
+from offbeat.algorithms.turns import reward_range, turn_advantages
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.batch import Batch, bounds, gather_ranges
+from offbeat.data.reward import RIGHT
 from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
 from offbeat.errors import DataError, printable
 from offbeat.telemetry.tracker import StatsPart, StatsTracker, combine
@@ -27,6 +28,7 @@ from offbeat.types import PROMPT_VERSION, Version
 
 _MAX_LOG_RATIO = 20.0
 _LONGEST_NAME = 60
+_PLAIN = AlgorithmConfig()
 _SINGLE_TURN = {"rollout/turns_mean": 1.0, "rollout/chains_mean": 1.0, "rollout/malformed_call_share": 0.0}
 """Metrics of agents, each with its largest value where there are none."""
 
@@ -59,13 +61,15 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
         if t.loss_mask[:1].any():
             raise DataError(
                 f"a trajectory of prompt {groups[position].prompt_id} begins with a generated token; a prompt needs at least one token")
-    num_generated = np.array([t.loss_mask.sum() for t in trajectories], dtype=np.int64)
+    num_generated = np.array([t.num_generated for t in trajectories], dtype=np.int64)
     truncated = np.array([t.reason == "length" for t in trajectories], dtype=np.bool_)
-    num_trained = np.where(truncated, 0, num_generated) if config.mask_truncated else num_generated
+    num_trained = np.where(episodes.cut_off(), 0, num_generated) if config.mask_truncated else num_generated
     compared = episodes.compared(by_agent=config.agent_baselines)
+    lengths_of_parts = episodes.of_parts(num_generated)
     rewards_KU = shaped_rewards(
-        episodes.rewards, group_ids=compared, num_generated=episodes.of_parts(num_generated), config=config,
-        max_new_tokens=max_new_tokens)
+        episodes.rewards, group_ids=compared, num_generated=lengths_of_parts,
+        longest_answers=episodes.longest_answers() if config.overlong_buffer_share else lengths_of_parts,
+        num_malformed=episodes.of_parts(np.array([t.malformed_calls for t in trajectories])), config=config, max_new_tokens=max_new_tokens)
     offsets = bounds(num_trained)
     if config.credit and trajectories:
         advantages = own_advantages(
@@ -80,21 +84,19 @@ def make_batch(groups: Sequence[Group], *, config: AlgorithmConfig, max_new_toke
             turns = Turns.of(episodes, num_trained)
             advantages = turn_advantages(turns, episodes, rewards=rewards_KU[0], advantages=outcomes, config=config)[turns.of_tokens]
             advantages = whitened_tokens(advantages) if config.whiten == "tokens" else advantages
-    advantages = advantages.astype(np.float32)
+    advantages = advantages.astype(np.float32, copy=False)
     keep = num_trained > 0
     if config.drop_zero_advantage or config.objective == "cross_entropy":  # which imitates whatever it is given
         keep &= np.bincount(np.repeat(np.arange(len(trajectories)), num_trained), advantages != 0, minlength=len(trajectories)) > 0
     kept = np.flatnonzero(keep)
-    lengths = [len(trajectories[i]) for i in kept]
-    trained = _concatenate([trajectories[i].loss_mask for i in kept], np.bool_)
-    advantage_column = np.zeros(len(trained), np.float32)
-    advantage_column[trained] = advantages[gather_ranges(offsets, kept)]
     weights, denominator = _token_weights(num_trained, group_ids, episodes.episode_ids, config.loss_aggregation, max_new_tokens)
     prefix_lens = np.array([_shared_prompt_len(group.usable) for group in groups], np.int64)[group_ids]
-    batch = Batch.of_next_tokens(
-        _concatenate([trajectories[i].tokens for i in kept], np.int32), trained, lengths=lengths, columns={
-            "rollout_logprobs": _concatenate([trajectories[i].rollout_logprobs for i in kept], np.float32),
-            "advantages": advantage_column, "loss_weights": np.repeat(weights[kept], lengths)},
+    used = [trajectories[i] for i in kept]
+    batch = Batch.of_sequences(
+        [t.tokens for t in used], [t.loss_mask for t in used], columns={
+            "rollout_logprobs": _concatenate([t.rollout_logprobs[t.loss_mask] for t in used], np.float32),
+            "advantages": advantages if keep.all() else advantages[gather_ranges(offsets, kept)],
+            "loss_weights": np.repeat(weights[kept].astype(np.float32), num_trained[kept])},
         losses=(policy_loss(config),), group_ids=group_ids[kept], prefix_lens=prefix_lens[kept], denominator=denominator)
     if config.needs_critic:
         batch = replace(batch, sequences=batch.sequences | {"truncated": truncated[kept].astype(np.int64)})
@@ -175,20 +177,21 @@ def split_minibatches(batch: Batch, num_minibatches: int, *, seed: int) -> list[
     groups = np.unique(batch.group_ids)
     count = max(min(num_minibatches, len(groups)), 1)
     order = np.random.default_rng(seed).permutation(groups)
+    if count == 1:
+        return [batch]
     return [batch.select(np.flatnonzero(np.isin(batch.group_ids, order[i::count]))) for i in range(count)]
 
 
-def batch_stats(groups: Sequence[Group], *, version: Version, separate_rewards: bool = False, by_agent: bool = False) -> StatsPart:
+def batch_stats(groups: Sequence[Group], *, version: Version, config: AlgorithmConfig = _PLAIN) -> StatsPart:
     """Collect statistics of a batch of groups, which add up over the processes that drew one; `batch_metrics` finishes them.
 
     Args:
         version: version of the step that trains on it; staleness is its distance to the oldest token of each episode.
-        separate_rewards: whether a group has an advantage of 0 only if each of its named rewards is the same for all, not just their sum.
-        by_agent: whether it has one if each agent's rewards are the same.
+        config: says what credit compares, which is equal in a group that has an advantage of 0.
     """
     everyone = [(chains, verdict.unusable) for group in groups for chains, verdict in zip(group.episodes, group.verdicts, strict=True)]
     rewards = np.array([episode_reward(chains) for chains, why in everyone if why is None], dtype=np.float64)
-    num_generated = np.array([sum(t.loss_mask.sum() for t in chains) for chains, _ in everyone], dtype=np.float64)
+    num_generated = np.array([sum(t.num_generated for t in chains) for chains, _ in everyone], dtype=np.float64)
     usable = np.array([why is None for _, why in everyone], np.bool_)
     lengths = num_generated[usable]
     heads = [[t.head_version for t in chains if t.head_version != PROMPT_VERSION] for chains, why in everyone if why is None]
@@ -197,8 +200,8 @@ def batch_stats(groups: Sequence[Group], *, version: Version, separate_rewards: 
     with tracker.scope("rollout"):
         tracker.stat(reduce="sum", generated_tokens=num_generated)
         tracker.stat(
-            response_mean_tokens=num_generated, right_response_mean_tokens=lengths[rewards >= 1],
-            wrong_response_mean_tokens=lengths[rewards < 1],
+            response_mean_tokens=num_generated, right_response_mean_tokens=lengths[rewards >= RIGHT],
+            wrong_response_mean_tokens=lengths[rewards < RIGHT],
             truncated_share=np.array([any(t.reason == "length" for t in chains) for chains, _ in everyone]),
             too_long_share=np.array([why == "too long" for _, why in everyone]), staleness_mean_versions=staleness)
         tracker.stat(
@@ -210,8 +213,7 @@ def batch_stats(groups: Sequence[Group], *, version: Version, separate_rewards: 
         tracker.stat(
             mean=rewards, mean_square=rewards**2, positive_share=rewards > 0,
             failed_share=np.array([why == "reward failed" for _, why in everyone]),
-            zero_advantage_group_share=np.array([
-                g.reward_range(separate=separate_rewards, by_agent=by_agent) == 0 for g in groups if g.trajectories]))
+            zero_advantage_group_share=np.array([reward_range(group, config) == 0 for group in groups if group.trajectories]))
         for name, by_group in _named_rewards(groups).items():
             values = np.concatenate(by_group)
             tracker.stat({
@@ -269,6 +271,8 @@ def _outcomes(
 def _token_rewards(episodes: Episodes, rewards: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
     """Return [M] float64, what falls on each trained token: at the end of a turn its reward, and at the end of a trajectory the outcome.
 
+    Turns of other trajectories of the part that came later are what its own turns led to, so their rewards fall on its end, too.
+
     Args:
         rewards: [U] float64, the shaped reward of each part, rewards of its turns among it.
         offsets: [N + 1] int64, bounds of the trajectories' trained tokens.
@@ -279,13 +283,26 @@ def _token_rewards(episodes: Episodes, rewards: np.ndarray, offsets: np.ndarray,
     for start, t in zip(offsets[:-1][some], (t for t, is_in in zip(episodes.trajectories, some, strict=True) if is_in), strict=True):
         if t.turns:
             np.add.at(found, start + last_tokens(t), config.reward_scale * np.array([turn.reward for turn in t.turns]))
+    found[offsets[1:][some] - 1] += config.reward_scale * _earned_elsewhere(episodes)[some]
     return found
 
 
+def _earned_elsewhere(episodes: Episodes) -> np.ndarray:
+    """Return [N] float64, rewards of turns that were played after the last one of a trajectory, in others of its part."""
+    earned = np.zeros(len(episodes.trajectories))
+    ends = [max((turn.order for turn in t.turns), default=0) for t in episodes.trajectories]
+    for part in np.flatnonzero(np.bincount(episodes.part_ids) > 1):
+        own = np.flatnonzero(episodes.part_ids == part)
+        for index in own:
+            earned[index] = sum(
+                turn.reward for other in own if other != index for turn in episodes.trajectories[other].turns if turn.order > ends[index])
+    return earned
+
+
 def _token_advantages(outcomes: np.ndarray, offsets: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
-    """Return [M] float64, the advantages of all trained tokens, without what needs scores."""
+    """Return [M] float64 or float32, the advantages of all trained tokens, without what needs scores."""
     if config.reward_kl or (config.gamma == 1.0 and config.whiten != "tokens"):
-        return np.repeat(outcomes, np.diff(offsets))
+        return np.repeat(outcomes.astype(np.float32), np.diff(offsets))
     return _spread(outcomes, offsets, config)
 
 
@@ -338,4 +355,4 @@ def _shared_prompt_len(trajectories: Sequence[Trajectory]) -> int:
 
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
+    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype)

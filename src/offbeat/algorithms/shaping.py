@@ -1,7 +1,7 @@
 """What is done to rewards before credit is computed from them. Numpy in float64; called by `experience`.
 
-In this order: bias, scale and clip of each reward; then penalties for length, which depend on the sum of a sample's rewards. A sample is
-what one agent did in an episode, with all of its trajectories.
+In this order: bias, scale and clip of each reward; then penalties for length, which depend on the sum of a sample's rewards, and for calls
+that could not be read. A sample is what one agent did in an episode, with all of its trajectories.
 """
 
 import numpy as np
@@ -10,7 +10,8 @@ from offbeat.config.algorithms import AlgorithmConfig
 
 
 def shaped_rewards(
-    rewards_KN: np.ndarray, *, group_ids: np.ndarray, num_generated: np.ndarray, config: AlgorithmConfig, max_new_tokens: int,
+    rewards_KN: np.ndarray, *, group_ids: np.ndarray, num_generated: np.ndarray, longest_answers: np.ndarray, num_malformed: np.ndarray,
+    config: AlgorithmConfig, max_new_tokens: int,
 ) -> np.ndarray:
     """Return the rewards that credit is computed from, [1, N] float64, or [K, N] with `config.separate_rewards`.
 
@@ -20,6 +21,8 @@ def shaped_rewards(
         rewards_KN: [K, N] float64, K named rewards of each trajectory; NaN where it has none of that name.
         group_ids: [N] integers; trajectories with equal ids form a group.
         num_generated: [N], number of tokens that the policy generated.
+        longest_answers: [N], number of those in the longest turn.
+        num_malformed: [N], number of tool calls that could not be read.
         max_new_tokens: length at which answers are cut off.
     """
     if not config.separate_rewards:
@@ -30,20 +33,24 @@ def shaped_rewards(
     if not config.has_penalties:
         return rewards_KN
     penalties = overlong_penalties(
-        num_generated, max_new_tokens=max_new_tokens, buffer_share=config.overlong_buffer_share, largest=config.overlong_penalty)
+        longest_answers, max_new_tokens=max_new_tokens, buffer_share=config.overlong_buffer_share, largest=config.overlong_penalty)
     penalties += config.length_penalty * length_penalties(_sum(rewards_KN), group_ids=group_ids, num_generated=num_generated)
+    penalties += config.malformed_penalty * num_malformed
     return np.vstack([rewards_KN, -penalties]) if config.separate_rewards else rewards_KN - penalties
 
 
-def overlong_penalties(num_generated: np.ndarray, *, max_new_tokens: int, buffer_share: float, largest: float) -> np.ndarray:
+def overlong_penalties(lengths: np.ndarray, *, max_new_tokens: int, buffer_share: float, largest: float) -> np.ndarray:
     """Return [N] float64, which rises from 0 to `largest` over the last `buffer_share` of `max_new_tokens`, and no further.
+
+    Args:
+        lengths: [N], tokens of answers.
 
     Source: soft overlong punishment, DAPO, arXiv:2503.14476 section 3.4.
     """
     buffer = buffer_share * max_new_tokens
     if not buffer:
-        return np.zeros(len(num_generated))
-    return np.clip(num_generated - (max_new_tokens - buffer), 0.0, buffer) / buffer * largest
+        return np.zeros(len(lengths))
+    return np.clip(lengths - (max_new_tokens - buffer), 0.0, buffer) / buffer * largest
 
 
 def length_penalties(rewards: np.ndarray, *, group_ids: np.ndarray, num_generated: np.ndarray) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Credit for the turns of episodes: what each has led to, compared with other turns of the group. Numpy in float64; called by `experience`.
+"""Credit for the turns of episodes: what each has led to, compared with other turns of the group. Numpy in float64; called by `experience`,
+and by `rollout.dynamic`, which asks whether there is anything to compare.
 
 A turn's return is what it has earned, plus `turn_gamma` times the return of the turn after it; the outcome of the episode falls on the last
 turn of each agent. All tokens of a turn share its advantage. `algorithm.turn_credit` says what returns are compared with:
@@ -14,6 +15,7 @@ import numpy as np
 from offbeat.algorithms.credit import outcome_advantages
 from offbeat.algorithms.episodes import Episodes, Turns
 from offbeat.config.algorithms import AlgorithmConfig
+from offbeat.data.trajectory import Group
 
 
 def turn_advantages(
@@ -25,34 +27,71 @@ def turn_advantages(
         rewards: [U] float64, the shaped reward of each part, rewards of its turns among it.
         advantages: [U] float64, the advantage of each part as a whole.
     """
-    returns = turn_returns(turns, outcomes=rewards - config.reward_scale * episodes.turn_rewards, config=config)
-    compared = episodes.compared(by_agent=config.agent_baselines)[turns.parts]
-    of_episodes = episodes.part_episodes[turns.parts]
-    if config.turn_credit == "state":
-        found = advantages[turns.parts]
-        some = turns.states >= 0
-        groups = turns.states[some] * (int(compared.max(initial=0)) + 1) + compared[some]
-        of_episodes = None  # every turn in a state counts alike
-    else:
-        found, some = np.zeros(len(returns)), np.ones(len(returns), np.bool_)
-        by_rank = turns.ranks if config.turn_credit == "turn" else np.zeros_like(turns.ranks)
-        groups = by_rank * (int(compared.max(initial=0)) + 1) + compared
-    weight = config.state_weight if config.turn_credit == "state" else 1.0
-    found[some] += weight * outcome_advantages(
-        returns[some], group_ids=groups, num_tokens=turns.num_tokens[some], centre=config.centre, scale=config.scale, episodes=of_episodes)
+    returns = turn_returns(
+        turns, rewards=config.reward_scale * turns.rewards, outcomes=rewards - config.reward_scale * episodes.turn_rewards,
+        gamma=config.turn_gamma)
+    groups, of_episodes = _compared(turns, episodes, config)
+    some = groups >= 0
+    by_state = config.turn_credit == "state"
+    found = advantages[turns.parts] if by_state else np.zeros(len(returns))
+    found[some] += (config.state_weight if by_state else 1.0) * outcome_advantages(
+        returns[some], group_ids=groups[some], num_tokens=turns.num_tokens[some], centre=config.centre, scale=config.scale,
+        episodes=of_episodes[some])
     return found
 
 
-def turn_returns(turns: Turns, *, outcomes: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+def reward_range(group: Group, config: AlgorithmConfig) -> float:
+    """Return the largest difference among what the credit of a group compares, before shaping; nothing is learnt of one where it is 0.
+
+    That are the rewards of its episodes. With `turn_credit` it is what its turns have led to, and with "state" both; where credit is a
+    function of the user's own, or a critic's, both are the rewards of episodes, and of turns of the same rank.
+    """
+    of_episodes = group.reward_range(separate=config.separate_rewards, by_agent=config.agent_baselines)
+    by_itself = bool(config.credit) or config.needs_critic
+    if not group.usable or (config.turn_credit == "episode" and not by_itself):
+        return of_episodes
+    episodes = Episodes.of([group])
+    turns = Turns.of(episodes, np.zeros(len(episodes.trajectories), np.int64))
+    values = turns.rewards
+    if not by_itself:
+        firsts = np.searchsorted(episodes.part_ids, np.arange(len(episodes.part_groups)))
+        outcomes = np.array([episodes.trajectories[first].reward for first in firsts], np.float64)
+        values = turn_returns(turns, rewards=turns.rewards, outcomes=outcomes, gamma=config.turn_gamma)
+    groups, counted = _compared(turns, episodes, config)
+    ranges = [
+        float(np.ptp(values[own])) for each in np.unique(groups[groups >= 0])
+        if len(np.unique(counted[own := groups == each])) > 1]  # a single episode is compared with nothing
+    if by_itself or config.turn_credit == "state":
+        ranges.append(of_episodes)
+    return max(ranges, default=0.0)
+
+
+def _compared(turns: Turns, episodes: Episodes, config: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return which turns are compared, and what counts once among those.
+
+    Returns:
+        [C] int64, turns with equal ids are compared with each other, and those with -1 with none; [C] int64, those with equal ids count
+        once: the turns of an episode, but every turn in a state.
+    """
+    compared = episodes.compared(by_agent=config.agent_baselines)[turns.parts]
+    most = int(compared.max(initial=0)) + 1
+    if config.turn_credit == "state":
+        return np.where(turns.states >= 0, turns.states * most + compared, -1), np.arange(len(turns.parts))
+    by_rank = np.zeros_like(turns.ranks) if config.turn_credit == "return" else turns.ranks
+    return by_rank * most + compared, episodes.part_episodes[turns.parts]
+
+
+def turn_returns(turns: Turns, *, rewards: np.ndarray, outcomes: np.ndarray, gamma: float) -> np.ndarray:
     """Return [C] float64, the discounted sum of what each turn and those after it in its part have earned.
 
     Args:
+        rewards: [C] float64, what each turn has earned.
         outcomes: [U] float64, what falls on the last turn of each part besides.
     """
-    returns = config.reward_scale * turns.rewards
+    returns = rewards.copy()
     for played, outcome in zip(turns.in_order, outcomes, strict=True):
         following = outcome
         for position, turn in enumerate(played[::-1]):
-            following = returns[turn] + (following if not position else config.turn_gamma * following)
+            following = returns[turn] + (following if not position else gamma * following)
             returns[turn] = following
     return returns

@@ -25,6 +25,7 @@ class _Block(msgspec.Struct):
     input: dict[str, Any] | None = None
     tool_use_id: str = ""
     content: "str | list[_Block] | None" = None
+    is_error: bool | None = None
     thinking: str | None = None
 
 
@@ -71,6 +72,7 @@ class Anthropic:
     """The dialect of /v1/messages."""
 
     keep_alive = event({"type": "ping"})
+    always_parsed = True
 
     def read(self, body: bytes) -> ChatRequest:
         got = read_body(_Body, body)
@@ -183,7 +185,8 @@ def _user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
     texts = []
     for block in blocks:
         if block.type == "tool_result":
-            yield Message("tool", _text(block.content, where), call_id=block.tool_use_id)
+            text = _text(block.content, where)  # templates have no place for the mark of an error, so it becomes a word
+            yield Message("tool", f"Error: {text}" if block.is_error else text, call_id=block.tool_use_id)
         else:
             texts.append(_text([block], where))
     if texts:

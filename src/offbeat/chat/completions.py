@@ -8,6 +8,7 @@ import msgspec
 from offbeat.chat.dialects import (
     COMMENT,
     Part,
+    Wishes,
     call_of,
     check_choice,
     check_harmless,
@@ -64,27 +65,17 @@ class _Options(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Body(msgspec.Struct):
+class _Body(Wishes, kw_only=True):
     messages: list[_Message]
-    model: str | None = None
     tools: list[_Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     logprobs: bool | int | None = None
-    stream: bool | None = None
     stream_options: _Options | None = None
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     functions: list[Any] | None = None
-    top_logprobs: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -105,6 +96,7 @@ class Completions:
     """The dialect of /v1/chat/completions."""
 
     keep_alive = COMMENT
+    always_parsed = False
 
     def read(self, body: bytes) -> ChatRequest:
         got = read_body(_Body, body)
@@ -128,16 +120,12 @@ class Completions:
             tools=tools,
             tool_choice=choice,  # type: ignore[reportArgumentType]
             tool_name=name,
-            parallel_calls=got.parallel_tool_calls is not False,
-            model=got.model or "",
             max_new_tokens=got.max_completion_tokens if got.max_tokens is None else got.max_tokens,
-            temperature=got.temperature, top_p=got.top_p, top_k=got.top_k, seed=got.seed,
             n=got.n or 1,
-            stop=(got.stop,) if isinstance(got.stop, str) else tuple(got.stop or ()),
             logprobs=got.logprobs is not None and got.logprobs is not False,
-            stream=bool(got.stream),
             include_usage=got.stream_options is not None and got.stream_options.include_usage,
             return_token_ids=bool(got.return_token_ids),
+            **got.wanted(),
         )
 
     def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:  # noqa: ARG002

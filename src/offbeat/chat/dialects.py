@@ -6,6 +6,7 @@ refused in a sentence, because an agent would otherwise wait for what does not c
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -25,9 +26,11 @@ class Dialect(Protocol):
 
     Attributes:
         keep_alive: what a stream sends while there is nothing to tell.
+        always_parsed: whether an answer is told in its parts even to a request without tools, else as the text that was written.
     """
 
     keep_alive: bytes
+    always_parsed: bool
 
     def read(self, body: bytes) -> ChatRequest:
         """Read the body of a request.
@@ -52,6 +55,28 @@ class Dialect(Protocol):
     def stream_error(self, message: str, *, status: int) -> bytes:
         """Write the event that ends a stream with an error."""
         ...
+
+
+class Wishes(msgspec.Struct, kw_only=True):
+    """Fields that chat completions and Responses have in common."""
+
+    model: str | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    top_logprobs: int | None = None
+
+    def wanted(self) -> dict[str, Any]:
+        """Return what they mean, as fields of a `ChatRequest`."""
+        return {
+            "model": self.model or "", "parallel_calls": self.parallel_tool_calls is not False, "temperature": self.temperature,
+            "top_p": self.top_p, "top_k": self.top_k, "seed": self.seed, "stream": bool(self.stream),
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())}
 
 
 class Part(msgspec.Struct):
@@ -163,3 +188,19 @@ def event(value: Mapping[str, Any]) -> bytes:
 def openai_error(message: str, *, status: int) -> dict[str, Any]:
     """Return an error in OpenAI's form."""
     return {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "code": status}}
+
+
+def list_models(created: Mapping[str, float]) -> bytes:
+    """Write the answer of /v1/models, as clients of both OpenAI and Anthropic read it.
+
+    Args:
+        created: when each model was made, in seconds since the epoch, by its name.
+    """
+    names = list(created)
+    models = [
+        {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "offbeat", "created": int(since),
+         "created_at": datetime.fromtimestamp(int(since), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+        for name, since in created.items()]
+    return msgspec.json.encode({
+        "object": "list", "data": models, "has_more": False, "first_id": names[0] if names else None,
+        "last_id": names[-1] if names else None})

@@ -11,6 +11,7 @@ import msgspec
 from offbeat.chat.dialects import (
     COMMENT,
     Part,
+    Wishes,
     call_of,
     check_choice,
     check_harmless,
@@ -51,33 +52,24 @@ class _Text(msgspec.Struct):
     format: dict[str, Any] | None = None
 
 
-class _Body(msgspec.Struct):
+class _Body(Wishes, kw_only=True):
     input: str | list[_Item]
-    model: str | None = None
     instructions: str | None = None
     tools: list[_Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     text: _Text | None = None
-    stream: bool | None = None
     include: list[str] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None
-    top_logprobs: int | None = None
 
 
 class Responses:
     """The dialect of /v1/responses."""
 
     keep_alive = COMMENT
+    always_parsed = True
 
     def read(self, body: bytes) -> ChatRequest:
         got = read_body(_Body, body)
@@ -95,13 +87,9 @@ class Responses:
             tools=tools,
             tool_choice=choice,  # type: ignore[reportArgumentType]
             tool_name=name,
-            parallel_calls=got.parallel_tool_calls is not False,
-            model=got.model or "",
             max_new_tokens=got.max_output_tokens,
-            temperature=got.temperature, top_p=got.top_p, top_k=got.top_k, seed=got.seed,
-            stop=(got.stop,) if isinstance(got.stop, str) else tuple(got.stop or ()),
             logprobs="message.output_text.logprobs" in (got.include or ()),
-            stream=bool(got.stream),
+            **got.wanted(),
         )
 
     def whole(self, request: ChatRequest, answer: ChatAnswer) -> bytes:

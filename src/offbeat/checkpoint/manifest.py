@@ -35,6 +35,11 @@ def seal(folder: Path, step: int, state: bytes) -> bytes:
     return json.dumps(marker | {"checksum": _checksum(marker)}, separators=(",", ":")).encode()
 
 
+def is_sealed(marker: bytes) -> bool:
+    """Whether a marker has checksums; those of early versions have none."""
+    return "checksum" in json.loads(marker)
+
+
 def look(folder: Path, step: int) -> str:
     """Return what is wrong with a checkpoint, as far as its marker and file sizes show; "" for nothing.
 

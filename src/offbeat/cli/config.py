@@ -1,6 +1,9 @@
 """`offbeat config show | check | docs`: shows what a configuration resolves to, whether it is valid, and what every setting means."""
 
 import argparse
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
 from offbeat.config.docs import render_docs
@@ -8,6 +11,9 @@ from offbeat.config.load import dump_toml, load_config
 from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config
 from offbeat.controller.own_code import check_own_code
+from offbeat.errors import ConfigError
+
+_MEMORY_TIMEOUT_S = 300
 
 _DESCRIPTION = """\
 Show, check or explain configurations.
@@ -23,6 +29,7 @@ examples:
   offbeat config show                                         all defaults
   offbeat config show run.toml --rollout.group_size 16        a file with one setting changed
   offbeat config check run.toml && offbeat train run.toml     stop before anything starts
+  offbeat config check run.toml --memory                      and what a train rank takes on a GPU
   offbeat config docs | less
 """
 
@@ -38,6 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("action", choices=("show", "check", "docs"), help="what to do")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; the defaults if left out; --section.key value changes it")
+    parser.add_argument("--memory", action="store_true", help="with check: estimate the memory of a train rank on a GPU")
     parser.set_defaults(run=run)
 
 
@@ -58,7 +66,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         tried = check_own_code(config)
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
-        print("\n".join([*_about(config), *tried]))
+        print("\n".join([*_about(config), *tried, *(_memory(config) if args.memory else [])]))
     return 0
 
 
@@ -85,7 +93,26 @@ def _about(config: Config) -> Iterator[str]:
         bias = " the reverse KL on them is biased;" if algorithm.objective == "reverse_kl" else ""
         yield f"note: each token is trained on as {top_k} targets, the teacher's likeliest, renormalised over them;{bias} {cost}"
     if config.teacher.path:
-        yield "note: the frozen teacher takes its weights' memory on every train rank, or a shard of it with train.strategy = \"fsdp\""
+        yield "note: the frozen teacher takes its weights' memory on every train rank, or a shard of it with train.parallel.shard"
+
+
+def _memory(config: Config) -> Iterator[str]:
+    """Yield a table of the memory that a train rank takes. Another process counts it, since that needs torch.
+
+    Raises:
+        ConfigError: there is no model to count, or it cannot be read.
+    """
+    if not config.model.path:
+        raise ConfigError("model.path must name a model for --memory, got none; the tiny model fits anywhere")
+    done = subprocess.run(
+        [sys.executable, "-m", "offbeat.trainer.memory"], input=config.model_dump_json(), capture_output=True, text=True,
+        timeout=_MEMORY_TIMEOUT_S, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ConfigError(f"the memory of {config.model.path} cannot be estimated: {last}; see that the model can be loaded")
+    sizes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    yield f"on a GPU, each of {config.train.num_ranks} train ranks takes about"
+    yield from (f"  {name:<12}{size / 2**30:8.1f} GiB" for name, size in (sizes | {"total": sum(sizes.values())}).items())
 
 
 def _teacher(config: Config) -> str:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.agents.tools.sandbox import confinement, described
 from offbeat.errors import ConfigError
 from offbeat.machine import cgroup
 from offbeat.runs.threads import usable_cores
@@ -110,6 +111,7 @@ def all_checks() -> list[Check]:
         check_memory(),
         check_disk(Path.cwd()),
         check_port(),
+        check_sandbox(),
         *(check_extra(name) for name in _EXTRAS),
         check_vllm(Path.cwd()),
     ]
@@ -173,6 +175,13 @@ def check_port() -> Check:
             return Check("loopback port", "ok", f"127.0.0.1:{server.getsockname()[1]} can be bound")
     except OSError as exc:
         return Check("loopback port", "fail", exc.strerror or str(exc), "allow processes to listen on 127.0.0.1")
+
+
+def check_sandbox() -> Check:
+    """Check how the Python tool of agents can confine the programs that a model writes, by trying it."""
+    found, why = confinement()
+    said, because = described(found, why)
+    return Check("Python tool", "warn" if found == "none" else "ok", said, because)
 
 
 def check_extra(name: str) -> Check:

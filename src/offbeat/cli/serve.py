@@ -25,7 +25,7 @@ as --inference.engine vllm or --serve.session_timeout_s 3600.
 _EXAMPLES = """\
 examples:
   offbeat serve --model runs/quickstart/export --model-name mine/sorter
-  offbeat serve --model /models/Qwen3-0.6B --model-name Qwen/Qwen3-0.6B --num-engines 4 --num-ranks 4 --cluster.devices_per_worker 1
+  offbeat serve --model /models/Qwen3-0.6B --model-name Qwen/Qwen3-0.6B --num-engines 4 --num-ranks 4 --train.devices_per_rank 1
   offbeat serve --model /models/Qwen3-0.6B --inference.engine vllm --inference.python .venv-vllm/bin/python
   offbeat serve --model /models/Qwen3-0.6B --host 0.0.0.0 --keys keys.toml --database postgresql://offbeat@db/offbeat
 

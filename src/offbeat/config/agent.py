@@ -2,7 +2,7 @@
 
 from offbeat.config.base import Section, field
 
-_PLAYS = {"agent": ("program", "command", "environment"), "gym": ("environment",), "tool_loop": ("tools",)}
+PLAYS = {"agent": ("program", "command", "environment"), "gym": ("environment",), "tool_loop": ("tools",)}
 """Which settings each workflow plays."""
 
 
@@ -24,6 +24,11 @@ class AgentConfig(Section):
         (), "Tools of rollout.workflow = \"tool_loop\": tools.py:add for a typed function, tools.py:MyEnv for a class whose public "
         "methods are tools, or mcp:COMMAND or mcp:URL for those of an MCP server.")
     model: str = field("policy", "Name of the model that agents are told; any that they ask for is answered by the policy.", min_length=1)
+    host: str = field(
+        "127.0.0.1", "Address that the proxy listens on, which agents call; programs in containers or on other machines need another one, "
+        "which others can reach, too: a key of each episode is all that keeps them out.", min_length=1)
+    told_host: str = field(
+        "", "Name or address of this machine that agents are told, such as host.docker.internal; empty tells them agent.host.")
     max_turns: int = field(
         16, "Calls of the model in one episode; the next one is refused, or ends the episode where the loop is ours. Bounds what an agent "
         "that goes round in circles costs.", ge=1)
@@ -61,9 +66,9 @@ class AgentConfig(Section):
     def check(self, *, workflow: str, episode_timeout_s: float) -> None:
         """Raise ValueError if this contradicts [rollout]."""
         played = {name: value for name in ("program", "command", "environment", "tools") if (value := getattr(self, name))}
-        allowed = _PLAYS.get(workflow, ())
+        allowed = PLAYS.get(workflow, ())
         if wrong := [name for name in played if name not in allowed]:
-            others = " or ".join(f"'{other}'" for other, names in _PLAYS.items() if wrong[0] in names)
+            others = " or ".join(f"'{other}'" for other, names in PLAYS.items() if wrong[0] in names)
             raise ValueError(
                 f"agent.{wrong[0]} must be empty with rollout.workflow = '{workflow}', got {played[wrong[0]]!r}; it is for {others}")
         if allowed and len(played) != 1:
@@ -78,10 +83,19 @@ class AgentConfig(Section):
             raise ValueError(
                 f"rollout.workflow must be '{'agent' if self.owns_loop else 'gym'}' with agent.environment = {self.environment!r}, got"
                 f" '{workflow}'; {'it brings its own loop' if self.owns_loop else 'it has steps for the loop here'}")
+        if self.host in ("0.0.0.0", "::") and not self.told_host:
+            raise ValueError(
+                f"agent.told_host must be given with agent.host = {self.host!r}, which is every address of this machine and none that could"
+                " be called; set it to the name under which agents reach this machine")
         if self.python and not self.owns_loop:
             raise ValueError(
                 f"agent.python must be empty without an environment that brings its own loop, got {self.python!r}; agent.command can name"
                 " another Python")
+
+    @property
+    def reached_at(self) -> str:
+        """The name or address under which agents reach the proxy."""
+        return self.told_host or self.host
 
     @property
     def owns_loop(self) -> bool:

@@ -91,12 +91,16 @@ class AlgorithmConfig(Section):
     length_penalty: float = field(
         0.0, "Share of the group's mean reward that its longest answer loses; shorter ones lose less, in proportion to length; 0 is off.",
         ge=0, le=1)
+    malformed_penalty: float = field(
+        0.0, "Taken from the reward of an episode for each tool call of it that could not be read, in units of the reward.", ge=0)
     mask_truncated: bool = field(
-        False, "Do not train on samples that were cut off at max_new_tokens; they still count in their group's baseline.")
+        False, "Do not train on samples that were cut off at max_new_tokens, nor on anything of an episode that ended so; they still count"
+        " in their group's baseline.")
     dynamic_sampling: bool = field(
-        False, "Reject groups whose rewards are all equal, and draw other prompts in their place until the batch is full.")
+        False, "Reject groups whose rewards are all equal, or with turn_credit what came of the turns that it compares, and draw other"
+        " prompts in their place until the batch is full.")
     equal_rewards_tolerance: float = field(
-        1e-6, "Largest difference of rewards that dynamic_sampling takes for equal; judges' scores may need more.", ge=0)
+        1e-6, "Largest difference of those that dynamic_sampling takes for equal; judges' scores may need more.", ge=0)
     max_draw_batches: float = field(
         10.0, "Batches of groups that a step draws at most with dynamic_sampling; having rejected all but one of them, it takes what comes,"
         " so a run whose prompts are all solved, or all hopeless, goes on.", ge=1)
@@ -243,8 +247,9 @@ class AlgorithmConfig(Section):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the length of an answer lowers its reward."""
-        return self.length_penalty > 0 or (self.overlong_buffer_share > 0 and self.overlong_penalty > 0)
+        """Whether the length of an answer, or calls in it that cannot be read, lower its reward."""
+        overlong = self.overlong_buffer_share > 0 and self.overlong_penalty > 0
+        return self.length_penalty > 0 or self.malformed_penalty > 0 or overlong
 
     @property
     def terms_on_all_tokens(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """[evaluate]: held-out accuracy during a run."""
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -19,6 +19,14 @@ class EvaluateConfig(Section):
         (), "Numbers k of answers, each at most samples_per_prompt, for which pass@k is reported: the chance that one of k is right.")
     temperature: float = field(0.0, "Sampling temperature; 0 is greedy.", ge=0)
     timeout_s: float = field(600.0, "Seconds for one evaluation; at least those for one group.", gt=0)
+    keep_best: str = field(
+        "", "Metric of an evaluation, such as eval/accuracy: after each step that raises it, the model is exported to `best/` in the run,"
+        " and a checkpoint saved; empty keeps no best model.")
+    stop_after_no_gain: int = field(
+        0, "Evaluations in a row that do not raise the metric of keep_best, after which the run ends; 0 never ends it.", ge=0)
+    sets: dict[str, dict[str, Any]] = field(
+        {}, "Further evaluation sets: a table [evaluate.sets.NAME] of any settings above but sets, with tables data, rollout and agent"
+        " of settings of those sections; what a set leaves out is as in the run.")
 
     @model_validator(mode="after")
     def _check_samples(self) -> Self:

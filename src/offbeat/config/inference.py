@@ -13,6 +13,9 @@ class InferenceConfig(Section):
     engine: Literal["embedded", "vllm", "sglang"] = field(
         "embedded", "Kind of engine: the own one, or vLLM or SGLang from an environment of their own.")
     num_engines: int = field(1, "Engine processes.", ge=1)
+    devices_per_engine: int = field(
+        0, "Accelerators for each engine, over which vLLM and SGLang split the model (tensor parallelism); 0 takes one where this machine "
+        "shows enough of them, else the CPU, as on a Ray cluster.", ge=0)
     min_engines: int = field(1, "Fewest healthy engines with which a run goes on; below it the run waits for one to heal.", ge=1)
     urls: tuple[str, ...] = field((), "Engines that already run, instead of starting num_engines; $OFFBEAT_API_KEY is sent as their key.")
     python: str = field("", "Python of the environment that holds vLLM or SGLang; empty takes .venv-vllm or .venv-sglang where you are.")

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from offbeat.config.base import Section
+from offbeat.config.evaluation_sets import setting_of
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 
@@ -38,6 +39,13 @@ HINTS = {
     "telemetry.rollouts_every_steps": "use 0 to write no rollouts",
     "data.heldout_size": "use 0 to hold no prompts out",
 }
+
+REPLACED = {
+    "cluster.devices_per_worker": "give train.devices_per_rank and inference.devices_per_engine, or leave both out to use what is there",
+    "train.strategy": "set train.parallel.shard: 1 replicates the model as 'ddp' did, and train.num_ranks shards it over all ranks as"
+    " 'fsdp' did",
+}
+"""Settings of earlier versions, and what to use instead."""
 
 _TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "string": "text", "tuple": 'a list, such as ["a", "b"]'}
 _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
@@ -112,10 +120,10 @@ def _is_section(info: FieldInfo) -> bool:
 
 def _following_value(key: str, following: str | None) -> str | None:
     """Return the argument after `--key` if it is the key's value, or None if the key stands alone and means true."""
-    info = dict(settings()).get(key)
-    if info is None:
+    info = dict(settings()).get(setting_of(key))
+    if info is None and setting_of(key) == key:
         raise ConfigError(_unknown(key))
-    if info.annotation is bool:
+    if info is not None and info.annotation is bool:
         return following if following is not None and following.lower() in {"true", "false"} else None
     if following is None or following.startswith("--"):
         raise ConfigError(f"--{key} has no value; write --{key} VALUE, or --{key}=VALUE if it starts with '--'")
@@ -142,7 +150,7 @@ def _parse_value(key: str, text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    info = dict(settings()).get(key)
+    info = dict(settings()).get(setting_of(key))
     is_text = info is not None and (info.annotation is str or get_origin(info.annotation) is Literal)
     if parsed.keys() != {"value"} or (is_text and not isinstance(parsed["value"], str)):
         return text
@@ -200,7 +208,7 @@ def _explain(error: Any) -> str:
         return f"{key} is missing; give it"
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
         return _not_a_table(key, got)
-    hint = f"; {HINTS[key]}" if key in HINTS else ""
+    hint = f"; {HINTS[setting_of(key)]}" if setting_of(key) in HINTS else ""
     if kind in _BOUNDS:
         sign, name = _BOUNDS[kind]
         return f"{key} must be {sign} {error['ctx'][name]:g}, got {got!r}{hint}"
@@ -215,7 +223,9 @@ def _explain(error: Any) -> str:
 
 
 def _unknown(key: str) -> str:
-    """Suggest the nearest setting: in the same section, then the same name elsewhere, then the nearest of all."""
+    """Say what has replaced a setting, or suggest the nearest: in its section, then the same name elsewhere, then the nearest of all."""
+    if key in REPLACED:
+        return f"{key} is not a setting any more; {REPLACED[key]}"
     known = [name for name, _ in settings()]
     section, _, name = key.rpartition(".")
     if not section or section.split(".")[0] not in Config.model_fields:
@@ -235,7 +245,7 @@ def _not_a_table(key: str, got: Any) -> str:
 
 
 def _not_a_choice(key: str, got: Any) -> str:
-    annotation = _annotation(key)
+    annotation = _annotation(setting_of(key))
     if get_origin(annotation) is tuple:
         key, annotation = f"each of {key}", get_args(annotation)[0]
     allowed = [str(choice) for choice in get_args(annotation)]

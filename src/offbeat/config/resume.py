@@ -38,18 +38,22 @@ _ALGORITHM_CODE = _of("algorithm", "objective credit")
 _TABLE: dict[Change, list[str]] = {
     Change.FREE: [
         *_of("run", "name dir private mode warm_up resume"),
-        *_of("train", "num_ranks strategy max_tokens_per_microbatch share_prefix gradient_checkpointing threads step_timeout_s"),
+        *_of("train", "num_ranks devices_per_rank max_tokens_per_microbatch share_prefix gradient_checkpointing compile threads"
+             " step_timeout_s"),
+        *_of("train.parallel", "shard tp ep cp"),
         *(f"{section}.evaluate_every_steps" for section in ("sft", "preference", "reward_model")),
         # For single_rank_load, what matters is the number of processes that draw data, which is compared separately.
         *_of("rollout", "max_concurrent_rollouts single_rank_load balance_batch reward_workers reward_timeout_s reward_memory_bytes"
              " reward_env episode_timeout_s max_retries max_failures_in_a_row batch_timeout_s"),
-        *_of("agent", "model timeout_s step_timeout_s processes episodes_per_process blocked_timeout_s memory_bytes env python"),
-        *_of("inference", "num_engines min_engines urls python arguments max_running max_queued max_cache_bytes threads max_adapters"
-             " max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s heal_timeout_s request_timeout_s token_timeout_s"),
+        *_of("agent", "host told_host model timeout_s step_timeout_s"),
+        *_of("agent", "processes episodes_per_process blocked_timeout_s memory_bytes env python"),
+        *_of("inference", "num_engines devices_per_engine min_engines urls python arguments max_running max_queued max_cache_bytes threads"
+             " max_adapters max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s heal_timeout_s request_timeout_s"
+             " token_timeout_s"),
         *_of("weights", "channel dir keep stage_timeout_s switch_timeout_s proof_tolerance"),
         *_of("checkpoint", "every_steps keep export export_every_steps timeout_s"),
         *_of("evaluate", "every_steps timeout_s"),
-        *_of("cluster", "launcher ray_address devices_per_worker start_timeout_s stop_timeout_s"),
+        *_of("cluster", "launcher ray_address share_devices start_timeout_s stop_timeout_s"),
         *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),
         *_of("teacher", "max_concurrent timeout_s max_retries"),
         *_of("telemetry", "console rollouts_every_steps trace sinks"),
@@ -60,7 +64,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("model", "dtype lora.dropout"),
         *_of("data", "chat_template system_prompt max_prompt_tokens"),
         *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.", "curriculum.")) and key not in _ALGORITHM_CODE),
-        "train.autocast", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
+        "train.precision", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
         *_of("reward_model", "centring total_steps batch_size"), *(f"reward_model.optimizer.{name}" for name in _OPTIMIZER),
         *_of("preference", "total_steps batch_size beta label_smoothing gamma"),
@@ -71,7 +75,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("inference", "engine forward max_context"),
         "weights.interrupt",
         *_of("teacher", "path url engine top_k template"),
-        *_of("evaluate", "num_prompts samples_per_prompt pass_at temperature"),
+        *_of("evaluate", "num_prompts samples_per_prompt pass_at temperature keep_best stop_after_no_gain sets"),
     ],
     Change.REFUSED: ["run.seed", "data.shuffle", "preference.loss", *_of("model.lora", "rank alpha targets")],
     Change.CONTENT: [
@@ -89,7 +93,8 @@ CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for
 _RL_ALONE = (
     "run.total_steps", "agent.", "algorithm.", "critic.", "curriculum.", "teacher.", "train.optimizer.", "rollout.group_size",
     "rollout.consumer_batch_size", "rollout.max_head", "rollout.on_stale", "rollout.temperature",
-    "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt")
+    "rollout.workflow", "rollout.reward", "rollout.should_accept", "weights.interrupt",
+    "evaluate.sets", "evaluate.keep_best", "evaluate.stop_after_no_gain")
 _ON_PAIRS = ("preference.", "reward_model.")
 _NOT_ON_PAIRS = (
     *_RL_ALONE, *(key for key, _ in settings() if key.startswith("sft.") and key != "sft.too_long"), "rollout.", "inference.",

@@ -1,9 +1,9 @@
 """The whole configuration, and the rules that span sections."""
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from offbeat.config.agent import AgentConfig
 from offbeat.config.algorithms import TOP_K_OBJECTIVES, AlgorithmConfig
@@ -15,6 +15,7 @@ from offbeat.config.critic import CriticConfig
 from offbeat.config.curriculum import CurriculumConfig
 from offbeat.config.data import DataConfig
 from offbeat.config.dist import DistConfig
+from offbeat.config.evaluation_sets import check_best, errors_in_set, values_of_set
 from offbeat.config.inference import InferenceConfig
 from offbeat.config.model import ModelConfig
 from offbeat.config.preference import USUAL_GAMMA, PreferenceConfig
@@ -64,6 +65,12 @@ class Config(Section):
         return Path(self.weights.dir) if self.weights.dir else self.run_dir / "weights"
 
     @property
+    def canary_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Coarser one of the number formats in which engines and the trainer compute the canary; mixed precision trains in bfloat16."""
+        mixed = self.train.precision == "bf16_mixed" and not self.model.lora.rank
+        return "bfloat16" if mixed else self.model.dtype
+
+    @property
     def timed_rollout(self) -> RolloutConfig:
         """[rollout] with timeouts that allow for the longest answer: an episode contains a request, and a batch contains an episode."""
         request_s = self.inference.token_timeout_s * self.rollout.max_new_tokens
@@ -77,6 +84,10 @@ class Config(Section):
         return self.evaluate.model_copy(update={
             "timeout_s": max(self.evaluate.timeout_s, self.timed_rollout.episode_timeout_s)})
 
+    def evaluation_set(self, name: str) -> "Config":
+        """The configuration of the evaluation set `name`: this one, but with what [evaluate.sets.NAME] gives; it has no sets itself."""
+        return type(self).model_validate(values_of_set(name, self.evaluate.sets[name], self.model_dump()))
+
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
         name, num_engines = ("urls", len(self.inference.urls)) if self.inference.urls else ("num_engines", self.inference.num_engines)
@@ -86,14 +97,28 @@ class Config(Section):
         if self.model.tiny.num_heads % self.model.tiny.num_kv_heads:
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
-        if self.model.lora.rank and self.train.strategy == "fsdp":
+        if self.model.lora.rank and self.train.gradient_checkpointing == "selective":
             raise ValueError(
-                "train.strategy must be 'ddp' with model.lora.rank > 0, got 'fsdp'; a frozen model is whole on every rank, and an adapter"
-                " too small to shard")
+                "train.gradient_checkpointing must be 'off' or 'full' with model.lora.rank > 0, got 'selective'; adapters add to the"
+                " results of matrix products in place, so none can be kept")
+        if self.train.compile and self.train.gradient_checkpointing != "off":
+            raise ValueError(
+                f"train.gradient_checkpointing must be 'off' with train.compile, got '{self.train.gradient_checkpointing}'; torch leaves"
+                " layers that it computes again uncompiled")
+        if self.model.lora.rank and self.train.compile:
+            raise ValueError(
+                "train.compile must be false with model.lora.rank > 0, got true; layers with adapters cannot be compiled, so leave it out")
         if self.weights.channel == "collective" and self.inference.engine == "sglang":
             raise ValueError(
                 "weights.channel must be 'disk' with inference.engine = 'sglang', got 'collective'; a folder in /dev/shm (weights.dir) is"
                 " the fast way on one machine")
+        if self.inference.devices_per_engine > 1 and self.inference.engine == "embedded":
+            raise ValueError(
+                "inference.devices_per_engine must be at most 1 with inference.engine = 'embedded', got"
+                f" {self.inference.devices_per_engine}; use vllm or sglang, which split a model over devices, or more engines")
+        if self.cluster.share_devices and self.cluster.launcher == "ray":
+            raise ValueError(
+                "cluster.share_devices must be false with cluster.launcher = 'ray', got true; Ray gives every process devices of its own")
         if self.model.lora.rank and not self.rollout.single_rank_load:
             raise ValueError(
                 "rollout.single_rank_load must be true with model.lora.rank > 0, got false; one process routes to the engines that hold an"
@@ -105,6 +130,7 @@ class Config(Section):
         if self.model.lora.rank > self.inference.max_adapter_rank:
             raise ValueError(
                 f"model.lora.rank must be <= inference.max_adapter_rank = {self.inference.max_adapter_rank}, got {self.model.lora.rank}")
+        self._check_parallel()
         self._check_who_loads()
         self._check_rollouts()
         self.agent.check(workflow=self.rollout.workflow, episode_timeout_s=self.rollout.episode_timeout_s)
@@ -117,6 +143,12 @@ class Config(Section):
         self._check_preference()
         if self.data.task and self.data.path:
             raise ValueError(f"data.task and data.path exclude each other, got {self.data.task!r} and {self.data.path!r}; give one")
+        for name in self.evaluate.sets:
+            try:
+                self.evaluation_set(name)
+            except ValidationError as exc:
+                raise errors_in_set(name, exc) from exc
+        check_best(self.evaluate, heldout_size=self.data.heldout_size)
         return self
 
     def _check_groups(self) -> None:
@@ -149,8 +181,8 @@ class Config(Section):
         self._check_turns()
         if algorithm.scale == "group_mean" and algorithm.has_penalties:
             raise ValueError(
-                "algorithm.length_penalty and algorithm.overlong_buffer_share must be 0 with algorithm.scale = 'group_mean', which needs"
-                " rewards of at least 0")
+                "algorithm.length_penalty, algorithm.malformed_penalty and algorithm.overlong_buffer_share must be 0 with algorithm.scale ="
+                " 'group_mean', which needs rewards of at least 0")
         if algorithm.batch_statistics and not rollout.single_rank_load:
             name = algorithm.batch_statistics[0]
             raise ValueError(
@@ -361,6 +393,28 @@ class Config(Section):
                 f"weights.switch_timeout_s must be at least {longest_s:g} with weights.interrupt = 'drain', got"
                 f" {self.weights.switch_timeout_s:g}; a switch waits for answers of rollout.max_new_tokens = {rollout.max_new_tokens}, each"
                 " token of which is allowed inference.token_timeout_s")
+
+    def _check_parallel(self) -> None:
+        parallel = self.train.parallel
+        if self.run.mode == "controller" or self.train.num_ranks > 1:  # in SPMD mode, torchrun says how many there are
+            parallel.num_replicas(self.train.num_ranks)
+        if parallel.ep not in (1, parallel.tp):
+            raise ValueError(
+                f"train.parallel.ep must be 1 or equal train.parallel.tp = {parallel.tp}, got {parallel.ep}; experts are divided among the"
+                " ranks that compute the same rows")
+        if self.train.compile and parallel.tp > 1:
+            raise ValueError(
+                f"train.compile must be false with train.parallel.tp = {parallel.tp}, got true; layers that ranks compute together have not"
+                " been compiled so far, so leave it out")
+        for name in ("shard", "tp"):
+            if self.model.lora.rank and (given := getattr(parallel, name)) > 1:
+                raise ValueError(
+                    f"train.parallel.{name} must be 1 with model.lora.rank > 0, got {given}; a frozen model is whole on every rank, and an"
+                    " adapter too small to divide")
+        if parallel.ranks_per_share > 1 and not self.rollout.single_rank_load:
+            raise ValueError(
+                "rollout.single_rank_load must be true with train.parallel.tp or train.parallel.cp above 1, got false; the ranks of such a"
+                " group need the same rows, so leave it out")
 
     def _check_who_loads(self) -> None:
         if self.rollout.single_rank_load:

@@ -4,6 +4,8 @@ from typing import Literal
 
 from offbeat.config.base import Section, field
 
+Precision = Literal["float32", "bf16_mixed"]
+
 
 class OptimizerConfig(Section):
     """AdamW with float32 state, a warm-up, a decay and a clip."""
@@ -19,16 +21,53 @@ class OptimizerConfig(Section):
     clip_norm: float = field(1.0, "Global gradient norm is clipped to this; 0 is off.", ge=0)
 
 
+class ParallelConfig(Section):
+    """How the train ranks divide a model among them. What remains, train.num_ranks / (shard * tp * cp), are replicas of all that (dp)."""
+
+    shard: int = field(
+        1, "Ranks that hold each parameter in shards and gather layers as they run (FSDP2); 1 replicates, faster where it fits.", ge=1)
+    tp: int = field(1, "Ranks that compute each layer together, on the same rows; they belong on one machine.", ge=1)
+    ep: int = field(1, "Ranks that divide the experts of a mixture; 1 or the same as tp.", ge=1)
+    cp: int = field(1, "Ranks that divide each row of tokens among them, for long sequences.", ge=1)
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Number of ranks that are given the same rows: tp * cp."""
+        return self.tp * self.cp
+
+    def num_replicas(self, num_ranks: int) -> int:
+        """Return how many copies of the model, each divided as these settings say, `num_ranks` ranks hold.
+
+        Raises:
+            ValueError: the ranks do not come out even.
+        """
+        each = self.shard * self.ranks_per_share
+        if num_ranks % each:
+            raise ValueError(
+                f"train.num_ranks must be a multiple of train.parallel's shard * tp * cp = {each}, got {num_ranks}; start as many, or"
+                " lower one of them")
+        return num_ranks // each
+
+
 class TrainConfig(Section):
     """The ranks that learn."""
 
-    num_ranks: int = field(1, "Data-parallel train processes.", ge=1)
-    strategy: Literal["ddp", "fsdp"] = field("ddp", "Replicate the model (faster when it fits) or shard it with FSDP2.")
+    num_ranks: int = field(1, "Train processes; [train.parallel] says how they divide the work, by default as replicas of the model.", ge=1)
+    parallel: ParallelConfig = field(ParallelConfig(), "How the ranks divide a model among them.")
+    devices_per_rank: int = field(
+        0, "Accelerators for each train process; 0 takes one where this machine shows enough of them, else the CPU, as on a Ray cluster.",
+        ge=0, le=1)
     optimizer: OptimizerConfig = field(OptimizerConfig(), "AdamW and its schedule.")
     max_tokens_per_microbatch: int = field(16384, "Hard cap on tokens in one forward and backward; bounds activation memory.", ge=1)
     share_prefix: bool = field(True, "Run a group's common prompt once per micro-batch instead of once per sample.")
-    autocast: bool = field(False, "Compute in bfloat16 over float32 weights; pays above about 5M parameters.")
-    gradient_checkpointing: bool = field(False, "Recompute activations in the backward pass to save memory.")
+    precision: Precision = field(
+        "float32", 'Number format of the computation; "bf16_mixed" computes in bfloat16, and keeps weights, moments and sums of gradients'
+        " in float32, which pays above about 5M parameters.")
+    gradient_checkpointing: Literal["off", "selective", "full"] = field(
+        "off", 'Whether activations are computed again in the backward pass to save memory; "selective" keeps the results of matrix'
+        ' products and attention, "full" keeps the inputs of layers alone, which costs a third more computation.')
+    compile: bool = field(
+        False, "Compile each decoder layer with torch.compile; pays on a GPU, after a minute for the first step, and seldom on a CPU.")
     threads: int = field(
         0, "CPU threads per train process; 0 divides the cores that the run may use among its engines and train ranks.", ge=0)
     step_timeout_s: float = field(1800.0, "Seconds for one training step of all ranks.", gt=0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.algorithms.coefficients import Coefficients
+from offbeat.checkpoint.manifest import is_sealed
 from offbeat.checkpoint.recover import CheckpointIndex, Damage, none_sound
 from offbeat.config.resume import Part
 from offbeat.config.root import Config
@@ -27,6 +28,7 @@ _PARTS: dict[str, Part] = {TRAINING: "rl", FINE_TUNING: "sft", WARM_UP: "sft", P
 class _Found:
     folder: str
     saved: SavedState
+    sealed: bool
 
 
 def index_of(config: Config, kind: str) -> CheckpointIndex:
@@ -73,11 +75,11 @@ class Checkpoints:
         step = await self._trainers.load(folder / "ranks")
         if (critic := self._critic) is not None:
             if (folder / "critic").exists():
-                step = await critic.load(folder / "critic")  # the policy has not been trained in the critic's warm-up
+                await critic.load(folder / "critic")
             else:
                 self._parts.record.note("resuming", "the critic begins anew: the checkpoint has none")
-                step = found.saved.global_step
-        if step != found.saved.global_step:  # only where an older version wrote it, without checksums
+        # Without checksums nothing else tells. With a critic, present or past, steps of the policy and of the run may differ.
+        if not found.sealed and step != found.saved.global_step:
             raise StorageError(
                 f"the checkpoint {found.folder} is of step {found.saved.global_step}, but the files of its ranks are of step {step}; rename"
                 " it, so that the run goes on from the one before")
@@ -131,6 +133,10 @@ class Checkpoints:
         if every and global_step % every == 0:
             await self._export(f"exports/step-{global_step:08d}")
 
+    async def export_best(self) -> None:
+        """Write the model in the place of the best one so far."""
+        await self._export("best")
+
     async def _export(self, folder: str) -> None:
         await self._write(self._config.run_dir / folder)
 
@@ -147,7 +153,7 @@ class Checkpoints:
         lines = compare(self._parts.inputs.identity, saved, run_dir=self._config.run_dir, part=part_of(self._index.kind))
         for line in (*self._set_aside(damages, newest.folder.name), *lines):
             self._parts.record.note("resuming", line)
-        return _Found(str(newest.folder), saved)
+        return _Found(str(newest.folder), saved, is_sealed(newest.payload))
 
     def _set_aside(self, damages: Sequence[Damage], instead: str) -> list[str]:
         """What to say of checkpoints that are newer than the one that is taken."""

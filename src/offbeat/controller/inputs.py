@@ -1,8 +1,8 @@
 """The inputs of a run: model folder, tokenizer and data, read before any process is started so that mistakes show at once. Torch-free."""
 
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from offbeat.config.resume import remembered
 from offbeat.config.root import Config
 from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_lengths, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
+from offbeat.data.evaluation_set import open_set
 from offbeat.data.identity import Identity, code_digest, command_digest, digest_of, model_digest
 from offbeat.data.model_folder import check_model_folder, read_context_length, read_end_token_ids, read_vocab_size
 from offbeat.data.pairs import PairEncoder, Preference, open_pairs
@@ -17,7 +18,7 @@ from offbeat.data.reward_model import PREFIX, JudgedPairEncoder, choose_padding,
 from offbeat.data.supervised import Supervision
 from offbeat.data.tasks import find_task
 from offbeat.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, DataError, ModelError
 from offbeat.inference.sampling import Sampling
 from offbeat.trainer.messages import BuildRequest, Trainee
 
@@ -62,6 +63,7 @@ class RunInputs:
         identity: digests of all of this and the settings that it came from, for a checkpoint to remember.
         pairs: preferences, if the run trains on them; `train` and `heldout` are then empty.
         trains: what the run trains.
+        sets: those of the evaluation sets by name, with their rows as `heldout` and as `train`; empty where no prompts are trained on.
     """
 
     model: str
@@ -77,6 +79,7 @@ class RunInputs:
     identity: Identity
     pairs: PairInputs | None = None
     trains: Trainee = "policy"
+    sets: Mapping[str, "RunInputs"] = field(default_factory=dict)
 
     @property
     def plays(self) -> bool:
@@ -114,9 +117,24 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
         _check_teacher(config, base, context=context)
     supervision = Supervision(base.tokenizer, config.data, config.sft, base.context, config.train.max_tokens_per_microbatch)
     num_dropped = supervision.check(train) if supervised or config.run.warm_up else 0
-    return RunInputs(
+    inputs = RunInputs(
         base.model, base.build, base.tokenizer_folder, base.tokenizer, context, sampling, train, heldout, supervision, num_dropped,
         _identify(config, base, train))
+    return replace(inputs, sets={} if supervised else {name: _read_set(name, config, base, inputs) for name in config.evaluate.sets})
+
+
+def _read_set(name: str, config: Config, base: Base, run: RunInputs) -> RunInputs:
+    own = config.evaluation_set(name)
+    try:
+        sampling = _choose_sampling(base, own)
+        rows = open_set(
+            own.data, of_run=config.data, heldout=run.heldout, most=own.evaluate.num_prompts, seed=config.run.seed)
+        longest = check_lengths(
+            rows, base.tokenizer, own.data, context=run.context, max_new_tokens=sampling.max_new_tokens, max_rows=own.evaluate.num_prompts)
+        _check_limits(own, context=run.context, longest=longest, trains=False)
+    except (ConfigError, DataError, ModelError) as exc:
+        raise type(exc)(f"evaluate.sets.{name}: {exc}") from exc
+    return replace(run, sampling=sampling, train=rows, heldout=rows)
 
 
 def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = False) -> RunInputs:

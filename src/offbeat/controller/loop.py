@@ -22,10 +22,13 @@ What runs at the same time:
     the publisher  may bring a version to the engines beside the loop; the next step, evaluation and checkpoint wait until they serve it
     watch          ends the run when too few engines are alive
 
+What computes on a whole batch runs on a thread, one such part after another, so that answers of engines are read meanwhile.
+
 The controller holds numpy arrays and sockets, never a tensor: torch is not even imported here. In SPMD mode every rank runs this loop
 with objects of its own mode behind the same names; what only the leader does, it does under `peers.lead`.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +37,9 @@ from offbeat.aio import run_beside
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, reference_stats
+from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.checkpoints import Checkpoints
-from offbeat.controller.evaluate import Evaluator
+from offbeat.controller.evaluate import Evaluator, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
@@ -95,6 +99,8 @@ class _Training:
         saved = await self._checkpoints.restore()
         if saved is not None:
             self._resume(saved)
+            if self._is_best(saved.global_step):
+                await self._checkpoints.export_best()  # it may have ended between its checkpoint and this
         await state.agree(parts.peers)
         if state.stopping:
             return TrainResult(state.global_step, self._highlights, state.stopped_early)
@@ -102,26 +108,27 @@ class _Training:
         await parts.publisher.settle()  # rollouts begin with it
         rollouts = parts.source.rollouts(
             self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
-        evaluator = Evaluator(rollouts, parts.inputs.heldout, config.timed_evaluate, parts.peers)
+        evaluators = make_evaluators(rollouts, parts.source, parts.inputs, config, parts.peers)
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
-        if saved is None and evaluator.due(0, last=True):
-            before = await self._evaluate(evaluator, 0)
+        if saved is None and (before := await self._evaluate(evaluators, 0, last=True)):
             self._record.stats.commit(0, 0, 0, before)
-            self._highlights = replace(self._highlights, heldout_before=before["eval/accuracy"])
         async with rollouts:
             for step in state.steps():
                 start = time.monotonic()
                 groups, stats = await self._step(step, rollouts)
                 await state.agree(parts.peers)
-                last = step.global_step == state.total_steps
-                if evaluator.due(step.global_step, last=last) and not state.stopping:
-                    stats |= await self._evaluate(evaluator, step.global_step)
-                self._commit(step, groups, stats, time.monotonic() - start)
+                if not state.stopping:
+                    stats |= await self._evaluate(evaluators, step.global_step, last=step.global_step == state.total_steps)
+                is_best, last = self._is_best(step.global_step), step.global_step == state.total_steps
+                await self._commit(step, groups, stats, time.monotonic() - start)
                 await parts.peers.meet("commit_stats")
                 await self._checkpoints.export_step(step.global_step)
-                if self._checkpoints.due(step.global_step, last=last or state.stopping):
+                if self._checkpoints.due(step.global_step, last=last or state.stopping or is_best):
                     await self._save(step, rollouts)
+                if is_best:
+                    await self._checkpoints.export_best()  # after the checkpoint: a resumed run never stands before its best step
         await self._checkpoints.export()
+        await self._record.stored()
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
     async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], dict[str, float]]:
@@ -135,8 +142,7 @@ class _Training:
             groups = await rollouts.prepare_batch()
         waited_s = clock.lap()
         with span("advantage", "controller"):
-            with at_step(step.global_step):
-                batch = make_batch(groups, config=algorithm, max_new_tokens=config.rollout.max_new_tokens)
+            batch, own = await asyncio.to_thread(self._flatten, groups, algorithm, step)
         made_s, scored_s, scored = clock.lap(), 0.0, StatsPart()
         if algorithm.needs_scores:
             with span("score", "controller", step=step.global_step):
@@ -152,20 +158,24 @@ class _Training:
         times = {
             "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
             "step/publish_s": gate_s + clock.lap()}
-        diverged = [reference_stats(batch)] if algorithm.kl_target else []
-        own = batch_stats(
-            groups, version=step.version, separate_rewards=algorithm.separate_rewards, by_agent=algorithm.agent_baselines)
+        diverged = [await asyncio.to_thread(reference_stats, batch)] if algorithm.kl_target else []
         part = combine([own, rollouts.take_stats(), scored, *diverged])
         parts = await self._parts.peers.gather("export_stats", part)
         stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)
         self._coefficients = self._coefficients.after(stats, config.algorithm)
         return groups, stats
 
+    def _flatten(self, groups: Sequence[Group], algorithm: AlgorithmConfig, step: Step) -> tuple[Batch, StatsPart]:
+        """Return the batch of these groups and its statistics; on a thread, as it would hold up the rollouts."""
+        with at_step(step.global_step):
+            batch = make_batch(groups, config=algorithm, max_new_tokens=self._config.rollout.max_new_tokens)
+        return batch, batch_stats(groups, version=step.version, config=algorithm)
+
     async def _train(self, batch: Batch, step: Step) -> dict[str, float]:
         """Train the critic, if there is one, and after its warm-up the policy."""
         config, critic, stats = self._config, self._parts.critic, {}
         if critic is not None:
-            learnt = critic_batch(batch, value_clip=config.critic.value_clip)
+            learnt = await asyncio.to_thread(critic_batch, batch, value_clip=config.critic.value_clip)
             found = await critic.train_step(learnt, num_minibatches=config.algorithm.num_minibatches)
             stats = {name.replace("train/", "critic/"): value for name, value in found.items()}
             if step.global_step <= config.critic.warmup_steps:
@@ -189,18 +199,37 @@ class _Training:
 
         await self._parts.publisher.publish(version, on_served=served)
 
-    async def _evaluate(self, evaluator: Evaluator, global_step: int) -> dict[str, float]:
-        await self._parts.publisher.settle()
-        with self._record.tracer.span("evaluate", "controller"):
-            evaluation = await evaluator.run()
-        self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
-        prompts = f"{evaluation.num_prompts} prompts"
-        told = f"held-out accuracy {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
-        self._record.console.note(f"{told}{evaluation.passed_text}")
-        self._highlights = replace(self._highlights, heldout_after=evaluation.accuracy)
-        return {"eval/accuracy": evaluation.accuracy, **evaluation.passed}
+    async def _evaluate(self, evaluators: Sequence[Evaluator], global_step: int, *, last: bool) -> dict[str, float]:
+        """Evaluate what is due after a step, one set after the other; returns its metrics."""
+        stats: dict[str, float] = {}
+        for evaluator in evaluators:
+            if not evaluator.due(global_step, last=last):
+                continue
+            await self._parts.publisher.settle()
+            with self._record.tracer.span("evaluate", "controller"):
+                evaluation = await evaluator.run()
+            self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
+            prompts = f"{evaluation.num_prompts} prompts"
+            told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
+            self._record.console.note(f"{told}{evaluation.shares_text}")
+            self._highlights = self._highlights.evaluated(evaluation.name, evaluation.accuracy, first=global_step == 0)
+            if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
+                self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)
+            stats |= evaluation.step_metrics
+        best = self._highlights.best
+        if best is not None and best.is_final(self._config.evaluate) and not last:
+            self._record.note("no_gain", f"{best.metric} has not risen above {best.value:.3f}, of step {best.global_step}, in"
+                              f" {best.num_since} evaluations, so step {global_step} is the last")
+            self._state.total_steps = global_step
+        return stats
+
+    def _is_best(self, global_step: int) -> bool:
+        """Whether the model after this step is the best one so far; the initial model is not exported."""
+        best = self._highlights.best
+        return best is not None and best.metric == self._config.evaluate.keep_best and best.global_step == global_step > 0
 
     async def _save(self, step: Step, rollouts: Rollouts) -> None:
+        await self._record.stored()  # a run that goes on from here never writes the rollouts of this step again
         with self._record.tracer.span("checkpoint", "controller"):
             head = HeadState(self._stream.state(), rollouts.in_flight, rollouts.num_flat_rejected)
             await self._checkpoints.save(
@@ -221,7 +250,7 @@ class _Training:
         self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)
         self._record.console.note(f"resumed after step {saved.global_step}")
 
-    def _commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float], total_s: float) -> None:
+    async def _commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float], total_s: float) -> None:
         stats |= {
             "step/total_s": total_s,
             "throughput/generated_tokens_per_s": stats["rollout/generated_tokens"] / total_s,
@@ -236,7 +265,7 @@ class _Training:
             self._record.console.note(advice)
         every = self._config.telemetry.rollouts_every_steps
         if every and step.global_step % every == 0:
-            self._record.rollouts(step.global_step, (wire.encode_json(group) for group in groups))
+            await self._record.rollouts(step.global_step, (wire.encode_json(group) for group in groups))
 
 
 class _Clock:

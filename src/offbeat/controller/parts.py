@@ -87,6 +87,10 @@ class RolloutSource(Protocol):
         """
         ...
 
+    def rollouts_of_set(self, name: str) -> Rollouts:
+        """Return what plays an evaluation set, by `rollout_batch` alone."""
+        ...
+
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:
         """Return the next `count` rows as supervised sequences."""
         ...

@@ -4,6 +4,8 @@ Called by the loop for algorithms that ask for it (`AlgorithmConfig.needs_scores
 computed here, over the whole batch, so that neither ranks nor micro-batches nor minibatches can change it.
 """
 
+import asyncio
+
 import numpy as np
 
 from offbeat.algorithms.critic import with_end_targets
@@ -35,21 +37,22 @@ async def score_batch(
         scores["ref_logprobs"] = (await trainers.score(batch, of="reference")).columns["logprobs"]
     if parts.critic is not None:
         scores |= await _values(batch, parts.critic)
-    batch = with_scores(batch, scores, config)
+    batch = await asyncio.to_thread(with_scores, batch, scores, config)
     if config.needs_teacher:
         assert parts.teacher is not None, "a run that needs a teacher has one"
         taught = await parts.teacher.score(batch, row_of)
-        stats = teacher_stats(batch, taught)
-        batch = with_teacher(batch, taught, config)
+        stats = await asyncio.to_thread(teacher_stats, batch, taught)
+        batch = await asyncio.to_thread(with_teacher, batch, taught, config)
     if config.compares_targets:
         prox_logprobs = (await trainers.score(batch)).columns["logprobs"]
-        batch = batch.with_columns(**choose_tokens(policy_loss(config), batch, prox_logprobs=prox_logprobs, seed=seed))
+        chosen = await asyncio.to_thread(choose_tokens, policy_loss(config), batch, prox_logprobs=prox_logprobs, seed=seed)
+        batch = batch.with_columns(**chosen)
     return batch, stats
 
 
 async def _values(batch: Batch, critic: Trainers) -> dict[str, np.ndarray]:
     """Return `values` [M] float32 before each target, and `end_values` [N] float32 after what was cut off."""
-    scored, added = with_end_targets(batch)
+    scored, added = await asyncio.to_thread(with_end_targets, batch)
     values = (await critic.score(scored)).columns["values"]
     end_values = np.zeros(len(batch), np.float32)
     end_values[scored.target_sequences[added]] = values[added]

@@ -1,9 +1,10 @@
 """Where a run stands: which step comes next, and what a checkpoint has to remember of the controller."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from offbeat.algorithms.coefficients import Coefficients
+from offbeat.config.controller import EvaluateConfig
 from offbeat.controller.parts import Peers
 from offbeat.data.dataset import StreamState
 from offbeat.data.identity import Identity
@@ -26,6 +27,33 @@ class Step:
 
 
 @dataclass(frozen=True)
+class SetHighlights:
+    """Accuracy on an evaluation set before the first step and at the last evaluation; None where there was none."""
+
+    before: float | None = None
+    after: float | None = None
+
+
+@dataclass(frozen=True)
+class Best:
+    """The evaluation with the largest value of the metric that `evaluate.keep_best` names.
+
+    Attributes:
+        global_step: steps done then.
+        num_since: evaluations after it.
+    """
+
+    metric: str
+    value: float
+    global_step: int
+    num_since: int = 0
+
+    def is_final(self, config: EvaluateConfig) -> bool:
+        """Whether so many evaluations have not raised it that the run ends."""
+        return self.metric == config.keep_best and 0 < config.stop_after_no_gain <= self.num_since
+
+
+@dataclass(frozen=True)
 class Highlights:
     """What a run is remembered by, over all its resumptions.
 
@@ -35,6 +63,8 @@ class Highlights:
         max_logprob_gap: largest difference of trainer's and engines' mean canary log-probability under the same weights.
         trained_tokens: of supervised fine-tuning.
         warm_up_steps: supervised steps before reinforcement learning.
+        sets: of the evaluation sets, by name.
+        best: the best evaluation; None without `evaluate.keep_best`.
     """
 
     heldout_before: float | None = None
@@ -43,6 +73,22 @@ class Highlights:
     max_logprob_gap: float = 0.0
     trained_tokens: int = 0
     warm_up_steps: int = 0
+    sets: dict[str, SetHighlights] = field(default_factory=dict)
+    best: Best | None = None
+
+    def evaluated(self, name: str, accuracy: float, *, first: bool) -> "Highlights":
+        """Return these with the accuracy on a set, "" for the held-out prompts; the `first` is that before the first step."""
+        if not name:
+            return replace(self, heldout_after=accuracy, heldout_before=accuracy if first else self.heldout_before)
+        before = accuracy if first else self.sets.get(name, SetHighlights()).before
+        return replace(self, sets=self.sets | {name: SetHighlights(before, accuracy)})
+
+    def measured(self, metric: str, value: float, *, global_step: int) -> "Highlights":
+        """Return these with an evaluation of the metric by which the best one is known."""
+        best = self.best
+        if best is None or best.metric != metric or value > best.value:
+            return replace(self, best=Best(metric, value, global_step))
+        return replace(self, best=replace(best, num_since=best.num_since + 1))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
+from typing import Any, Literal
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over global steps, with an optional dashed bound."""
+    """Lines over global steps, with an optional dashed bound; or parts of a whole, each drawn as an area on top of those before it."""
 
     title: str
     unit: str
@@ -38,10 +38,23 @@ class Chart:
     y_range: tuple[float | None, float | None] = (None, None)
     bound: float | None = None
     bound_label: str = ""
+    stacked: bool = False
 
     def points(self) -> list[Point]:
         """Return the points that can be drawn: finite ones, and only positive ones on a log scale."""
-        return [point for series in self.series for point in drawable(series.points, log=self.log)]
+        return [point for tops in self.tops() for point in tops]
+
+    def tops(self) -> list[list[Point]]:
+        """Return the points of each series where they are drawn: stacked, at the sum of it and those before it."""
+        found: list[list[Point]] = []
+        below: dict[float, float] = {}
+        for series in self.series:
+            points = drawable(series.points, log=self.log)
+            if self.stacked:
+                points = [(x, below.get(x, 0.0) + y) for x, y in points]
+                below |= dict(points)
+            found.append(points)
+        return found
 
 
 def drawable(points: Sequence[Point], *, log: bool) -> list[Point]:
@@ -121,13 +134,15 @@ def draw(chart: Chart) -> str:
     for tick in linear_ticks(x_low, x_high, about=6):
         if tick == int(tick):
             parts.append(f'<text class="tick" x="{place_x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{tick:.0f}</text>')
-    hover = []
-    for series in chart.series:
-        values = thinned(drawable(series.points, log=chart.log))
+    hover: list[dict[str, Any]] = []
+    drawn: list[str] = []
+    for series, tops in zip(chart.series, chart.tops(), strict=True):
+        values, own = thinned(tops), dict(series.points if chart.stacked else tops)
         placed = [(place_x(x), place_y(y)) for x, y in values]
-        parts.append(_line(series, placed))
-        shown = [[round(px, 1), x, float(f"{y:.4g}")] for (px, _), (x, y) in zip(placed, values, strict=True)]
+        drawn.append(_area(series, placed) if chart.stacked else _line(series, placed))
+        shown = [[round(px, 1), x, float(f"{own[x]:.4g}")] for (px, _), (x, _) in zip(placed, values, strict=True)]
         hover.append({"label": series.label, "points": shown})
+    parts += drawn[::-1] if chart.stacked else drawn  # each area reaches down to the axis, so that lower ones come over it
     if chart.bound is not None:
         y = place_y(chart.bound)
         parts.append(f'<line class="bound" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -144,6 +159,14 @@ def _line(series: Series, placed: Sequence[Point]) -> str:
     if series.style == "dots" or len(placed) == 1:
         line += "".join(f'<circle class="dot {series.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in placed)
     return line
+
+
+def _area(series: Series, placed: Sequence[Point]) -> str:
+    if len(placed) < 2:
+        return _line(series, placed)
+    base = HEIGHT - BOTTOM
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in [(placed[0][0], base), *placed, (placed[-1][0], base)])
+    return f'<path class="area {series.colour}" d="M{path}Z"/>'
 
 
 def _y_range(chart: Chart, ys: Sequence[float]) -> tuple[float, float]:

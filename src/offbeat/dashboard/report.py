@@ -5,6 +5,7 @@ after one has crashed.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -22,6 +23,7 @@ from offbeat.telemetry.advice import PublishingAdvice
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _MOST_EVENTS = 500
+_OF_SET = re.compile(r"eval/([a-z0-9_]+)/accuracy")
 
 Card = tuple[Chart, str]
 
@@ -55,6 +57,7 @@ def render_report(run: RunFiles) -> str:
         figures="".join(_figure(*figure) for figure in _key_figures(run)),
         advice=escape(_advice(run)),
         charts=_charts_html(run),
+        episodes=_episodes_html(run),
         timeline=_timeline_html(run),
         details="".join(_details(run)),
     )
@@ -79,9 +82,10 @@ def _count(number: int, noun: str) -> str:
 
 def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     """Yield (label, value, remark) of each figure for which there is data."""
-    held_out = run.values("eval/accuracy")
-    if held_out:
-        yield "held-out accuracy", " → ".join(f"{held_out[i]:.2f}" for i in sorted({0, len(held_out) - 1})), "first → last"
+    sets = {"held-out accuracy": "eval/accuracy"} | {f"accuracy on {name}": f"eval/{name}/accuracy" for name in _evaluation_sets(run)}
+    for label, name in sets.items():
+        if found := run.values(name):
+            yield label, " → ".join(f"{found[i]:.2f}" for i in sorted({0, len(found) - 1})), "first → last"
     seconds = run.values("step/total_s")
     steps = [row["global_step"] for row in run.metrics if "global_step" in row]
     if steps:
@@ -132,7 +136,7 @@ def _cards(run: RunFiles) -> list[Card]:
     reward, loss = run.points("reward/mean"), run.points("train/loss")
     return [
         (
-            Chart("Held-out accuracy", "", [Series("accuracy", run.points("eval/accuracy"), style="dots")], y_range=(0, 1)),
+            Chart("Held-out accuracy", "", _accuracies(run), y_range=(0, 1)),
             "On prompts that are never trained on.",
         ),
         (
@@ -215,6 +219,20 @@ def _cards(run: RunFiles) -> list[Card]:
     ]
 
 
+def _evaluation_sets(run: RunFiles) -> list[str]:
+    """Return the names of the evaluation sets that were evaluated."""
+    found = (_OF_SET.fullmatch(name) for row in run.metrics for name in row)
+    return list(dict.fromkeys(match[1] for match in found if match is not None))
+
+
+def _accuracies(run: RunFiles) -> list[Series]:
+    names = _evaluation_sets(run)
+    held_out = Series("held-out prompts" if names else "accuracy", run.points("eval/accuracy"), style="dots")
+    sets = (
+        Series(name, run.points(f"eval/{name}/accuracy"), f"c{1 + number % 4}", style="dots") for number, name in enumerate(names, start=1))
+    return [held_out, *sets]
+
+
 def _named_rewards(run: RunFiles) -> list[Series]:
     names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith("reward/") and name.endswith("_mean"))
     return [
@@ -227,6 +245,23 @@ def _charts_html(run: RunFiles) -> str:
     if not cards:
         return '<p class="empty">No metrics yet. They appear here once the first step has ended; write the report again then.</p>'
     return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _episodes_html(run: RunFiles) -> str:
+    """Draw where the time of episodes of several turns goes; empty for a run without turns."""
+    seconds = dict(run.points("rollout/episode_mean_s"))
+    parts = [
+        Series(label, [(step, share * seconds[step]) for step, share in run.points(f"rollout/{name}_share") if step in seconds], colour)
+        for name, label, colour in (("model", "model calls", "c3"), ("tool", "tools and environments", "c1"), ("queue", "queue", "c4"))]
+    cards: list[Card] = [
+        (
+            Chart("Where an episode's time goes", "s", parts, y_range=(0, None), stacked=True),
+            "Mean over the episodes that ended in a step: calls of the model, what lies between them, and the wait for a place to play in.",
+        ),
+        (Chart("Turns", "", [Series("turns", run.points("rollout/turns_mean"))], y_range=(0, None)), "Mean over a step's episodes."),
+    ]
+    shown = "".join(_card(chart, text) for chart, text in cards if chart.points())
+    return f'<section><h2>Episodes</h2><div class="cards">{shown}</div></section>' if shown else ""
 
 
 def _card(chart: Chart, text: str) -> str:

@@ -25,6 +25,10 @@ KINDS = (
     ("evaluate", "k-evaluate", "evaluate"),
     ("checkpoint", "k-checkpoint", "checkpoint"),
     ("generate", "k-generate", "generate"),
+    ("queue", "k-wait", "wait for a place"),
+    ("model", "k-generate", "model call"),
+    ("tool", "k-tool", "tools"),
+    ("reward", "k-score", "reward"),
 )
 _CLASSES = {name: css for name, css, _ in KINDS}
 _LABELS = {name: label for name, _, label in KINDS}
@@ -105,7 +109,7 @@ def draw_window(spans: Sequence[Span]) -> str:
 
 
 def _rows(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """Group spans by track: the controller, then train ranks, then engines, each by number, then any others."""
+    """Group spans by track: the controller, then train ranks, then engines, each by number, then any others, such as episodes."""
     rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         rows[span.track].append(span)

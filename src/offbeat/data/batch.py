@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -143,7 +144,7 @@ class Batch:
         for name, dtype in (("tokens", np.int32), ("offsets", np.int64), ("positions", np.int64), ("targets", np.int32)):
             object.__setattr__(self, name, _vector(name, getattr(self, name), dtype))
         _check_offsets(self.offsets, len(self.tokens))
-        if len(self.positions) and not (np.diff(self.positions) >= 0).all():
+        if not (self.positions[1:] >= self.positions[:-1]).all():
             raise DataError("the positions of a batch's targets must rise")
         if len(self.positions) and not 0 <= self.positions[0] <= self.positions[-1] < len(self.tokens):
             raise DataError(
@@ -177,17 +178,45 @@ class Batch:
         Raises:
             DataError: the first token of a sequence, which nothing predicts, is trained on; or arrays do not fit each other.
         """
-        offsets = bounds(lengths)
-        trained = np.asarray(trained, np.bool_)
-        for name, values in columns.items():
-            _check_length(name, np.asarray(values), len(trained))
-        index = np.flatnonzero(trained)
-        if trained[offsets[:-1][np.diff(offsets) > 0]].any():
+        tokens, trained, offsets = np.asarray(tokens), np.asarray(trained, np.bool_), bounds(lengths)
+        _check_offsets(offsets, len(tokens))
+        for name, values in {"loss mask": trained, **columns}.items():
+            _check_length(name, np.asarray(values), len(tokens))
+        sequences = [slice(start, end) for start, end in pairwise(offsets.tolist())]
+        return cls.of_sequences(
+            [tokens[own] for own in sequences], [trained[own] for own in sequences],
+            columns={name: np.asarray(values)[trained] for name, values in columns.items()}, losses=losses, group_ids=group_ids,
+            prefix_lens=prefix_lens, denominator=denominator)
+
+    @classmethod
+    def of_sequences(
+        cls, tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray], *, columns: Mapping[str, np.ndarray],
+        losses: tuple[LossSpec, ...], group_ids: np.ndarray | None = None, prefix_lens: np.ndarray | None = None, denominator: float = 1.0,
+    ) -> Self:
+        """Make the batch of `of_next_tokens` from sequences that lie apart.
+
+        Args:
+            tokens: N sequences, [L] int32 each.
+            trained: N masks, [L] bool each.
+            columns: [M] each, by name, one value for each target.
+
+        Raises:
+            DataError: as `of_next_tokens`.
+        """
+        if any(len(mask) and mask[0] for mask in trained):
             raise DataError("the first token of a sequence cannot be trained on: nothing predicts it")
-        num = len(offsets) - 1
+        offsets = bounds([len(sequence) for sequence in tokens])
+        ends = bounds([int(np.count_nonzero(mask)) for mask in trained])
+        whole, positions, targets = np.empty(offsets[-1], np.int32), np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
+        # One sequence at a time: what is computed on the way stays in the processor's cache.
+        for i, (sequence, mask) in enumerate(zip(tokens, trained, strict=True)):
+            index, own = np.flatnonzero(mask), slice(ends[i], ends[i + 1])
+            whole[offsets[i] : offsets[i + 1]] = _vector("tokens", sequence, np.int32)
+            targets[own] = whole[offsets[i] : offsets[i + 1]][index]
+            np.add(index, offsets[i] - 1, out=positions[own])
+        num = len(tokens)
         return cls(
-            tokens=tokens, offsets=offsets, positions=index - 1, targets=np.asarray(tokens)[index],
-            columns={name: np.asarray(values)[index] for name, values in columns.items()},
+            tokens=whole, offsets=offsets, positions=positions, targets=targets, columns=dict(columns),
             sequences={
                 "group_ids": np.arange(num) if group_ids is None else group_ids,
                 "prefix_lens": np.zeros(num, np.int64) if prefix_lens is None else prefix_lens},
@@ -236,12 +265,15 @@ class Batch:
     def select(self, indices: Sequence[int] | np.ndarray) -> "Batch":
         """Select sequences in the given order; loss weights do not change. An empty selection gives a batch without sequences."""
         indices = np.asarray(indices, dtype=np.int64)
-        tokens, targets = gather_ranges(self.offsets, indices), gather_ranges(self.target_offsets, indices)
-        offsets = bounds(self.lengths[indices])
-        moved = np.repeat(offsets[:-1] - self.offsets[indices], np.diff(self.target_offsets)[indices])
+        first = np.flatnonzero(np.diff(indices, prepend=-2) != 1)  # of each run of consecutive indices, which is copied as one piece
+        tokens, targets = (_pieces(ends, indices, first) for ends in (self.offsets, self.target_offsets))
+        offsets, positions = bounds(self.lengths[indices]), _joined(self.positions, targets)
+        moved = offsets[first] - self.offsets[indices[first]]
+        for start, piece, shift in zip(accumulate(targets, _after, initial=0), targets, moved.tolist(), strict=False):
+            positions[start : _after(start, piece)] += shift
         return replace(
-            self, tokens=self.tokens[tokens], offsets=offsets, positions=self.positions[targets] + moved, targets=self.targets[targets],
-            columns={name: values[targets] for name, values in self.columns.items()},
+            self, tokens=_joined(self.tokens, tokens), offsets=offsets, positions=positions,
+            targets=_joined(self.targets, targets), columns={name: _joined(values, targets) for name, values in self.columns.items()},
             sequences={name: values[indices] for name, values in self.sequences.items()})
 
     @classmethod
@@ -281,6 +313,21 @@ def gather_ranges(offsets: np.ndarray, indices: np.ndarray) -> np.ndarray:
     lengths = np.diff(offsets)[indices]
     starts = np.cumsum(lengths) - lengths
     return np.repeat(offsets[indices] - starts, lengths) + np.arange(lengths.sum())
+
+
+def _pieces(offsets: np.ndarray, indices: np.ndarray, first: np.ndarray) -> list[slice]:
+    """Return what `gather_ranges` gathers as one slice for each run of consecutive indices; runs begin at the entries `first`."""
+    last = np.append(first, len(indices))[1:] - 1
+    return list(map(slice, offsets[indices[first]].tolist(), offsets[indices[last] + 1].tolist()))
+
+
+def _after(start: int, piece: slice) -> int:
+    return start + piece.stop - piece.start
+
+
+def _joined(values: np.ndarray, pieces: Sequence[slice]) -> np.ndarray:
+    """Return a copy of these pieces of values, back to back."""
+    return np.concatenate([values[:0], *(values[piece] for piece in pieces)])
 
 
 def bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

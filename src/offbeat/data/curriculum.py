@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from offbeat.config.curriculum import CurriculumConfig
+from offbeat.data.reward import RIGHT
 from offbeat.telemetry.tracker import StatsPart
 
 _POOLS = ("hard", "normal", "easy", "unseen")
@@ -62,7 +63,7 @@ class Curriculum:
         """
         if len(rewards):
             self._means[index] = rewards.mean(dtype=np.float64)
-            self._left[index] = 0 < self._config.leave_at <= np.mean(rewards >= 1)
+            self._left[index] = 0 < self._config.leave_at <= np.mean(rewards >= RIGHT)
 
     def state(self) -> CurriculumState:
         """Return what is known."""

@@ -221,9 +221,9 @@ def plan_microbatches(
 
 def _used_lengths(batch: Batch) -> np.ndarray:
     """Return [N] int64, the number of leading tokens on which a loss depends, up to the one that predicts a sequence's last target."""
-    used = np.zeros(len(batch), np.int64)
-    sequence = batch.target_sequences
-    used[sequence] = batch.positions - batch.offsets[sequence] + 1  # positions rise, so the last one written is the largest
+    used, ends = np.zeros(len(batch), np.int64), batch.target_offsets
+    some = np.diff(ends) > 0
+    used[some] = batch.positions[ends[1:][some] - 1] - batch.offsets[:-1][some] + 1
     return used
 
 

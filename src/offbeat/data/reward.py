@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 from offbeat.errors import shorten
 
+RIGHT = 1 - 1e-9
+"""An answer of at least this reward counts as right: several rewards that sum to 1 may be rounded."""
+
 LARGEST_REWARD = 1e12
 """Rewards scale gradients, whose squares are summed over all parameters in float32, which ends at 3.4e38."""
 

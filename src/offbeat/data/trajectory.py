@@ -167,12 +167,17 @@ class Trajectory:
         kind = self.reason.partition(": ")[0]
         return cast(Unusable, kind) if kind in UNUSABLE else None
 
+    @cached_property
+    def num_generated(self) -> int:
+        """Number of tokens that the policy generated."""
+        return int(np.count_nonzero(self.loss_mask))
+
     @property
     def row_tokens(self) -> int:
         """Number of tokens that must be run for its loss: all before the last generated one."""
         return row_tokens(self.loss_mask)
 
-    @property
+    @cached_property
     def head_version(self) -> Version:
         """Oldest version that sampled one of its tokens; -1 if nothing was generated."""
         generated = self.versions[self.loss_mask]
@@ -183,7 +188,7 @@ class Trajectory:
         """Number of tokens before the first generated one."""
         return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self)
 
-    @property
+    @cached_property
     def calls(self) -> tuple[TurnEnd, ...]:
         """Its turns; where none were given, one for each run of generated tokens."""
         if self.turns:

@@ -1,8 +1,13 @@
 """Converts frozen dataclasses, including numpy arrays, to bytes and back. Messages between processes use it; nothing is unpickled.
 
 The format is MessagePack through msgspec, which checks types while decoding. An array travels as (dtype, shape, raw little-endian bytes).
+`encode_pieces` gives the same bytes without copying large arrays, which would hold up an event loop, on whatever thread it were done.
 """
 
+import os
+import struct
+from collections.abc import Sequence
+from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,6 +18,13 @@ from offbeat.errors import DataError
 T = TypeVar("T")
 
 _ALLOWED_DTYPES = frozenset({"bool", "uint8", "uint16", "int16", "int32", "int64", "float32", "float64"})
+
+
+_APART_BYTES = 1 << 16
+"""Arrays of this size or larger are pieces of their own."""
+
+_BIN32 = struct.Struct("!BI")
+_MOST_BYTES = 2**32
 
 
 class _Array(msgspec.Struct, array_like=True):
@@ -44,6 +56,21 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 def encode(value: Any) -> bytes:
     """Encode a frozen dataclass, or a builtin container of them."""
     return _encoder.encode(value)
+
+
+def encode_pieces(value: Any) -> Sequence[bytes | memoryview]:
+    """Encode as `encode` does, as pieces that make up its bytes; large arrays are pieces that share their memory."""
+    mark, arrays = os.urandom(16), []
+
+    def to_plain(value: Any) -> Any:
+        if not isinstance(value, np.ndarray) or not _APART_BYTES <= value.nbytes < _MOST_BYTES:
+            return _to_plain(value)
+        arrays.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        # The header of the array's bytes stands in the message, followed by a mark where the bytes themselves belong.
+        return value.dtype.name, value.shape, msgspec.Raw(_BIN32.pack(0xC6, value.nbytes) + mark)
+
+    frame = msgspec.msgpack.encode(value, enc_hook=to_plain).split(mark)
+    return [piece for piece in chain.from_iterable(zip_longest(frame, arrays, fillvalue=b"")) if len(piece)]
 
 
 def decode(kind: type[T], data: bytes | memoryview) -> T:

@@ -1,11 +1,16 @@
-"""Answers of the engine's HTTP endpoints, in OpenAI's format plus `token_ids` and `versions`. Used by `server`; no I/O."""
+"""Answers of the engine's HTTP endpoints, in OpenAI's format plus `token_ids` and `versions`. Used by `server`; no I/O.
+
+Whoever asks a completion for `encoding_format: "base64"` gets arrays, which take a fortieth of the time to read.
+"""
 
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
+from offbeat.chat.answering import token_logprobs
 from offbeat.chat.completions import DONE, told_logprob
 from offbeat.chat.dialects import data
 from offbeat.data.tokenizer import Tokenizer
@@ -35,12 +40,16 @@ class CompletionFormat:
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, *, packed: bool = False) -> None:
+        """`packed` gives log-probabilities as the bytes of an array."""
+        self._packed = packed
+
     def text(self, text: str, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
         return {"text": text}
 
     def logprobs(self, output: Output, tokenizer: Tokenizer) -> dict[str, Any]:  # noqa: ARG002
         # OpenAI's `tokens` are left out: decoding them one by one would cost more than the rest of the answer.
-        told: dict[str, Any] = {"token_logprobs": output.logprobs}
+        told: dict[str, Any] = {"token_logprobs": _bytes(output.logprobs, np.float32) if self._packed else output.logprobs}
         if output.top_logprobs is not None:  # in vLLM's form, which distinguishes tokens of equal text
             told["top_logprobs"] = [{f"token_id:{token}": logprob for token, logprob in row} for row in output.top_logprobs]
         return told
@@ -108,17 +117,18 @@ class Answer:
         if self._body.wants_logprobs:
             choice["logprobs"] = self._form.logprobs(output, self._tokenizer)
         if self._body.return_token_ids:
-            choice["token_ids"], choice["versions"] = output.token_ids, output.versions
+            choice["token_ids"], choice["versions"] = (
+                (_bytes(output.token_ids, np.int32), _bytes(output.versions, np.int32)) if self._body.encoding_format == "base64"
+                else (output.token_ids, output.versions))
         return choice
+
+
+def _bytes(values: Sequence[float], dtype: type) -> bytes:
+    """Return what msgspec writes as base64."""
+    return np.array(values, dtype).tobytes()
 
 
 def told_ids(output: Output, body: GenerateBody) -> list[int]:
     """Return the tokens whose text belongs to the answer: all but a stop token at the end."""
     stopped = output.finish_reason == "stop" and output.token_ids[-1] in (body.stop_token_ids or ())
     return output.token_ids[:-1] if stopped else output.token_ids
-
-
-def token_logprobs(output: Output, tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    """Return the text and the log-probability of each token."""
-    tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in output.token_ids]
-    return list(zip(tokens, output.logprobs, strict=True))

@@ -6,7 +6,6 @@ must carry it; without one, only programs on this machine are served, and no web
 """
 
 import asyncio
-import logging
 import threading
 import time
 import uuid
@@ -23,7 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from offbeat.engine.adapters import UnknownAdapterError
+from offbeat.chat.sending import WriteError
 from offbeat.engine.answers import Answer, CompletionFormat
 from offbeat.engine.chats import Chats, errors_of, streaming
 from offbeat.engine.loader import load_engine
@@ -32,7 +31,7 @@ from offbeat.engine.metrics import registry_of
 from offbeat.engine.options import EngineOptions
 from offbeat.engine.request import Event, Output, Request, Scored, ScoreJob
 from offbeat.engine.versions import Source, fingerprint_tensors
-from offbeat.engine.web import Disconnected, Handler, HttpServer, WriteError, error_answer, json_answer, refusal
+from offbeat.engine.web import Disconnected, Handler, HttpServer, error_answer, json_answer, refusal, refusal_of
 from offbeat.engine.wire import (
     CompletionBody,
     LoadAdapterBody,
@@ -43,7 +42,7 @@ from offbeat.engine.wire import (
     UnloadAdapterBody,
     read_body,
 )
-from offbeat.errors import BusyError, DeadlineError, EngineError, OffbeatError, RefusedError, UserError
+from offbeat.errors import DeadlineError, EngineError, RefusedError
 from offbeat.listening import bind
 
 T = TypeVar("T")
@@ -52,9 +51,6 @@ DEFAULT_MAX_TOKENS = 16
 STALLED_S = 60.0
 """A step that takes longer is assumed to hang; the slowest real ones take seconds."""
 _KEEP_ALIVE_S = 30
-
-logger = logging.getLogger(__name__)
-
 
 Inbox = asyncio.Queue[Output | Scored | EngineError | Disconnected]
 """Messages of the engine to one request."""
@@ -155,19 +151,9 @@ class EngineServer:
                 return error_answer(refused[0], status=refused[1], write=write)
             try:
                 return await handler(http)
-            except BusyError as exc:
-                return error_answer(str(exc), status=429, write=write, headers={"Retry-After": "1"})
-            except UnknownAdapterError as exc:
-                return error_answer(str(exc), status=404, write=write)
-            except (RefusedError, UserError) as exc:
-                return error_answer(str(exc), status=400, write=write)
-            except Disconnected:
-                return Response(status_code=499)
-            except OffbeatError as exc:
-                return error_answer(str(exc), status=500, write=write)
             except Exception as exc:
-                logger.exception("a request to %s failed", http.url.path)
-                return error_answer(f"unexpected {type(exc).__name__}: {exc}; the engine's log says where", status=500, write=write)
+                told = refusal_of(exc)
+                return error_answer(told.sentence, status=told.status, write=write, headers=told.headers)
 
         return guarded
 
@@ -177,7 +163,7 @@ class EngineServer:
             raise RefusedError("echo is not offered; POST /v1/score gives log-probabilities of a prompt")
         prompt = self._tokenizer.prompt(body.prompt) if isinstance(body.prompt, str) else body.prompt
         params = body.params(default_max_tokens=DEFAULT_MAX_TOKENS)
-        form, adapter = CompletionFormat(), self._adapter_of(body.model or "")
+        form, adapter = CompletionFormat(packed=body.encoding_format == "base64"), self._adapter_of(body.model or "")
         request = Request(
             id=f"{form.prefix}-{uuid.uuid4().hex}", prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
         answer = Answer(request.id, form, body, tokenizer=self._tokenizer, model=adapter or self._model_name, prompt_len=len(prompt))

@@ -4,26 +4,26 @@ Used by `server` and `chats`.
 """
 
 import asyncio
+import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import uvicorn
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from offbeat.chat.completions import Completions
+from offbeat.chat.sending import GONE, Refusal, WriteError
+from offbeat.engine.adapters import UnknownAdapterError
+from offbeat.errors import BusyError, OffbeatError, RefusedError, UserError
 from offbeat.hosts import names_loopback
 
+logger = logging.getLogger(__name__)
+
 Handler = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
-
-
-class WriteError(Protocol):
-    """Writes the body of an error."""
-
-    def __call__(self, message: str, *, status: int) -> bytes: ...
 
 
 class Disconnected(Exception):  # noqa: N818 (an event, not an error)
@@ -69,11 +69,29 @@ def refusal(http: HttpRequest, key: str) -> tuple[str, int] | None:
     return None
 
 
+def refusal_of(exc: BaseException) -> Refusal:
+    """Return what a client is told of an error."""
+    match exc:
+        case BusyError():
+            return Refusal(str(exc), 429, {"Retry-After": "1"})
+        case UnknownAdapterError():
+            return Refusal(str(exc), 404)
+        case RefusedError() | UserError():
+            return Refusal(str(exc), 400)
+        case Disconnected() | asyncio.CancelledError():
+            return Refusal("the client went away", GONE)
+        case OffbeatError():
+            return Refusal(str(exc), 500)
+        case _:
+            logger.error("a request failed", exc_info=exc)
+            return Refusal(f"unexpected {type(exc).__name__}: {exc}; the engine's log says where", 500)
+
+
 def json_answer(data: bytes) -> Response:
     """Answer with JSON."""
     return Response(data, media_type="application/json")
 
 
-def error_answer(message: str, *, status: int, write: WriteError = OPENAI, headers: dict[str, str] | None = None) -> Response:
+def error_answer(message: str, *, status: int, write: WriteError = OPENAI, headers: Mapping[str, str] | None = None) -> Response:
     """Answer with an error."""
     return Response(write(message, status=status), status_code=status, headers=headers, media_type="application/json")

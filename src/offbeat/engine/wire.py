@@ -31,6 +31,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
         logprobs: anything but null or false returns the log-probability of each sampled token.
         scaled_logprobs: report log-probabilities as if top_p and top_k were not set.
         return_token_ids: return token ids, and with them the weight version of each token.
+        encoding_format: "base64" gives token ids, versions and log-probabilities as base64 of little-endian int32 and float32.
     """
 
     model: str | None = None
@@ -48,6 +49,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     logprobs: int | bool | None = None
     scaled_logprobs: bool = False
     return_token_ids: bool = False
+    encoding_format: Literal["float", "base64"] = "float"
 
     def params(self, *, default_max_tokens: int) -> SamplingParams:
         """Translate the body to sampling parameters; `default_max_tokens` is the endpoint's.
@@ -105,11 +107,13 @@ class ChatExtras(msgspec.Struct):
     scaled_logprobs: bool = False
 
 
-def body_of(request: ChatRequest, extras: ChatExtras, *, stops: tuple[str, ...], stream: bool) -> GenerateBody:
+def body_of(
+    request: ChatRequest, extras: ChatExtras, *, stops: tuple[str, ...], stop_token_ids: list[int], stream: bool
+) -> GenerateBody:
     """Write a chat's settings as those of a completion."""
     return GenerateBody(
         model=request.model, max_tokens=request.max_new_tokens, n=request.n, temperature=request.temperature, top_p=request.top_p,
-        top_k=request.top_k, seed=request.seed, stop=list(stops), stop_token_ids=extras.stop_token_ids, ignore_eos=extras.ignore_eos,
+        top_k=request.top_k, seed=request.seed, stop=list(stops), stop_token_ids=stop_token_ids, ignore_eos=extras.ignore_eos,
         stream=stream, stream_options=StreamOptions(request.include_usage), logprobs=request.logprobs or None,
         scaled_logprobs=extras.scaled_logprobs, return_token_ids=request.return_token_ids)
 

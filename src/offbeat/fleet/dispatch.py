@@ -88,7 +88,7 @@ class Dispatcher:
         samples, num_retries = await self._route(
             ask, _newest_of_samples, cost=n * (len(prompt) + sampling.max_new_tokens), session=session, adapter=adapter,
             max_failures=max_failures)
-        self.generated_tokens += sum(len(sample.token_ids) for sample in samples)
+        self.generated_tokens += sum(len(sample.tokens) for sample in samples)
         return [replace(sample, num_retries=num_retries) for sample in samples] if num_retries else samples
 
     async def score(
@@ -149,17 +149,20 @@ class Dispatcher:
 
     def _choose(self, cost: int, session: str, wanted: Manifest | None, failed: "Failures") -> Member | None:
         """Choose the engine for a request; None when it has to wait. Raises the request's last error when waiting cannot help."""
-        members, min_engines = self.pool.members, self.pool.min_engines
-        healthy = {name: member for name, member in members.items() if member.healthy}
-        able = {name: m for name, m in healthy.items()
-                if m.stint not in failed.stints and (wanted is not None or m.state is State.SERVING)}
-        if failed.error is not None and (failed.count >= failed.limit or (not able and len(healthy) == len(members))):
+        members, num_healthy = self.pool.members, 0
+        able: dict[str, Member] = {}
+        for name, member in members.items():  # one pass, as there may be a thousand
+            if member.healthy:
+                num_healthy += 1
+                if member.stint not in failed.stints and (wanted is not None or member.state is State.SERVING):
+                    able[name] = member
+        if failed.error is not None and (failed.count >= failed.limit or (not able and num_healthy == len(members))):
             raise failed.error
-        if len(healthy) < min_engines or not able:
+        if num_healthy < self.pool.min_engines or not able:
             return None
         holders = self._cache.holders(wanted.name) if wanted is not None else ()
-        candidates = {name: m.outstanding_tokens for name, m in able.items() if name in holders}
-        candidates = candidates or {name: m.outstanding_tokens for name, m in able.items()}
+        candidates = {name: able[name].outstanding_tokens for name in able if name in holders} if holders else {}
+        candidates = candidates or {name: member.outstanding_tokens for name, member in able.items()}
         return able[self._router.choose(candidates, cost=cost, session=session)]
 
     @property
@@ -192,7 +195,7 @@ class Failures:
 
 
 def _newest_of_samples(samples: list[Sample]) -> Version:
-    return max((version for sample in samples for version in sample.versions), default=-1)
+    return max((int(sample.token_versions.max(initial=-1)) for sample in samples), default=-1)
 
 
 def _version_of_score(score: PromptScore) -> Version:

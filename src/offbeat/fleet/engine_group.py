@@ -19,6 +19,7 @@ from offbeat.data import wire
 from offbeat.engine.options import EngineAddress, EngineOptions, EngineStart
 from offbeat.fleet.server_worker import ServerStart
 from offbeat.fleet.servers import engine_python, server_command
+from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
 from offbeat.workers.local import LocalLauncher
 from offbeat.workers.worker import Launcher, Nothing, Worker, WorkerSpec, ask
 
@@ -74,9 +75,10 @@ class EngineGroup:
         specs = [
             WorkerSpec(
                 name, _EMBEDDED if embedded else _SERVER, log_dir / f"{name.replace(' ', '-')}.log",
-                threads=config.inference.threads, num_devices=config.cluster.devices_per_worker)
+                threads=config.inference.threads, num_devices=config.inference.devices_per_engine)
             for name in engine_names(config.inference.num_engines)]
         group = cls(config, launcher=launcher, specs=specs)
+        await gather_all(launcher.reserve([spec], timeout_s=config.inference.start_timeout_s) for spec in specs)
         group.workers = await gather_all(launcher.start(spec, timeout_s=config.inference.start_timeout_s) for spec in specs)
         return group
 
@@ -156,7 +158,7 @@ def engine_options(config: Config, model: str, tokenizer: str, version: int, ind
 @asynccontextmanager
 async def serve_one(options: EngineOptions, *, host: str, port: int, threads: int, device: int | None) -> AsyncIterator[tuple[str, Worker]]:
     """Run one engine outside of any run, in a process that writes to this one's terminal; yields its URL and its worker."""
-    env = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+    env = {} if device is None else {VISIBLE_DEVICES: str(device), PROMISED_DEVICES: "1"}
     spec = WorkerSpec("engine", _EMBEDDED, log=None, threads=threads, env=env)
     async with LocalLauncher(stop_timeout_s=_STOP_TIMEOUT_S) as launcher:
         worker = await launcher.start(spec, timeout_s=_START_TIMEOUT_S)

@@ -101,7 +101,7 @@ async def open_fleet(
         ConfigError: an engine by URL is not ready, serves another model, or lacks what will be asked of it.
     """
     pool = await open_pool(stack, addresses, config, record, model=model)
-    judge = Judge.of(config.weights.proof_tolerance, config.model.dtype)
+    judge = Judge.of(config.weights.proof_tolerance, config.canary_dtype)
     adapters = await stack.enter_async_context(AdapterCache(
         pool, capacity=config.inference.max_adapters, judge=judge, timeout_s=config.weights.stage_timeout_s,
         keep=config.weights.keep, on_event=record.events.record))
@@ -163,7 +163,7 @@ def make_dialect(config: Config, model: str) -> Dialect:
         case "embedded":
             return EmbeddedDialect(model=model, lora_rank=config.model.lora.rank)
         case "vllm":
-            on_cpu = not config.cluster.devices_per_worker
+            on_cpu = not config.inference.devices_per_engine  # also of engines by URL, of which nothing else tells
             return VllmDialect(model=model, whole_weights=not lora, lora=lora, scores_prompts=not (lora and on_cpu))
         case "sglang":
             return SGLangDialect()

@@ -29,7 +29,8 @@ class Router:
         The engine that had the session's last request has its prefix in the cache. It is taken again unless its load
         exceeds YIELD_FACTOR * least load + YIELD_REQUESTS * cost; then the session moves. Equally busy engines take turns.
         """
-        least = min(loads, key=lambda name: (loads[name], self._turns.get(name, 0)))
+        smallest = min(loads.values())
+        least = min((name for name, load in loads.items() if load == smallest), key=lambda name: self._turns.get(name, 0))
         home = self._homes.get(session, least) if session else least
         chosen = home if home in loads and loads[home] <= YIELD_FACTOR * loads[least] + YIELD_REQUESTS * cost else least
         self._turn += 1

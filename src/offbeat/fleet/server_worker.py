@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 
 from offbeat.engine.options import EngineAddress
-from offbeat.errors import EngineError
+from offbeat.errors import EngineError, MachineError
 from offbeat.fleet.server_reaper import ServerReaper
+from offbeat.machine import PROMISED_DEVICES, has_devices
 from offbeat.workers.worker import Nothing, Service
 
 _POLL_S = 0.25
@@ -51,7 +52,12 @@ class ServerWorker(Service):
 
         Raises:
             EngineError: it cannot be executed, or did not answer in time. A server that ends takes this process with it.
+            MachineError: it was promised devices, and the machine has none; a server built for CPUs would not mind.
         """
+        if (promised := os.environ.get(PROMISED_DEVICES, "0")) != "0" and not has_devices():
+            raise MachineError(
+                f"the server was promised inference.devices_per_engine = {promised}, and this machine has no accelerator; nvidia-smi says"
+                " whether the driver works, and 0 serves on the CPU")
         address = f"{request.host}:{_free_port(request.host)}"
         self._launch(request, address)
         deadline = time.monotonic() + request.timeout_s

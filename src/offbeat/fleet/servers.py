@@ -13,6 +13,8 @@ from offbeat.errors import ConfigError
 
 _CPU_CACHE_BYTES = 1 << 29
 """Size of vLLM's cache on a CPU; by default each engine would take most of the machine's memory."""
+_SHARED_MEMORY = "0.4"
+"""Share of a device's memory for an engine that a train rank shares it with; the rank's states and activations need the larger part."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as --max-lora-rank."""
 _ASK_PACKAGE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
@@ -90,11 +92,13 @@ def _vllm(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list[s
         # As many in memory as are loaded: an evicted adapter that is requested again would be read from a folder that may be gone.
         command += ["--enable-lora", "--max-loras", most, "--max-cpu-loras", most, "--max-lora-rank", str(_lora_rank(config))]
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if not config.cluster.devices_per_worker:
+    if not inference.devices_per_engine:
         command += ["--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES), "--enforce-eager"]
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise every engine binds itself to the same first core
-    elif config.cluster.devices_per_worker > 1:
-        command += ["--tensor-parallel-size", str(config.cluster.devices_per_worker)]
+    else:
+        command += ["--tensor-parallel-size", str(inference.devices_per_engine)]
+        if config.cluster.share_devices:
+            command += ["--gpu-memory-utilization", _SHARED_MEMORY]
     return command, env
 
 
@@ -117,6 +121,8 @@ def _sglang(config: Config, model: str, tokenizer: str, seed: int) -> tuple[list
         command += [
             "--enable-lora", "--max-lora-rank", str(inference.max_adapter_rank), "--lora-target-modules", "all",
             "--max-loras-per-batch", str(inference.max_adapters), "--max-loaded-loras", str(inference.max_adapters)]
-    if config.cluster.devices_per_worker > 1:
-        command += ["--tp-size", str(config.cluster.devices_per_worker)]
+    if inference.devices_per_engine:
+        command += ["--tensor-parallel-size", str(inference.devices_per_engine)]
+        if config.cluster.share_devices:
+            command += ["--mem-fraction-static", _SHARED_MEMORY]
     return command, {}

@@ -4,12 +4,13 @@ The client bounds every call by a deadline and turns failures into errors; its d
 """
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
+import msgspec
+import numpy as np
 
 from offbeat.aio import deadline
 from offbeat.errors import BusyError, EngineError, OffbeatError, RefusedError
@@ -18,9 +19,12 @@ from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
 
+T = TypeVar("T")
+
 _KEEPALIVE_S = 4.0  # shorter than any server's, so that we never reuse an idle connection that the server is closing
-_LARGE_BYTES = 1 << 17
-"""Answers above this size are decoded on a thread, because the event loop would stand still for a millisecond or more."""
+_LARGE_BYTES = 1 << 20
+"""Answers above this size are decoded on a thread, because the event loop would stand still for some milliseconds."""
+_JSON = {"Content-Type": "application/json"}
 _REFUSALS = {400: RefusedError, 401: RefusedError, 404: RefusedError, 422: RefusedError, 429: BusyError}
 
 
@@ -105,8 +109,32 @@ class EngineClient:
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """See `Wire.call`."""
+        data, is_text = await self._exchange(method, path, body)
+        if not data:
+            return {}
         try:
-            async with self._session.request(method, self.url + path, json=body, headers=self._headers) as response:
+            answer = await _reading(msgspec.json.decode, data)
+        except msgspec.DecodeError as exc:
+            if is_text:  # vLLM confirms in plain text, untyped
+                return {}
+            raise self._no_json(path, data) from exc
+        return answer if isinstance(answer, dict) else {}
+
+    async def fetch(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], T]) -> T:
+        """See `Wire.fetch`."""
+        data, _ = await self._exchange("POST", path, body)
+        try:
+            return await _reading(read, data)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError as exc:
+            raise self._no_json(path, data) from exc
+
+    async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[bytes, bool]:
+        """Return the body of a good answer, and whether it claims to be no more than text."""
+        content, headers = (None, self._headers) if body is None else (_encoded(path, body), self._headers | _JSON)
+        try:
+            async with self._session.request(method, self.url + path, data=content, headers=headers) as response:
                 data = await response.read()
         except aiohttp.ClientError as exc:
             raise EngineError(f"{self.name} ({self.url}) cannot be reached: {exc or type(exc).__name__}") from exc
@@ -116,15 +144,10 @@ class EngineClient:
             if isinstance(error, RefusedError):
                 error.said = said
             raise error
-        if not data:
-            return {}
-        try:
-            answer = json.loads(data) if len(data) <= _LARGE_BYTES else await asyncio.to_thread(json.loads, data)
-        except ValueError as exc:
-            if response.headers.get("Content-Type", "text/plain").startswith("text/plain"):  # vLLM confirms in plain text, untyped
-                return {}
-            raise EngineError(f"{self.name} answered {path} with something that is not JSON: {_message(data)}") from exc
-        return answer if isinstance(answer, dict) else {}
+        return data, response.headers.get("Content-Type", "text/plain").startswith("text/plain")
+
+    def _no_json(self, path: str, data: bytes) -> EngineError:
+        return EngineError(f"{self.name} answered {path} with something that is not JSON: {_message(data)}")
 
     @asynccontextmanager
     async def _asking(self, what: str, timeout_s: float) -> AsyncIterator[None]:
@@ -134,7 +157,7 @@ class EngineClient:
                 yield
         except OffbeatError:
             raise
-        except (LookupError, TypeError, ValueError, AttributeError) as exc:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, msgspec.ValidationError) as exc:
             reason = f"without {exc}" if isinstance(exc, KeyError) else f"in a form that cannot be read ({type(exc).__name__}: {exc})"
             raise EngineError(
                 f"{self.name} ({self.url}) answered {what} {reason}; is it really an engine of kind inference.engine?") from exc
@@ -154,9 +177,30 @@ class EngineSession:
         await self.session.close()
 
 
+def _plain(value: object) -> object:
+    """Return what JSON has for a value of NumPy, which workflows may give as settings."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def _encoded(path: str, body: Mapping[str, Any]) -> bytes:
+    try:
+        return _ENCODER.encode(body)
+    except (TypeError, ValueError, OverflowError) as exc:  # the caller's mistake, which no engine has seen
+        raise RefusedError(f"a request for {path} cannot be sent: {exc}; give numbers, strings and lists") from exc
+
+
+async def _reading(read: Callable[[bytes], T], data: bytes) -> T:
+    return read(data) if len(data) <= _LARGE_BYTES else await asyncio.to_thread(read, data)
+
+
 def _message(data: bytes) -> str:
     try:
-        error = json.loads(data)["error"]
+        error = msgspec.json.decode(data)["error"]
         return error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, KeyError, TypeError):
+    except (msgspec.DecodeError, KeyError, TypeError):
         return data.decode(errors="replace")[:300]

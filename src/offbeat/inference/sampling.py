@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from offbeat.errors import EngineError
 from offbeat.types import Version
 
@@ -42,29 +44,52 @@ class Sampling:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
     """One generated continuation of L tokens, including the token that ended it.
 
     Attributes:
-        token_ids: [L] token ids.
-        logprobs: [L], log-probability of each token under the distribution that it was sampled from; at temperature 0, under that of
-            temperature 1.
-        versions: [L], version of the weights, or of the adapter, that sampled each token.
+        tokens: [L] int32, token ids.
+        token_logprobs: [L] float32, log-probability of each token under the distribution that it was sampled from; at temperature 0, under
+            that of temperature 1.
+        token_versions: [L] int32, version of the weights, or of the adapter, that sampled each token.
         text: the decoded text, without special tokens and without the stop string.
         finish_reason: "stop" or "length".
         num_retries: number of engines that failed this request before one finished it.
-        top_logprobs: [L], under the same distribution as `logprobs`; fewer than requested where the distribution holds fewer tokens; () if
-            not requested.
+        top_logprobs: [L], under the same distribution as the log-probabilities; fewer than requested where the distribution holds fewer
+            tokens; () if not requested.
+
+    The arrays may be given as any sequences of numbers, and are read-only. `token_ids`, `logprobs` and `versions` are the same as tuples.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[Version, ...]
+    tokens: np.ndarray
+    token_logprobs: np.ndarray
+    token_versions: np.ndarray
     text: str
     finish_reason: str
     num_retries: int = 0
     top_logprobs: tuple[TopTokens, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("tokens", np.int32), ("token_logprobs", np.float32), ("token_versions", np.int32)):
+            array = np.asarray(getattr(self, name), dtype).view()
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """`tokens` as a tuple, which can be added to that of a prompt."""
+        return tuple(self.tokens.tolist())
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """`token_logprobs` as a tuple."""
+        return tuple(self.token_logprobs.tolist())
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """`token_versions` as a tuple."""
+        return tuple(self.token_versions.tolist())
 
     def check(self) -> "Sample":
         """Return self if the sample is complete.
@@ -73,12 +98,12 @@ class Sample:
             EngineError: the numbers of log-probabilities or versions differ from the number of tokens, or the sample did not finish by
                 itself.
         """
-        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+        if not len(self.tokens) == len(self.token_logprobs) == len(self.token_versions):
             raise EngineError(
-                f"an engine gave {len(self.token_ids)} tokens with {len(self.logprobs)} log-probabilities and"
-                f" {len(self.versions)} versions")
-        if self.top_logprobs and len(self.top_logprobs) != len(self.token_ids):
-            raise EngineError(f"an engine gave {len(self.token_ids)} tokens with the likeliest at {len(self.top_logprobs)} positions")
+                f"an engine gave {len(self.tokens)} tokens with {len(self.token_logprobs)} log-probabilities and"
+                f" {len(self.token_versions)} versions")
+        if self.top_logprobs and len(self.top_logprobs) != len(self.tokens):
+            raise EngineError(f"an engine gave {len(self.tokens)} tokens with the likeliest at {len(self.top_logprobs)} positions")
         if self.finish_reason not in ("stop", "length"):
             raise EngineError(f"an engine ended a sample with {self.finish_reason!r}")
         return self

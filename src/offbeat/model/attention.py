@@ -3,11 +3,14 @@
 `build_plan` turns the segments of a PackedRow into index tensors once per row; every layer then computes segments of similar length
 together, one scaled_dot_product_attention call per bucket, and no token ever sees another sequence. The plan reaches the layers as the
 keyword `attention_plan` of the model's forward. Without a plan a row is one sequence, computed as transformers' own "sdpa" does. Torch's
-function supports neither capped scores nor sinks: `explicit_attention` computes those.
+function supports neither capped scores nor sinks: `explicit_attention` computes those. On a GPU in half precision `varlen_attention`
+computes the whole row at once instead. Where a row is spread over ranks, each computes the whole plan under its share of the heads
+(`offbeat.model.context`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,8 @@ from transformers.masking_utils import sdpa_mask
 
 from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
+from offbeat.model.context import ContextGroup
+from offbeat.model.varlen import VarlenPlan, serves, varlen_attention
 
 PACKED = "packed"
 
@@ -36,15 +41,18 @@ class Bucket:
 
     Attributes:
         n, num_queries, num_keys: n, Lq, Lk.
-        mask: [n or 1, 1, Lq, Lk] bool, True where a query attends; None for plain causal attention, where Lq = Lk.
         prefix_lengths: [n] int64, number of prefix tokens before each segment.
     """
 
     n: int
     num_queries: int
     num_keys: int
-    mask: Tensor | None
     prefix_lengths: np.ndarray
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """[n or 1, 1, Lq, Lk] bool, on the CPU, True where a query attends; None for plain causal attention, where Lq = Lk."""
+        return torch.from_numpy(_prefix_mask(self.prefix_lengths, self.num_queries)) if self.prefix_lengths[0] else None
 
     def window_mask(self, window: int) -> Tensor | None:
         """Return the mask [n or 1, 1, Lq, Lk] bool for a sliding window, on the CPU; None for plain causal attention."""
@@ -64,6 +72,8 @@ class AttentionPlan:
         key_index: [sum of n * Lk] int64, the same for keys, where a prefix precedes its segment; None where that is the row itself.
         restore: [R] int64, index of each row token among the queries; None with query_index.
         longest_span: most tokens that one token attends to.
+        varlen: the plan for the kernel of `offbeat.model.varlen`.
+        context: the ranks over whose slices the row is spread; None where all of it runs here.
         num_calls: number of layers that used the plan so far. A model that ignores it would silently mix sequences, so callers check this.
     """
 
@@ -72,27 +82,30 @@ class AttentionPlan:
     key_index: Tensor | None
     restore: Tensor | None
     longest_span: int
+    varlen: VarlenPlan
+    context: ContextGroup | None = None
     num_calls: int = 0
-    _masks: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    _masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
 
     def masks(self, window: int | None, device: torch.device) -> list[Tensor | None]:
         """Return the mask [n or 1, 1, Lq, Lk] of each bucket for layers with this window; made once, on the device of the first layer that
         asks.
         """
-        if window is None or window >= self.longest_span:
-            return [bucket.mask for bucket in self.buckets]
+        if window is not None and window >= self.longest_span:
+            window = None
         if window not in self._masks:
-            masks = [bucket.window_mask(window) for bucket in self.buckets]
+            masks = [bucket.mask if window is None else bucket.window_mask(window) for bucket in self.buckets]
             self._masks[window] = [None if mask is None else mask.to(device) for mask in masks]
         return self._masks[window]
 
 
-def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionPlan:
+def build_plan(row: PackedRow, device: torch.device | str = "cpu", *, context: ContextGroup | None = None) -> AttentionPlan:
     """Group the segments of a row into buckets of similar length.
 
     Args:
         row: R tokens in S segments; fastest when segments are sorted by length, as in the families of `pack_row`.
         device: device of the index tensors, which is the model's.
+        context: the ranks over which the row is spread, whose number divides R.
 
     Returns:
         A plan for forward passes over this row only. Padding is at most a quarter of a bucket's queries, and of its keys. Segments of
@@ -110,12 +123,9 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionP
         if prefix[0] < 0:
             # Padding follows the real tokens, where causal attention never looks.
             keys.append(own)
-            mask = None
         else:
-            prefix_lengths = segments.lengths[prefix]
-            keys.append(np.concatenate([_padded_ranges(segments.starts[prefix], prefix_lengths), own], axis=1))
-            mask = torch.from_numpy(_prefix_mask(prefix_lengths, own.shape[1])).to(device)
-        buckets.append(Bucket(own.shape[0], own.shape[1], keys[-1].shape[1], mask, segments.prefix_lengths[chosen]))
+            keys.append(np.concatenate([_padded_ranges(segments.starts[prefix], segments.lengths[prefix]), own], axis=1))
+        buckets.append(Bucket(own.shape[0], own.shape[1], keys[-1].shape[1], segments.prefix_lengths[chosen]))
     # Queries of all buckets in one list, padding included. `real` marks the copies that are not padding, and `restore` inverts the list.
     query_index = _joined(queries)
     place = np.flatnonzero(_joined(real))
@@ -129,6 +139,8 @@ def build_plan(row: PackedRow, device: torch.device | str = "cpu") -> AttentionP
         key_index=torch.from_numpy(_joined(keys)).to(device) if moved or prefixed else None,
         restore=torch.from_numpy(restore).to(device) if moved else None,
         longest_span=segments.longest_span,
+        varlen=VarlenPlan(segments, torch.device(device)),
+        context=context,
     )
 
 
@@ -147,7 +159,7 @@ def packed_attention(
     """One layer's attention, in the signature of transformers' AttentionInterface.
 
     Args:
-        query: [1, H, R, D] float.
+        query: [1, H, R, D] float; where the row is spread, this rank's tokens of it here and below.
         key, value: [1, Hkv, R, D]; H is a multiple of Hkv.
         attention_mask: must be None when a plan is given.
         sliding_window: most tokens that a token attends to, itself included, by their positions in their own sequence.
@@ -175,19 +187,20 @@ def packed_attention(
             f"{'' if attention_mask is None else ' and a mask'}; put all sequences in one row"
         )
     attention_plan.num_calls += 1
-    buckets, masks = attention_plan.buckets, attention_plan.masks(sliding_window, query.device)
     # As [R, heads, D], which is their order in memory in transformers' layers.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    queries = _gather(query, attention_plan.query_index).split([bucket.n * bucket.num_queries for bucket in buckets])
-    keys, values = (
-        _gather(x, attention_plan.key_index).split([bucket.n * bucket.num_keys for bucket in buckets]) for x in (key, value)
-    )
-    outputs = [
-        _attend(bucket, q, k, v, mask, dropout=dropout, scale=scaling, softcap=softcap, sinks=sinks)
-        for bucket, q, k, v, mask in zip(buckets, queries, keys, values, masks, strict=True)
-    ]
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return _gather(output, attention_plan.restore).unsqueeze(0), None
+    if (device := query.device.type) not in ("cpu", "meta") and torch.is_autocast_enabled(device):
+        # Rotary positions are computed in float32, so queries and keys come as that, though values do not.
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    if (context := attention_plan.context) is not None:
+        query, key, value = context.to_heads(query, key, value)
+        sinks = None if sinks is None else context.own_heads(sinks)
+    if serves(query, key, value, dropout=dropout, plain=softcap is None and sinks is None):
+        output = varlen_attention(query, key, value, attention_plan.varlen.calls(sliding_window), scale=scaling)
+    else:
+        output = _by_buckets(
+            query, key, value, attention_plan, window=sliding_window, dropout=dropout, scale=scaling, softcap=softcap, sinks=sinks)
+    return (output if context is None else context.to_tokens(output)).unsqueeze(0), None
 
 
 def refuse_unknown(module: torch.nn.Module, window: int | None, kwargs: dict[str, Any]) -> None:
@@ -252,6 +265,17 @@ def explicit_attention(
     return attended.view(n, num_heads, length, -1)
 
 
+def _by_buckets(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, *, window: int | None, **settings: Any) -> Tensor:
+    """Attend over a row, bucket by bucket: [R, H, D] queries, [R, Hkv, D] keys and values to [R, H, D]; `settings` as for `_attend`."""
+    buckets = plan.buckets
+    queries = _gather(query, plan.query_index).split([bucket.n * bucket.num_queries for bucket in buckets])
+    keys, values = (_gather(x, plan.key_index).split([bucket.n * bucket.num_keys for bucket in buckets]) for x in (key, value))
+    outputs = [
+        _attend(bucket, q, k, v, mask, **settings)
+        for bucket, q, k, v, mask in zip(buckets, queries, keys, values, plan.masks(window, query.device), strict=True)]
+    return _gather(outputs[0] if len(outputs) == 1 else torch.cat(outputs), plan.restore)
+
+
 def _attend(
     bucket: Bucket,
     query: Tensor,
@@ -269,6 +293,8 @@ def _attend(
     if softcap is not None or sinks is not None:
         output = explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
     else:
+        if query.device.type != "cpu" and q.shape[1] != k.shape[1]:  # kernels that take masks, or float32, want as many heads of keys
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         output = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -2,7 +2,7 @@
 
 Called by `logprobs`. At a vocabulary of 49,152 tokens the logits of 4,096 positions take 800 MB, their gradient as much again, and the
 softmax between them a third time. Here they are computed chunk by chunk, and computed again in the backward pass where keeping them would
-take more than `KEPT_BYTES`.
+take more than a bound that depends on the device.
 """
 
 from collections.abc import Iterator
@@ -14,17 +14,47 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-CHUNK_BYTES = 64 << 20
-"""Size of the float32 logits computed at a time: enough rows for a fast matrix product, for any vocabulary."""
+from offbeat.model.vocabulary import Vocabulary
 
-KEPT_BYTES = 256 << 20
-"""Size of the logits kept for the backward pass. Recomputing the rest costs a third of the head's time, a fifteenth of a 135M model's."""
 
-_IN_CACHE = 1 << 20
-"""Number of logits normalised at a time, so that they and the intermediate results stay in a CPU's cache."""
+@dataclass(frozen=True)
+class HeadSizes:
+    """How many logits are held, by kind of device; logits are float32.
+
+    Attributes:
+        chunk_bytes: size of the logits computed at a time.
+        chunk_rows: most positions of a chunk.
+        kept_bytes: size of the logits kept for the backward pass. Recomputing the rest costs a third of the head's time, a fifteenth of a
+            135M model's.
+        pass_bytes: size of the logits normalised at a time.
+    """
+
+    chunk_bytes: int
+    chunk_rows: int
+    kept_bytes: int
+    pass_bytes: int
+
+    def rows(self, vocab_size: int) -> int:
+        """Return the number of positions in a chunk."""
+        return max(1, min(self.chunk_rows, self.chunk_bytes // (4 * vocab_size)))
+
+
+CPU_SIZES = HeadSizes(chunk_bytes=64 << 20, chunk_rows=1 << 30, kept_bytes=256 << 20, pass_bytes=4 << 20)
+"""Enough rows for a fast matrix product, for any vocabulary; what is normalised at a time stays in cache with intermediate results."""
+
+ACCELERATOR_SIZES = HeadSizes(chunk_bytes=2 << 30, chunk_rows=8192, kept_bytes=2 << 30, pass_bytes=2 << 30)
+"""Few chunks, each normalised in one go: launches of kernels cost more than what a cache would save."""
+
+
+def sizes_of(device: torch.device) -> HeadSizes:
+    """Return the sizes for a device."""
+    return CPU_SIZES if device.type == "cpu" else ACCELERATOR_SIZES
+
 
 _unfused: "WeakSet[nn.Module]" = WeakSet()
 """Models that process their logits after the head."""
@@ -57,7 +87,7 @@ def pick(logits_UV: Tensor, picks: Picks) -> tuple[Tensor, Tensor]:
         [M] float32 log-probabilities with gradient, and [U] float32 entropies, with gradient if the picks say so; [0] where they were not
         requested.
     """
-    return _Picked.apply(logits_UV, None, None, picks, None, torch.is_grad_enabled())
+    return _Picked.apply(logits_UV, None, None, picks, None, torch.is_grad_enabled(), Vocabulary(0, logits_UV.shape[1]))
 
 
 class FusedHead:
@@ -79,9 +109,11 @@ class FusedHead:
         """Map hidden states [1, positions, H] to log-probabilities [1, M, 1]."""
         rows = input[0] if self._keep is None else input[0][self._keep]
         kind = input.device.type
-        compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        compute = torch.get_autocast_dtype(kind) if casts else None
+        weight, bias = self._head.weight, self._head.bias
         logprobs, self.entropy = _Picked.apply(
-            rows, self._head.weight, self._head.bias, self._picks, compute, torch.is_grad_enabled())
+            rows, local_part(weight), local_part(bias), self._picks, compute, torch.is_grad_enabled(), Vocabulary.of(weight))
         answer = self._answer = logprobs[None, :, None].clone()  # not a view, which FSDP2 warns about
         return answer
 
@@ -101,15 +133,29 @@ def fused_head(model: nn.Module, picks: Picks, keep: Tensor | None) -> Iterator[
         keep: [U] int64, see `FusedHead`.
     """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) and model not in _unfused else None
-    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+    if not isinstance(head, nn.Linear) or not _is_plain(head):
         yield None
         return
-    fused = FusedHead(head, picks, keep)
+    fused, kept = FusedHead(head, picks, keep), vars(head).get("forward")
     head.forward = fused
     try:
         yield fused
     finally:
         del head.forward
+        if kept is not None:
+            head.forward = kept
+
+
+def local_part(parameter: Tensor | None) -> Tensor | None:
+    """Return the part of a parameter that this rank holds."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _is_plain(head: nn.Linear) -> bool:
+    """Whether a layer is nothing but linear; FSDP2 makes a class of its own, whose hooks gather the weight and must run."""
+    if isinstance(head, FSDPModule):
+        return type(head).__bases__[-1] is nn.Linear
+    return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
 
 def never_fuse(model: nn.Module) -> None:
@@ -123,28 +169,36 @@ class _Picked(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, picks: Picks, compute: torch.dtype | None, grad: bool,
+        vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
-        """x is [U, H] with a weight [V, H], else [U, V]; `compute` is the dtype of the products, None for that of x."""
+        """x is [U, H] with a weight [V, H], else [U, V]; `compute` is the dtype of the products, None for that of x. V is the size of the
+        `vocabulary` here; what is returned is of the whole.
+        """
         chunks = _Chunks(x, weight, bias, picks, compute)
         logprobs = torch.empty(len(picks.targets), device=x.device)
         normalizer, entropy = torch.empty(len(x), device=x.device), torch.empty(len(x) if picks.with_entropy else 0, device=x.device)
         kept: list[Tensor | None] = []
         for number, rows in enumerate(chunks.rows):
             logits = chunks.logits(rows)
-            for place in chunks.in_cache(rows):
+            for place in chunks.passes(rows):
                 part = logits[place.start - rows.start : place.stop - rows.start]
                 largest = part.amax(dim=-1, keepdim=True)
                 exps = (part - largest).exp_()
                 sums = exps.sum(dim=-1)
                 normalizer[place] = largest[:, 0] + sums.log()
                 if picks.with_entropy:
-                    means = exps.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) / sums  # 0 * -inf for impossible tokens
-                    entropy[place] = normalizer[place] - means
+                    entropy[place] = exps.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) / sums  # 0 * -inf for impossible tokens
             which, positions, targets = chunks.picked(number)
-            logprobs[which] = logits[positions - rows.start, targets] - normalizer[positions]
+            columns, others = vocabulary.own(targets)
+            picked = logits[positions - rows.start, columns]
+            logprobs[which] = picked if others is None else picked.masked_fill_(others, 0.0)
             kept.append(logits if grad and weight is not None and chunks.kept(rows) else None)
+        vocabulary.join(normalizer, entropy, logprobs)
+        logprobs -= normalizer[torch.from_numpy(picks.positions).to(x.device)]
+        if picks.with_entropy:
+            entropy = normalizer - entropy
         ctx.save_for_backward(x, weight, bias, normalizer, entropy)
-        ctx.picks, ctx.compute, ctx.kept = picks, compute, kept
+        ctx.picks, ctx.compute, ctx.kept, ctx.vocabulary = picks, compute, kept, vocabulary
         if not picks.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -158,8 +212,9 @@ class _Picked(torch.autograd.Function):
         chunks = _Chunks(x, weight, bias, ctx.picks, ctx.compute)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
-        grad_bias = torch.zeros_like(bias) if needs_bias else None
+        # Sums over chunks are float32, whatever the weight is.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for number, rows in enumerate(chunks.rows):
             logits, ctx.kept[number] = ctx.kept[number], None
             if logits is None:
@@ -167,7 +222,7 @@ class _Picked(torch.autograd.Function):
             which, positions, targets = chunks.picked(number)
             # d logprob[t] / d logit[v] is 1[v = t] - p[v]; `sums` adds up the incoming gradients of a position's picks.
             sums = normalizer.new_zeros(rows.stop - rows.start).index_add_(0, positions - rows.start, grads[0][which])
-            for place in chunks.in_cache(rows):
+            for place in chunks.passes(rows):
                 here = slice(place.start - rows.start, place.stop - rows.start)
                 logs = logits[here].sub_(normalizer[place].unsqueeze(1))
                 factors = -sums[here].unsqueeze(1)
@@ -176,9 +231,15 @@ class _Picked(torch.autograd.Function):
                     factors = (logs + entropy[place].unsqueeze(1)).mul_(-grads[1][place].unsqueeze(1)).add_(factors)
                     factors.masked_fill_(logs == -torch.inf, 0.0)  # 0 * -inf for impossible tokens
                 logs.exp_().mul_(factors)
-            logits.index_put_((positions - rows.start, targets), grads[0][which], accumulate=True)
+            columns, others = ctx.vocabulary.own(targets)
+            own = grads[0][which] if others is None else grads[0][which].masked_fill_(others, 0.0)
+            logits.index_put_((positions - rows.start, columns), own, accumulate=True)
             chunks.backward(rows, logits, grad_x, grad_weight, grad_bias)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return ctx.vocabulary.sum(grad_x), _like(grad_weight, weight), _like(grad_bias, bias), None, None, None, None
+
+
+def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)
 
 
 class _Chunks:
@@ -189,12 +250,14 @@ class _Chunks:
         self._compute = compute or x.dtype
         self._weight = None if weight is None else weight.to(self._compute)
         self._bias = None if bias is None else bias.to(self._compute)
-        self._row_bytes = 4 * (x if weight is None else weight).shape[-1 if weight is None else 0]
-        step = max(1, CHUNK_BYTES // self._row_bytes)
+        vocab_size = (x if weight is None else weight).shape[-1 if weight is None else 0]
+        self._row_bytes, self._sizes = 4 * vocab_size, sizes_of(x.device)
+        step = self._sizes.rows(vocab_size)
         self.rows = [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
         order = np.argsort(picks.positions, kind="stable")
         bounds = np.searchsorted(picks.positions[order], [*(rows.start for rows in self.rows), len(x)])
-        self._order, self._bounds = order, bounds
+        self._bounds = bounds.tolist()
+        self._sorted = torch.from_numpy(np.stack([order, picks.positions[order], picks.targets[order]])).to(x.device)
 
     def logits(self, rows: slice) -> Tensor:
         """Return a chunk's logits [rows, V] float32, divided by the temperature; new memory, unless they are x itself."""
@@ -202,20 +265,18 @@ class _Chunks:
         logits = (x if self._weight is None else linear(x.to(self._compute), self._weight, self._bias)).float()
         return logits if self._picks.temperature == 1.0 else logits / self._picks.temperature
 
-    def in_cache(self, rows: slice) -> Iterator[slice]:
-        """Yield parts of the chunk that fit into a CPU's cache."""
-        step = max(1, 4 * _IN_CACHE // self._row_bytes)
+    def passes(self, rows: slice) -> Iterator[slice]:
+        """Yield the parts of a chunk that are normalised at a time."""
+        step = max(1, self._sizes.pass_bytes // self._row_bytes)
         return (slice(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step))
 
     def kept(self, rows: slice) -> bool:
         """Whether the logits of all chunks up to this one may be kept for the backward pass."""
-        return rows.stop * self._row_bytes <= KEPT_BYTES
+        return rows.stop * self._row_bytes <= self._sizes.kept_bytes
 
     def picked(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a chunk's picks: their indices among all picks, their positions and their targets, each [m] int64 on the device."""
-        which = self._order[self._bounds[number] : self._bounds[number + 1]]
-        arrays = (which, self._picks.positions[which], self._picks.targets[which])
-        which, positions, targets = (torch.from_numpy(array).to(self._x.device) for array in arrays)
+        which, positions, targets = self._sorted[:, self._bounds[number] : self._bounds[number + 1]]
         return which, positions, targets
 
     def backward(

@@ -1,6 +1,7 @@
 """Log-probabilities of a packed row's scored tokens: the one quantity that losses, scorers and checks of an engine share.
 
-Called by the trainer, with the model bare or inside DDP or FSDP2: only the outermost forward is called, so that its collectives run.
+Called by the trainer, with the model bare or inside DDP or FSDP2: only the outermost forward is called, so that its collectives run. Where
+the model's rows are spread over ranks, each runs its share, and all get all scores.
 """
 
 import inspect
@@ -15,6 +16,7 @@ from offbeat.data.packing import PackedRow, Segments
 from offbeat.errors import ModelError
 from offbeat.model.apart import apart_logits
 from offbeat.model.attention import PACKED, AttentionPlan, build_plan
+from offbeat.model.context import RowShare, share_of
 from offbeat.model.head import Picks, fused_head, never_fuse, pick
 from offbeat.model.load import rope_limit_of
 
@@ -62,11 +64,13 @@ def token_logprobs(
         ModelError: the model does not compute attention as the row needs.
     """
     # Where samples share a prompt, its last position predicts several tokens: one softmax serves them all.
-    source, inverse = np.unique(row.source, return_inverse=True)
-    picks = Picks(inverse, row.target.astype(np.int64), temperature, with_entropy, entropy_gradient)
-    # A row with nothing to score goes through the graph with one position, yet that is in no result.
-    logprobs, entropy = _picked(model, row, source if len(source) else np.zeros(1, np.int64), picks)
-    return (logprobs, entropy[torch.from_numpy(inverse).to(entropy.device)]) if with_entropy else logprobs
+    share = share_of(model, row)
+    source, inverse = np.unique(share.source, return_inverse=True)
+    picks = Picks(inverse, share.target.astype(np.int64), temperature, with_entropy, entropy_gradient)
+    logprobs, entropy = _picked(model, share, scored_positions(source), picks)
+    if not with_entropy:
+        return share.gather(logprobs)
+    return share.gather(logprobs), share.gather(entropy[torch.from_numpy(inverse).to(entropy.device)])
 
 
 def dummy_row() -> PackedRow:
@@ -76,11 +80,19 @@ def dummy_row() -> PackedRow:
     return PackedRow(one, one, segments, source=none, target=none, batch_index=none, owner=np.full(1, -1))
 
 
-def head_outputs(model: nn.Module, row: PackedRow, source: np.ndarray) -> Tensor:
-    """Run a row, and return what the model's head gives at U of its positions; arguments and errors as of `token_logprobs`.
+def scored_positions(source: np.ndarray) -> np.ndarray:
+    """Return the positions [U] int64 at which the head runs, one of which is in no result where nothing is scored.
+
+    Every share goes through the graph, as peers wait for its collectives.
+    """
+    return source if len(source) else np.zeros(1, np.int64)
+
+
+def head_outputs(model: nn.Module, share: RowShare, source: np.ndarray) -> Tensor:
+    """Run a share of a row, and return what the model's head gives at U of its positions; arguments and errors as of `token_logprobs`.
 
     Args:
-        source: [U] int64, ascending positions in the row.
+        source: [U] int64, ascending positions among the share's tokens.
 
     Returns:
         [U, V] in the number format of the head's outputs, with gradient.
@@ -88,39 +100,40 @@ def head_outputs(model: nn.Module, row: PackedRow, source: np.ndarray) -> Tensor
     bare: Any = getattr(model, "module", model)
     keep = torch.from_numpy(source).to(next(model.parameters()).device)
     selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
-    _check_length(row, bare)
+    _check_length(share.row, bare)
     if not packs_rows(bare):
-        return apart_logits(model, row, source, keep.device, selects=selects)
-    outputs = _forward(model, row, keep=keep if selects else None)[0]
+        return apart_logits(model, share.row, source, keep.device, selects=selects)
+    outputs = _forward(model, share, keep=keep if selects else None)[0]
     return outputs if selects else outputs[keep]
 
 
-def _picked(model: nn.Module, row: PackedRow, source: np.ndarray, picks: Picks) -> tuple[Tensor, Tensor]:
-    """See `head.pick`, at U positions of the row."""
+def _picked(model: nn.Module, share: RowShare, source: np.ndarray, picks: Picks) -> tuple[Tensor, Tensor]:
+    """See `head.pick`, at U positions of the share."""
     bare: Any = getattr(model, "module", model)
     keep = torch.from_numpy(source).to(next(model.parameters()).device)
     selects = "logits_to_keep" in inspect.signature(bare.forward).parameters
-    _check_length(row, bare)
+    _check_length(share.row, bare)
     if not packs_rows(bare):
-        return pick(apart_logits(model, row, source, keep.device, selects=selects), picks)
+        return pick(apart_logits(model, share.row, source, keep.device, selects=selects), picks)
     with fused_head(bare, picks, None if selects else keep) as head:
-        logits = _forward(model, row, keep=keep if selects else None)
+        logits = _forward(model, share, keep=keep if selects else None)
     if head is not None and (logprobs := head.logprobs(logits)) is not None:
         return logprobs, head.entropy
     if head is not None:
         never_fuse(bare)
-        logits = _forward(model, row, keep=keep if selects else None)
+        logits = _forward(model, share, keep=keep if selects else None)
     return pick(logits[0] if selects else logits[0][keep], picks)
 
 
-def _forward(model: nn.Module, row: PackedRow, *, keep: Tensor | None) -> Tensor:
-    """What the model gives as its logits, of the whole row or at the positions `keep`."""
+def _forward(model: nn.Module, share: RowShare, *, keep: Tensor | None) -> Tensor:
+    """What the model gives as its logits, of the whole share or at the positions `keep`."""
     bare: Any = getattr(model, "module", model)
     device = next(model.parameters()).device
-    plan = build_plan(row, device)
+    row, here = share.row, share.here
+    plan = build_plan(row, device, context=share.context)
     logits = model(
-        input_ids=torch.from_numpy(row.tokens.astype(np.int64)).to(device).unsqueeze(0),
-        position_ids=torch.from_numpy(row.positions.astype(np.int64)).to(device).unsqueeze(0),
+        input_ids=torch.from_numpy(row.tokens[here].astype(np.int64)).to(device).unsqueeze(0),
+        position_ids=torch.from_numpy(row.positions[here].astype(np.int64)).to(device).unsqueeze(0),
         # With a cache transformers forgets that the row holds several sequences.
         use_cache=False,
         attention_plan=plan,

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -192,19 +191,24 @@ class AdapterBank(nn.Module):
             b[0, : adapter.rank] = own_b.T
         return row
 
-    def route(self, row: PackedRow, slots: np.ndarray) -> Route:
+    def route(self, row: PackedRow, slots: np.ndarray, *, here: slice | None = None) -> Route:
         """Plan how the tokens of a row reach their adapters; fastest where tokens of the same adapter are adjacent.
 
         Args:
             row: a row whose owners are sequences of a batch.
             slots: [N] int64, slot of each sequence of that batch.
+            here: the tokens of the row that run here; None for all.
         """
         of_segment = slots[row.owner]
         firsts = np.flatnonzero(np.diff(of_segment, prepend=-1))
+        bounds = np.append(row.segments.starts[firsts], len(row))
+        if here is not None:
+            bounds = bounds.clip(here.start, here.stop)
+            firsts, bounds = firsts[(inside := np.diff(bounds) > 0)], np.append(bounds[:-1][inside], here.stop)
         spans = of_segment[firsts].tolist()
         if len(spans) == 1:
             return OneRoute(spans[0], self._held(spans[0]).scaling)
-        lengths = [high - low for low, high in pairwise([*row.segments.starts[firsts].tolist(), len(row)])]
+        lengths = np.diff(bounds).tolist()
         device, scalings = self.weights.device, np.array([self._held(slot).scaling for slot in spans], np.float32)
         of_token = torch.from_numpy(scalings.repeat(lengths)).unsqueeze(1).to(device)
         scaling = of_token if np.ptp(scalings) else self._held(spans[0]).scaling
@@ -256,7 +260,7 @@ class AdapterBank(nn.Module):
         x = args[0]
         if self._pass.dropout_seed:
             x = x * self._keep_mask(x, (*self._pass.dropout_seed, index))
-        return _Delta.apply(x, output, self.weights, self, self._layers[index], self._pass.route)
+        return _Delta.apply(output, x, self.weights, self, self._layers[index], self._pass.route)
 
     def _keep_mask(self, x: Tensor, seed: tuple[int, ...]) -> Tensor:
         # Seeded separately, not from the global state, so that a layer that is recomputed in the backward pass draws the same mask.
@@ -270,9 +274,10 @@ class _Delta(torch.autograd.Function):
     """Computes output += scaling * (x A) B. Adds the gradients of A and B to the bank's; through autograd each would be a dense [N, P]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, output: Tensor, _weights: Tensor, bank: AdapterBank, layer: _Layer, route: Route) -> Tensor:
+    def forward(ctx: Any, output: Tensor, x: Tensor, _weights: Tensor, bank: AdapterBank, layer: _Layer, route: Route) -> Tensor:
         """Compute output [..., out] in place from x [..., in]. `_weights` is an argument so that the result has a gradient even without
-        x's.
+        x's. `output` is the first because a linear layer with a bias gives a view, and autograd takes the first argument of a function
+        that changes a view for that view.
         """
         device_type = x.device.type
         ctx.dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
@@ -286,7 +291,7 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x [..., in] and output [..., out]; that of the bank's weights is added to `bank.gradients`."""
+        """Return the gradients of output [..., out] and x [..., in]; that of the bank's weights is added to `bank.gradients`."""
         (grad,) = grads
         x, narrow = ctx.saved_tensors
         a, b = ctx.bank._parts(ctx.bank.weights.detach(), ctx.layer)
@@ -295,8 +300,8 @@ class _Delta(torch.autograd.Function):
         grad_narrow = ctx.route.multiply(g, b.mT).mul_(ctx.route.scaling)
         ctx.route.add_outer(grad_b, narrow, g)
         ctx.route.add_outer(grad_a, x.flatten(0, -2).to(ctx.dtype), grad_narrow)
-        grad_x = ctx.route.multiply(grad_narrow, a.mT).to(x.dtype).view_as(x) if ctx.needs_input_grad[0] else None
-        return grad_x, grad, None, None, None, None
+        grad_x = ctx.route.multiply(grad_narrow, a.mT).to(x.dtype).view_as(x) if ctx.needs_input_grad[1] else None
+        return grad, grad_x, None, None, None, None
 
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:

@@ -55,5 +55,9 @@ def _agrees(module: nn.Module, eps: float) -> bool:
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or weight.dtype != torch.float32 or weight.device.type != "cpu":
         return False
-    x = torch.linspace(-1, 1, 4 * len(weight)).view(4, -1)
-    return torch.allclose(module(x), _RMSNorm.apply(x, weight, eps), rtol=1e-6, atol=1e-6)
+    x, held = torch.linspace(-1, 1, 4 * len(weight)).view(4, -1), module._parameters["weight"]
+    stand_in = module._parameters["weight"] = nn.Parameter(torch.linspace(0.5, 1.5, len(weight)))  # this rank may hold only a part
+    try:
+        return torch.allclose(type(module).forward(module, x), _RMSNorm.apply(x, stand_in, eps), rtol=1e-6, atol=1e-6)
+    finally:
+        module._parameters["weight"] = held

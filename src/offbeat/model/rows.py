@@ -1,34 +1,42 @@
-"""Decides when a model is loaded whether its rows run packed or each sequence by itself, and proves the result.
+"""Decides when a model is loaded whether its rows run packed or each sequence by itself, and whether ranks share them; proves the result.
 
-Called once by the trainer's `load_policy`. Families of models differ in ways that no list of ours keeps up with. So a model trains only if
-its log-probabilities on a small row equal those of transformers' own forward pass of each sequence.
+`settle_rows` is called once by the trainer's `load_policy`, and `spread_rows` where a group of ranks runs each row together. Families of
+models differ in ways that no list of ours keeps up with. So a model trains only if its log-probabilities on a small row equal those of
+transformers' own forward pass of each sequence.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.data.batch import Batch
-from offbeat.data.packing import pack_row
+from offbeat.data.packing import PackedRow, pack_row
 from offbeat.errors import ModelError, first_line
 from offbeat.model.attention import ATTENTION_KINDS, PACKED
-from offbeat.model.logprobs import UnpackedError, packs_rows, token_logprobs
+from offbeat.model.context import ContextGroup, share_of, spread
+from offbeat.model.logprobs import UnpackedError, head_outputs, packs_rows, scored_positions, token_logprobs
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest mean difference of log-probabilities between a row and each sequence alone; in bfloat16 correct models stay below 0.1."""
 
+SPREAD_TOLERANCE = 0.1
+"""Largest error of the states of a spread row's tokens, as a share of their norm: more than that of bfloat16 in many layers, and less than
+that of tokens with a wrong context."""
+
 _PROMPT, _ANSWERS = 4, (3, 2)
 
 
-def settle_rows(model: PreTrainedModel, *, share_prefix: bool) -> None:
+def settle_rows(model: PreTrainedModel, *, share_prefix: bool, computes: torch.dtype | None = None) -> None:
     """Let a model with plain attention pack its rows if it can, and check the result.
 
     Args:
         model: a model from `load_causal_lm(attention=None)`; afterwards `packs_rows` tells how its rows run.
         share_prefix: whether rows will share prompts, which requires packing.
+        computes: the format in which its layers compute, where that is not the format of its weights.
 
     Raises:
         ModelError: it cannot share prompts, or its log-probabilities differ from those of its own forward pass.
@@ -38,15 +46,38 @@ def settle_rows(model: PreTrainedModel, *, share_prefix: bool) -> None:
         obstacle = _pack(model)
     except ModelError:
         raise
-    except _RAW_ERRORS as exc:
+    except RAW_ERRORS as exc:
         raise ModelError(f"{type(model).__name__} cannot run on a row of tokens: {first_line(exc)}; use another model") from exc
     if obstacle and share_prefix:
         raise ModelError(
             f"{type(model).__name__} {obstacle}, so that each sequence must run by itself; set train.share_prefix to false")
-    _compare(model, expected, share_prefix=share_prefix)
+    check_rows(model, score_rows(model, share_prefix=share_prefix), expected, computes=computes)
 
 
-_RAW_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
+def spread_rows(model: nn.Module, context: ContextGroup) -> None:
+    """Let the ranks of a group run each row of a model together, and check the result; collective.
+
+    Args:
+        model: has been through `settle_rows`, with the same weights on all ranks; on its device, bare or wrapped.
+
+    Raises:
+        ModelError: its sequences run one by one, its heads cannot be divided among the ranks, or the states of its tokens would differ; on
+            all ranks alike.
+    """
+    bare = _bare(model)
+    if not packs_rows(bare):
+        raise ModelError(
+            f"{type(bare).__name__} runs each sequence by itself, so that no row can be spread over ranks; set train.parallel.cp to 1")
+    expected = score_states(model)
+    spread(bare, context)
+    error = ((score_states(model) - expected).norm() / expected.norm()).item()
+    if not error <= SPREAD_TOLERANCE:
+        raise ModelError(
+            f"{type(bare).__name__} gives the tokens of a row that is spread over {context.size} ranks other states, by {error:.1%} of"
+            " their norm; set train.parallel.cp to 1")
+
+
+RAW_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
 """Errors that a model's own code raises when it is called in a way that its authors did not intend."""
 
 
@@ -60,30 +91,61 @@ def _pack(model: PreTrainedModel) -> str:
     if not packs_rows(model):
         return "computes attention by code of its own"
     try:
-        _score(model, share_prefix=True)
+        score_rows(model, share_prefix=True)
     except UnpackedError as exc:
         model.set_attn_implementation(plain)
         return f"lets packed attention reach {exc.num_calls} of its {exc.num_layers} layers"
     return ""
 
 
-def _compare(model: PreTrainedModel, expected: Tensor, *, share_prefix: bool) -> None:
-    error = (_score(model, share_prefix=share_prefix) - expected).abs().mean().item()
-    dtype = next(model.parameters()).dtype
-    if not error <= TOLERANCE[dtype]:
+def check_rows(
+    model: PreTrainedModel, found: Tensor, expected: Tensor, *, what: str = "of a row", computes: torch.dtype | None = None,
+) -> None:
+    """Check log-probabilities of tokens, or other numbers of their size; `what` says how the tokens run now.
+
+    Args:
+        found, expected: [n] float32, which may be on different devices.
+        computes: as for `settle_rows`.
+
+    Raises:
+        ModelError: they differ by more than rounding.
+    """
+    error = (found.cpu() - expected.cpu()).abs().mean().item()
+    if not error <= TOLERANCE[computes or next(model.parameters()).dtype]:
         raise ModelError(
-            f"{type(model).__name__} gives the tokens of a row log-probabilities that are off by {error:.3g} nats on average from those of"
+            f"{type(model).__name__} gives the tokens {what} log-probabilities that are off by {error:.3g} nats on average from those of"
             " each sequence alone; use another model")
 
 
+def score_rows(model: PreTrainedModel, *, share_prefix: bool = False) -> Tensor:
+    """Return the log-probabilities of the answers in `small_row`, [5] float32."""
+    with torch.no_grad():
+        return token_logprobs(model, small_row(model, share_prefix=share_prefix))
+
+
 @torch.no_grad()
-def _score(model: PreTrainedModel, *, share_prefix: bool) -> Tensor:
+def score_states(model: nn.Module) -> Tensor:
+    """Return the states that reach the model's head where the answers in `small_row` are predicted, [5, H] float32."""
+    share = share_of(model, small_row(_bare(model), share_prefix=True))
+    source, inverse = np.unique(share.source, return_inverse=True)
+    seen: list[Tensor] = []
+    handle = _bare(model).get_output_embeddings().register_forward_pre_hook(lambda _head, inputs: seen.append(inputs[0][0]))
+    try:
+        head_outputs(model, share, positions := scored_positions(source))
+    finally:
+        handle.remove()
+    states = seen[-1] if len(seen[-1]) == len(positions) else seen[-1][positions]  # some models run the head on the whole row
+    return share.gather(states[inverse].float())
+
+
+def small_row(model: PreTrainedModel, *, share_prefix: bool = False) -> PackedRow:
+    """Return a row of two fixed sequences, of whose tokens five are targets."""
     lengths = [_PROMPT + answer for answer in _ANSWERS]
     trained = np.concatenate([np.arange(length) >= _PROMPT for length in lengths])
     batch = Batch.of_next_tokens(
         np.concatenate(list(_sequences(model))).astype(np.int32), trained, lengths=lengths, columns={}, losses=(),
         group_ids=np.zeros(len(lengths), np.int64), prefix_lens=np.full(len(lengths), _PROMPT))
-    return token_logprobs(model, pack_row(batch, share_prefix=share_prefix))
+    return pack_row(batch, share_prefix=share_prefix)
 
 
 @torch.no_grad()
@@ -103,3 +165,7 @@ def _sequences(model: PreTrainedModel) -> Iterable[np.ndarray]:
     for number, answer in enumerate(_ANSWERS):
         answer_ids = 11 + 5 * number + 3 * np.arange(answer)
         yield np.concatenate([2 + 7 * np.arange(_PROMPT), answer_ids]) % vocab_size
+
+
+def _bare(model: nn.Module) -> Any:
+    return getattr(model, "module", model)

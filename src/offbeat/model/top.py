@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.data.packing import PackedRow
-from offbeat.model.head import CHUNK_BYTES
-from offbeat.model.logprobs import head_outputs
+from offbeat.model.context import share_of
+from offbeat.model.head import sizes_of
+from offbeat.model.logprobs import head_outputs, scored_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,18 +36,19 @@ def top_logprobs(model: nn.Module, row: PackedRow, *, top_k: int, temperature: f
     Args:
         model, row, temperature: as for `offbeat.model.logprobs.token_logprobs`.
     """
-    source, inverse = np.unique(row.source, return_inverse=True)
-    logits = head_outputs(model, row, source if len(source) else np.zeros(1, np.int64))
-    where, targets = (torch.from_numpy(array.astype(np.int64)).to(logits.device) for array in (inverse, row.target))
+    share = share_of(model, row)
+    source, inverse = np.unique(share.source, return_inverse=True)
+    logits = head_outputs(model, share, scored_positions(source))
+    where, targets = (torch.from_numpy(array.astype(np.int64)).to(logits.device) for array in (inverse, share.target))
     width = min(top_k, logits.shape[1])
     normalizers = logits.new_zeros(len(logits), dtype=torch.float32)
     top_tokens = torch.zeros(len(logits), top_k, dtype=torch.int64, device=logits.device)
     top = torch.full((len(logits), top_k), -torch.inf, device=logits.device)
-    for rows in torch.arange(len(logits)).split(max(1, CHUNK_BYTES // (4 * logits.shape[1]))):
+    for rows in torch.arange(len(logits)).split(sizes_of(logits.device).rows(logits.shape[1])):
         here = slice(int(rows[0]), int(rows[-1]) + 1)
         chunk = logits[here].float() / temperature
         normalizers[here] = chunk.logsumexp(dim=-1)
         found = chunk.topk(width, dim=-1)
         top_tokens[here, :width], top[here, :width] = found.indices, found.values - normalizers[here, None]
     own = logits[where, targets].float() / temperature - normalizers[where]
-    return TopScores(own, top_tokens[where], top[where])
+    return TopScores(share.gather(own), share.gather(top_tokens[where]), share.gather(top[where]))

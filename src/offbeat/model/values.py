@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from offbeat.data.packing import PackedRow
 from offbeat.errors import ModelError
-from offbeat.model.logprobs import head_outputs
+from offbeat.model.context import share_of
+from offbeat.model.logprobs import head_outputs, scored_positions
 
 _PROBE = 3.0
 
@@ -77,9 +78,10 @@ def token_values(model: nn.Module, row: PackedRow) -> Tensor:
         model: with a `ValueHead`, bare or wrapped.
         row: as for `offbeat.model.logprobs.token_logprobs`.
     """
-    source, inverse = np.unique(row.source, return_inverse=True)
-    outputs = head_outputs(model, row, source if len(source) else np.zeros(1, np.int64))[:, 0].float()
-    return outputs[torch.from_numpy(inverse).to(outputs.device)]
+    share = share_of(model, row)
+    source, inverse = np.unique(share.source, return_inverse=True)
+    outputs = head_outputs(model, share, scored_positions(source))[:, 0].float()
+    return share.gather(outputs[torch.from_numpy(inverse).to(outputs.device)])
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 The parent uses `Child.start(spec)`, `await child.call(method, payload)` and `await child.stop()`. What runs in the child is in `serving`.
 
     Child._read      consumes frames from the child; produces results; waits for the socket; woken by the child or its death
+    Child._send_on   consumes frames behind one that is large; waits for the child to read; woken by the socket
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +23,11 @@ from pathlib import Path
 from offbeat import errors
 from offbeat.aio import deadline
 from offbeat.onlooker import LOOK_S, Onlooker, is_stopped, log_tail, system_view
-from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, Failure
+from offbeat.process.frames import BEAT, CALL, CANCEL, FAILURE, HEADER, STACK, STOP, Failure, Payload
 
 _STACK_TIMEOUT_S = 1.0
+_AT_ONCE_BYTES = 1 << 20
+"""What is handed to the socket's writer in one go, which copies what the socket does not take."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,11 @@ class Child:
     Attributes:
         name: the name shown to people.
         host: address on which the child's servers listen; children run on this machine.
+        shares_disk: whether the child sees this process's files.
     """
 
     host = "127.0.0.1"
+    shares_disk = True
 
     def __init__(
         self, spec: ChildSpec, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
@@ -75,6 +81,8 @@ class Child:
         self._beat: tuple[float, str] | None = None
         self._onlooker = Onlooker(spec.name)
         self._looking: asyncio.Task[None] | None = None
+        self._unsent: deque[bytes | memoryview] = deque()
+        self._sending: asyncio.Task[None] | None = None
         self._reading = asyncio.create_task(self._read(), name=f"read {spec.name}")
 
     @classmethod
@@ -116,10 +124,11 @@ class Child:
         """Whether the process has not been seen to end."""
         return not self._reading.done()
 
-    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
+    async def call(self, method: str, payload: Payload = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         """Run `handler.handle(method, payload)` in the child.
 
         Args:
+            payload: bytes, or pieces that make them up, whose memory must not change until the call is answered.
             patience_s: for how long the process may be stopped, in this call or before, or hang in a way that it cannot report itself;
                 None for as long as `timeout_s`.
 
@@ -133,7 +142,8 @@ class Child:
         """
         if not self.alive:
             raise await self._death(f"before {method}")
-        call_id, future = self._send(CALL, method.encode() + b"\0" + payload)
+        pieces = (payload,) if isinstance(payload, bytes) else payload
+        call_id, future = self._send(CALL, method.encode() + b"\0", *pieces)
         if patience_s is not None:
             self._onlooker.begin(method)
             self._looking = self._looking or asyncio.create_task(self._look_on(), name=f"look at {self.name}")
@@ -195,8 +205,8 @@ class Child:
                 os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         self._writer.close()
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in filter(None, (self._looking, self._sending)):
+            task.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _answer(
@@ -219,17 +229,33 @@ class Child:
             raise result.to_exception(self.name, doing)
         return result
 
-    def _send(self, kind: int, payload: bytes) -> "tuple[int, asyncio.Future[bytes | Failure]]":
+    def _send(self, kind: int, *payload: bytes | memoryview) -> "tuple[int, asyncio.Future[bytes | Failure]]":
         call_id = next(self._ids)
         future = self._pending[call_id] = asyncio.get_running_loop().create_future()
-        self._frame(kind, call_id, payload)
+        self._frame(kind, call_id, *payload)
         return call_id, future
 
-    def _frame(self, kind: int, call_id: int, payload: bytes) -> None:
+    def _frame(self, kind: int, call_id: int, *payload: bytes | memoryview) -> None:
         if self._writer.is_closing():  # the process is gone, and `_read` tells those who wait
             return
-        self._writer.write(HEADER.pack(len(payload), call_id, kind))
-        self._writer.write(payload)
+        num_bytes = sum(map(len, payload))
+        frame = (HEADER.pack(num_bytes, call_id, kind), *payload)
+        if num_bytes <= _AT_ONCE_BYTES and not self._unsent:
+            self._writer.writelines(frame)
+            return
+        self._unsent.extend(frame)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_on(), name=f"send to {self.name}")
+
+    async def _send_on(self) -> None:
+        with contextlib.suppress(ConnectionError):  # `_read` tells those who wait
+            while self._unsent:
+                piece = self._unsent[0]  # until all of it is sent, so that no other frame comes between
+                for start in range(0, len(piece), _AT_ONCE_BYTES):
+                    self._writer.write(piece[start : start + _AT_ONCE_BYTES])
+                    await self._writer.drain()
+                self._unsent.popleft()
+        self._unsent.clear()
 
     async def _read(self) -> None:
         try:

@@ -1,12 +1,16 @@
 """What parent and child send each other over their socket pair: frames, and exceptions in transit."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat import errors
 
 HEADER = struct.Struct("!QQB")
 """Payload bytes, call id, kind."""
+
+Payload = bytes | Sequence[bytes | memoryview]
+"""What a call carries: bytes, or pieces that make them up."""
 
 READY, CALL, RESULT, FAILURE, STACK, STOP, BEAT, CANCEL = range(8)
 

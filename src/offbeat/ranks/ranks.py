@@ -114,6 +114,11 @@ class WorkerRanks:
         """Names of the ranks whose processes have ended."""
         return tuple(worker.name for worker in self._workers if not worker.alive)
 
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The processes, in order."""
+        return self._workers
+
     async def restart(self, *, on_gone: Callable[[], None]) -> None:
         """End all ranks at once, including those that hang, and start new ones. Calls in flight fail.
 
@@ -147,11 +152,12 @@ class WorkerRanks:
 
     async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
         """See `Ranks.spread`."""
-        return self._sharder.shards(batch, params, num_minibatches=num_minibatches, seed=seed)
+        return await asyncio.to_thread(self._sharder.shards, batch, params, num_minibatches=num_minibatches, seed=seed)
 
     async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
         """See `Ranks.score`."""
-        return await self.call(method, self._sharder.score_shares(batch, of=of, with_entropy=with_entropy), Scored, timeout_s=timeout_s)
+        shares = await asyncio.to_thread(self._sharder.score_shares, batch, of=of, with_entropy=with_entropy)
+        return await self.call(method, shares, Scored, timeout_s=timeout_s)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """See `Ranks.observe`."""
@@ -173,7 +179,7 @@ async def start_ranks(
     specs = [
         WorkerSpec(
             name, "offbeat.trainer.worker:TrainWorker", log_dir / f"{name.replace(' ', '-')}.log", threads=config.train.threads,
-            num_devices=config.cluster.devices_per_worker)
+            num_devices=config.train.devices_per_rank)
         for name in names]
     started: list[Worker] = []
 
@@ -181,6 +187,7 @@ async def start_ranks(
         started.append(worker := await launcher.start(spec, timeout_s=timeout_s))
         return worker
 
+    await launcher.reserve(specs, timeout_s=timeout_s)
     try:
         workers = await gather_all(start(spec) for spec in specs)
         if build is not None:

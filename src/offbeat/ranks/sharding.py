@@ -6,7 +6,7 @@ loss weights.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from offbeat.data.model_folder import read_model_config
 from offbeat.data.packing import Plan, plan_microbatches
 from offbeat.trainer.messages import Policy, ScoreShare, TrainStep
 
+T = TypeVar("T")
+
 
 class Sharder:
     """Per training step: `shards`, then `observe` once all ranks are done. A step that failed is not observed.
@@ -29,10 +31,15 @@ class Sharder:
     """
 
     def __init__(self, config: Config, *, num_ranks: int, prior: CostModel) -> None:
-        """`prior` is the cost model until times have been observed."""
+        """`prior` is the cost model until times have been observed.
+
+        Args:
+            num_ranks: number of ranks, R. As many in turn as [train.parallel] lets compute the same rows get the same share.
+        """
         self._train = config.train
         self._balance = config.rollout.balance_batch
-        self._num_ranks = num_ranks
+        self._ranks_per_share = config.train.parallel.ranks_per_share
+        self._num_shares = num_ranks // self._ranks_per_share
         self._fit = CostFit(prior)
         self._plans: list[Plan] = []
 
@@ -61,9 +68,9 @@ class Sharder:
         minibatches = split_minibatches(batch, num_minibatches, seed=seed)
         self._plans = [self._plan(minibatch) for minibatch in minibatches]
         planned = list(zip(minibatches, self._plans, strict=True))
-        return [
-            TrainStep(*_cut([(minibatch, plan.microbatches[rank]) for minibatch, plan in planned]), params)
-            for rank in range(self._num_ranks)]
+        return self._to_ranks([
+            TrainStep(*_cut([(minibatch, plan.microbatches[number]) for minibatch, plan in planned]), params)
+            for number in range(self._num_shares)])
 
     def score_shares(self, batch: Batch, *, of: Policy, with_entropy: bool) -> list[ScoreShare]:
         """Return every rank's share of a batch that is scored, in the micro-batches that a training step of one minibatch has.
@@ -80,7 +87,7 @@ class Sharder:
         for microbatches in self._plan(batch).microbatches:
             part, (own,) = _cut([(batch, microbatches)])
             shares.append(ScoreShare(part, np.concatenate(microbatches), own, of, with_entropy))
-        return shares
+        return self._to_ranks(shares)
 
     def observe(self, busy_s: Sequence[float]) -> dict[str, float]:
         """Learn from the step that `shards` spread last, and return metrics of it.
@@ -100,7 +107,9 @@ class Sharder:
         """
         assert self._plans, "observe follows shards"
         cost, plans, self._plans = self.cost, self._plans, []
-        self._fit.observe(sum((plan.work for plan in plans), np.zeros((self._num_ranks, 2))), busy_s)
+        # The ranks of a share compute it together, so it takes as long as the busiest of them.
+        busy_s = np.reshape(busy_s, (-1, self._ranks_per_share)).max(axis=1).tolist()
+        self._fit.observe(sum((plan.work for plan in plans), np.zeros((self._num_shares, 2))), busy_s)
         # [K, R]: each minibatch ends with a wait for the busiest rank.
         before, after = (cost.load(np.stack(work)) for work in ([p.work_in_order for p in plans], [p.work for p in plans]))
         bound = sum(plan.lower_bound for plan in plans)
@@ -113,9 +122,12 @@ class Sharder:
             "balance/lost_s": max(busy_s) - sum(busy_s) / len(busy_s),
         }
 
+    def _to_ranks(self, shares: Sequence[T]) -> list[T]:
+        return [share for share in shares for _ in range(self._ranks_per_share)]
+
     def _plan(self, batch: Batch) -> Plan:
         return plan_microbatches(
-            batch, num_ranks=self._num_ranks, max_tokens=self._train.max_tokens_per_microbatch, share_prefix=self._train.share_prefix,
+            batch, num_ranks=self._num_shares, max_tokens=self._train.max_tokens_per_microbatch, share_prefix=self._train.share_prefix,
             whole_groups=keeps_groups(batch), cost=self.cost, balance=self._balance)
 
 
@@ -127,7 +139,7 @@ def _cut(minibatches: Sequence[tuple[Batch, list[np.ndarray]]]) -> tuple[Batch, 
         ends = start + np.cumsum([len(micro) for micro in microbatches])
         steps.append(tuple(np.arange(end - len(micro), end) for micro, end in zip(microbatches, ends, strict=True)))
         start += len(parts[-1])
-    return Batch.concatenate(parts), tuple(steps)
+    return parts[0] if len(parts) == 1 else Batch.concatenate(parts), tuple(steps)
 
 
 def _variation(loads_KR: np.ndarray) -> float:

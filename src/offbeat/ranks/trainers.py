@@ -3,6 +3,7 @@
 Works on any `Ranks`. A new verb is a method here and one of the same name on `offbeat.trainer.trainer.Trainer`. Torch-free.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -27,6 +28,7 @@ from offbeat.trainer.messages import (
     NewAdapter,
     OptimStep,
     Policy,
+    Scored,
     Scores,
     Stepped,
     TargetScores,
@@ -101,13 +103,9 @@ class Trainers:
         """
         answers = await self._ranks.score(
             self._name("score"), batch, of=of, with_entropy=with_entropy, timeout_s=self._config.train.step_timeout_s)
-        columns: dict[str, np.ndarray] = {}
         for rank, answer in enumerate(answers):
-            targets = gather_ranges(batch.target_offsets, answer.sequences)
-            for name, values in answer.scores.columns.items():
-                columns.setdefault(name, np.zeros(batch.num_targets, np.float32))[targets] = values
             self._on_span(self._name("score"), f"rank {rank}", answer.start_s, answer.end_s)
-        return TargetScores(columns)
+        return await asyncio.to_thread(_put_together, batch, answers)
 
     async def write_weights(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
         """Write or offer the weights; see `offbeat.weights.channels.WriteVersion`. In SPMD mode only rank 0 gives a fingerprint."""
@@ -211,10 +209,13 @@ class Trainers:
 
     def _shares(self, lengths: np.ndarray) -> list[np.ndarray]:
         """Return [n] int64 indices of each rank's sequences, ascending, balanced by tokens; a rank may get none."""
-        num_ranks = self._ranks.num_called
-        if num_ranks == 1 or len(lengths) == 0:
-            return [np.arange(len(lengths)), *([np.zeros(0, np.int64)] * (num_ranks - 1))]
-        return [np.sort(np.asarray(part, np.int64)) for part in partition(lengths.astype(np.float64), num_ranks).parts]
+        copies = self._config.train.parallel.ranks_per_share
+        num_shares = self._ranks.num_called // copies
+        if num_shares == 1 or len(lengths) == 0:
+            shares = [np.arange(len(lengths)), *([np.zeros(0, np.int64)] * (num_shares - 1))]
+        else:
+            shares = [np.sort(np.asarray(part, np.int64)) for part in partition(lengths.astype(np.float64), num_shares).parts]
+        return [share for share in shares for _ in range(copies)]
 
     async def _all(self, method: str, request: Any, reply: type[T], *, timeout_s: float | None = None) -> T:
         """Send one request to all ranks; returns rank 0's answer, or in SPMD mode this rank's."""
@@ -225,3 +226,13 @@ class Trainers:
     def _name(self, method: str) -> str:
         """Return the name of a method of this part's trainer."""
         return f"{self._part}.{method}" if self._part else method
+
+
+def _put_together(batch: Batch, answers: Sequence[Scored]) -> TargetScores:
+    """Return the scores of all targets, in the order of the batch."""
+    columns: dict[str, np.ndarray] = {}
+    for answer in answers:
+        targets = gather_ranges(batch.target_offsets, answer.sequences)
+        for name, values in answer.scores.columns.items():
+            columns.setdefault(name, np.zeros(batch.num_targets, np.float32))[targets] = values
+    return TargetScores(columns)

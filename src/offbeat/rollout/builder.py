@@ -9,20 +9,22 @@ import hashlib
 from collections.abc import Iterable
 from typing import Self
 
-from offbeat.data.trajectory import Trajectory, TurnEnd
+import numpy as np
+
+from offbeat.data.trajectory import DTYPES, Trajectory, TurnEnd
 from offbeat.inference.sampling import Sample
 from offbeat.types import PROMPT_VERSION
+
+_NOTHING = tuple(np.zeros(0, dtype) for dtype in DTYPES.values())
 
 
 class TrajectoryBuilder:
     """Collects one trajectory, in the order in which the model sees it. Every call but `finish` returns the builder itself."""
 
-    def __init__(self, prompt: Iterable[int] = ()) -> None:
+    def __init__(self, prompt: Iterable[int] | np.ndarray = ()) -> None:
         """Begin with the tokens of a prompt."""
-        self._tokens: list[int] = []
-        self._mask: list[bool] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._parts: list[tuple[np.ndarray, ...]] = []
+        self._length = 0
         self._turns: list[TurnEnd] = []
         self._state = ""
         self._num_retries = 0
@@ -30,19 +32,18 @@ class TrajectoryBuilder:
         self.given(prompt)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._length
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens so far, which are the prompt of the next turn."""
-        return tuple(self._tokens)
+        return tuple(token for part in self._parts for token in part[0].tolist())
 
-    def given(self, ids: Iterable[int]) -> Self:
+    def given(self, ids: Iterable[int] | np.ndarray) -> Self:
         """Add tokens that the policy did not write, such as a tool's answer: they have no loss."""
-        before = len(self._tokens)
-        self._tokens.extend(ids)
-        num = len(self._tokens) - before
-        self._add(num, trained=False, logprobs=[0.0] * num, versions=[PROMPT_VERSION] * num)
+        tokens = _flat(ids)
+        num = len(tokens)
+        self._add(tokens, np.zeros(num, np.bool_), np.zeros(num, np.float32), np.full(num, PROMPT_VERSION, np.int32))
         return self
 
     def state(self, text: str) -> Self:
@@ -56,9 +57,8 @@ class TrajectoryBuilder:
         Args:
             order: see `TurnEnd.order`; for episodes of several trajectories that were played in turns.
         """
-        self._tokens.extend(sample.token_ids)
-        self._add(len(sample.token_ids), trained=True, logprobs=sample.logprobs, versions=sample.versions)
-        self._turns.append(TurnEnd(len(self._tokens), 0.0, self._state, order))
+        self._add(sample.tokens, np.ones(len(sample.tokens), np.bool_), sample.token_logprobs, sample.token_versions)
+        self._turns.append(TurnEnd(len(self), 0.0, self._state, order))
         self._state, self._reason = "", sample.finish_reason
         self._num_retries += sample.num_retries
         return self
@@ -85,8 +85,9 @@ class TrajectoryBuilder:
             reason: why it ended; "" takes that of the last sample, "stop" or "length".
             episode, agent, malformed_calls: see `Trajectory`.
         """
+        tokens, mask, logprobs, versions = (np.concatenate(column) for column in zip(_NOTHING, *self._parts, strict=True))
         return Trajectory(
-            self._tokens, self._mask, self._logprobs, self._versions, reward, reason or self._reason, self._num_retries,  # pyright: ignore
+            tokens, mask, logprobs, versions, reward, reason or self._reason, self._num_retries,
             episode=episode, agent=agent, turns=self._told_turns(), malformed_calls=malformed_calls)
 
     def _told_turns(self) -> tuple[TurnEnd, ...]:
@@ -94,7 +95,17 @@ class TrajectoryBuilder:
         alone = len(self._turns) == 1 and self._turns[0] == TurnEnd(self._turns[0].end)
         return () if alone else tuple(self._turns)
 
-    def _add(self, num: int, *, trained: bool, logprobs: Iterable[float], versions: Iterable[int]) -> None:
-        self._mask.extend([trained] * num)
-        self._logprobs.extend(logprobs)
-        self._versions.extend(versions)
+    def _add(self, *columns: np.ndarray) -> None:
+        if len(columns[0]):
+            self._parts.append(columns)
+            self._length += len(columns[0])
+
+
+def _flat(ids: Iterable[int] | np.ndarray) -> np.ndarray:
+    """Return [L], of objects where it is no row of numbers that was given: the trajectory then says what is wrong."""
+    listed = ids if isinstance(ids, np.ndarray) else list(ids)
+    try:
+        array = np.asarray(listed)
+    except ValueError:  # lists of different lengths
+        array = np.zeros((0, 0))
+    return array if array.ndim == 1 else np.fromiter(listed, object, len(listed))

@@ -1,13 +1,15 @@
-"""Dynamic sampling: which groups are rejected because all of their rewards are equal. Pure; asked by the executor of each played group.
+"""Dynamic sampling: which groups are rejected because all that credit compares in them is equal, such as their rewards. Pure.
 
 A step that has rejected (`algorithm.max_draw_batches` - 1) * B such groups keeps those that follow, so that a run whose prompts are all
-solved, or all hopeless, goes on. Rewards are compared before shaping: penalties for length make no group worth keeping.
+solved, or all hopeless, goes on. Rewards are compared before shaping: penalties for length make no group worth keeping. The executor asks
+of each played group.
 
 Source: DAPO, arXiv:2503.14476 section 3.2.
 """
 
 from collections.abc import Callable
 
+from offbeat.algorithms.turns import reward_range
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.data.trajectory import Group
 from offbeat.telemetry.tracker import StatsPart
@@ -35,7 +37,7 @@ class DynamicSampling:
         """Return why a group is rejected; empty if it is kept."""
         self._counts["drawn"] += 1
         config = self._config
-        if group.reward_range(separate=config.separate_rewards, by_agent=config.agent_baselines) > config.equal_rewards_tolerance:
+        if reward_range(group, config) > config.equal_rewards_tolerance:
             return ""
         if self.num_rejected >= self.max_rejected:
             self._counts["kept_flat"] += 1
@@ -43,7 +45,10 @@ class DynamicSampling:
             return ""
         self._counts["rejected"] += 1
         self.num_rejected += 1
-        return f"all rewards are equal: {group.rewards[0]:g}" if group.usable else "there are no rewards"
+        if not group.usable:
+            return "there are no rewards"
+        by_turn = config.turn_credit != "episode"
+        return "no turn led to more than another" if by_turn else f"all rewards are equal: {group.rewards[0]:g}"
 
     def start_batch(self) -> None:
         """Count anew: a batch was taken."""

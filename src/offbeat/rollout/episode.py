@@ -4,14 +4,15 @@ A workflow is an async function, `async def workflow(episode: Episode) -> Sequen
 may call the engines and the reward as often as it likes. `builder.TrajectoryBuilder` makes what it returns.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Trajectory
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.accounts import Account
 
 Waiting = Callable[[Awaitable[Any]], Awaitable[Any]]
 
@@ -44,6 +45,8 @@ class Episode:
         context: largest number of tokens of a prompt and its `max_new_tokens` together; `generate` refuses more.
         off_the_clock: waits for something that is no part of playing, such as a place to play in; the time it takes does not count towards
             the group's deadline.
+        measured: takes numbers by name that were measured of one sample beside its reward; their means over a step are metrics.
+        account: opens the account of where the time of an episode goes, by its index in the group; `accounted` keeps it.
     """
 
     row: Row
@@ -55,6 +58,26 @@ class Episode:
     tokenizer: Tokenizer
     context: int = 2**31
     off_the_clock: Waiting = on_the_clock
+    measured: Callable[[Mapping[str, float]], None] = lambda _metrics: None
+    account: Callable[[int], Account] = lambda _index: Account()
+
+
+def accounted(episode: Episode, account: Account) -> Episode:
+    """Return the episode of one sample of a group, whose account is told what it waits for."""
+
+    async def generate(prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
+        with account.doing("model"):
+            return await episode.generate(prompt, sampling, n=n, session=session)
+
+    async def score(completions: Sequence[str], row: Row) -> list[float]:
+        with account.doing("reward"):
+            return await episode.score(completions, row)
+
+    async def off_the_clock(waiting: Awaitable[Any]) -> Any:
+        with account.doing("queue"):
+            return await episode.off_the_clock(waiting)
+
+    return replace(episode, generate=generate, score=score, off_the_clock=off_the_clock)
 
 
 Workflow = Callable[[Episode], Awaitable[Sequence[Trajectory]]]

@@ -15,9 +15,10 @@ import inspect
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self
 
 from offbeat.config.rollout import RolloutConfig
@@ -28,22 +29,21 @@ from offbeat.errors import (
     CodeError,
     DeadlineError,
     OffbeatError,
-    RewardError,
     RolloutError,
     RunError,
-    TooLongError,
     describe,
     shorten,
 )
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.phase import phase
+from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.clock import EpisodeClock
 from offbeat.rollout.door import ANY, Door, members
 from offbeat.rollout.dynamic import DynamicSampling
-from offbeat.rollout.episode import Episode, Generate, Workflow
+from offbeat.rollout.episode import Episode, Workflow
 from offbeat.rollout.holdup import HoldupGuard
-from offbeat.rollout.idle import IdleHint
-from offbeat.rollout.outcomes import Failure, Kind, Outcomes, failure_of, failure_to_ask
+from offbeat.rollout.idle import IdleHint, Limit, limit_of_running, limit_of_staleness
+from offbeat.rollout.outcomes import Failure, Kind, Outcomes, failure_of, failure_to_ask, screen, unwrap
 from offbeat.rollout.staleness import Gate
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
@@ -82,6 +82,8 @@ class RolloutExecutor:
         accept: Accept = lambda _group: True,
         dynamic: DynamicSampling | None = None,
         door: Door = ANY,
+        accounts: Accounts | None = None,
+        places: Limit | None = None,
         on_rejected: Callable[[Settled], None] = lambda _settled: None,
         on_unusable: Callable[[str, list[str]], None] = lambda _prompt_id, _reasons: None,
         warn: Callable[[str], None] = lambda _text: None,
@@ -92,6 +94,8 @@ class RolloutExecutor:
             make_episode: `make_episode(row, group_size, sampling)` binds a row to engines, rewards and the tokenizer.
             dynamic: rejects groups of equal rewards that the user's filter accepts; None rejects none.
             door: checks trajectories.
+            accounts: keeps account of where the time of episodes goes, those of `rollout_batch` apart.
+            places: what episodes wait for off the clock, for the hint that engines idle.
             on_rejected: called for every group that is not trained on.
             on_unusable: called with a prompt and the reasons of its episodes that are not trained on, if others of the group are.
             warn: called with a warning when too many prompts or samples are lost for one reason.
@@ -104,12 +108,14 @@ class RolloutExecutor:
         self._accept = accept
         self._dynamic = dynamic
         self._door = door
+        self._accounts = accounts or Accounts()
         self._on_rejected = on_rejected
         self._on_unusable = on_unusable
         self._outcomes = Outcomes(warn)
         self._holdups = HoldupGuard(
             timeout_s=config.episode_timeout_s, callers=(type(self)._call_workflow.__code__, type(self)._judge.__code__), tell=warn)
-        self._idle = IdleHint(warn, num_running=lambda: len(self._gate.running), limit=self._limit)
+        self._limit_of_running, self._limit_of_staleness = limit_of_running(config), limit_of_staleness(config)
+        self.idle = IdleHint(warn, num_running=lambda: len(self._gate.running), limit=self._limit, places=places)
         self._exits = ExitStack()
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -203,9 +209,9 @@ class RolloutExecutor:
         self._admit()
 
     def take_stats(self) -> StatsPart:
-        """Return statistics on prompts since the last call; see `Outcomes.take`, `DynamicSampling.take` and `PromptStream.stats`."""
+        """Return statistics since the last call; see `take` of `Outcomes`, `DynamicSampling` and `Accounts`, and `PromptStream.stats`."""
         dynamic = StatsPart() if self._dynamic is None else self._dynamic.take()
-        return combine([self._outcomes.take(), dynamic, self._stream.stats()])
+        return combine([self._outcomes.take(), dynamic, self._stream.stats(), self._accounts.take()])
 
     async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]:
         """Play the given rows now, bypassing the gate, and wait for all, for evaluation and debugging. Groups are in the rows' order."""
@@ -214,7 +220,7 @@ class RolloutExecutor:
         async def play(index: int, row: Row) -> Group:
             async with slots:
                 for tries in itertools.count(1):
-                    group, failure = _screen(*await self._settle(f"batch:{index}", row, group_size, sampling), fewest=1)
+                    group, failure = screen(*await self._settle(f"batch:{index}", row, group_size, sampling, Accounts()), fewest=1)
                     if failure is None or not failure.is_ours or tries > self._config.max_retries:
                         return group
                 raise AssertionError("a count has no end")
@@ -230,7 +236,7 @@ class RolloutExecutor:
             self._gate.admit(prompt_id)
             task = self._tasks[prompt_id] = asyncio.create_task(self._play(prompt_id, row), name=f"group {prompt_id}")
             task.add_done_callback(self._notice_crash)
-        self._idle.look()
+        self.idle.look()
 
     def _notice_crash(self, task: asyncio.Task[None]) -> None:
         """Let the next batch raise an unexpected exception.
@@ -242,10 +248,10 @@ class RolloutExecutor:
             self._changed.set()
 
     async def _play(self, prompt_id: str, row: Row) -> None:
-        group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling)
+        group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling, self._accounts)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that; by now this prompt belongs to another task
-        group, failure = _screen(self._check(group), failure)
+        group, failure = screen(self._check(group), failure)
         refused: Kind | None = None
         if failure is None:
             played = group
@@ -299,7 +305,9 @@ class RolloutExecutor:
         self._outcomes.settled(prompt_id, kind, reason)
         self._on_rejected(Settled(prompt_id, reason, kind))
 
-    async def _settle(self, prompt_id: str, row: Row, group_size: int, sampling: Sampling) -> tuple[Group, Failure | None]:
+    async def _settle(
+        self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, accounts: Accounts,
+    ) -> tuple[Group, Failure | None]:
         """Play one group. A failure is data: the group carries the reason, and the failure is returned with it."""
         version = self._gate.version
         try:
@@ -308,10 +316,8 @@ class RolloutExecutor:
             return Group(prompt_id, version, rejected=describe(exc)), failure_to_ask(exc)
         try:
             async with EpisodeClock(f"group {prompt_id}", self._config.episode_timeout_s) as clock:
-                score = episode.score
                 returned = await self._call_workflow(replace(
-                    episode, score=lambda completions, row: clock.stand_still(score(completions, row)), generate=self._counted(episode),
-                    off_the_clock=clock.stand_still))
+                    self._watched(episode, clock), account=partial(accounts.open, prompt_id), measured=accounts.measures.add))
             return Group(prompt_id, version, members(returned, group_size, workflow=self._config.workflow)), None
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
@@ -320,23 +326,29 @@ class RolloutExecutor:
             failure = CodeError(f"the workflow {self._config.workflow} let a cancellation of its own escape: {exc!r}")
             return Group(prompt_id, version, rejected=str(failure)), failure_of(failure)
         except (Exception, SystemExit) as exc:  # boundary to user code: any error of a workflow rejects only its own group
-            error = _unwrap(exc)
+            error = unwrap(exc)
             return Group(prompt_id, version, rejected=describe(error)), failure_of(error)
 
-    def _limit(self) -> str:
-        """Return the setting that keeps further groups from being admitted; empty if nothing does."""
+    def _limit(self) -> Limit | None:
+        """Return what keeps further groups from being admitted; None if nothing does."""
         if self._gate.capacity:
-            return ""
-        if len(self._gate.running) >= self._gate.max_running:
-            return f"rollout.max_concurrent_rollouts = {self._config.max_concurrent_rollouts}"
-        return f"rollout.max_head_offpolicyness = {self._config.max_head_offpolicyness}"
+            return None
+        return self._limit_of_running if len(self._gate.running) >= self._gate.max_running else self._limit_of_staleness
 
-    def _counted(self, episode: Episode) -> Generate:
+    def _watched(self, episode: Episode, clock: EpisodeClock) -> Episode:
+        """Return an episode that stops the clock where it should, and tells the hint what it waits for."""
+
         async def generate(*arguments: Any, **named: Any) -> list[Sample]:
-            with self._idle.calling():
+            with self.idle.calling():
                 return await episode.generate(*arguments, **named)
 
-        return generate
+        async def off_the_clock(waiting: Awaitable[Any]) -> Any:
+            with self.idle.queueing():
+                return await clock.stand_still(waiting)
+
+        return replace(
+            episode, generate=generate, off_the_clock=off_the_clock,
+            score=lambda completions, row: clock.stand_still(episode.score(completions, row)))
 
     async def _call_workflow(self, episode: Episode) -> object:
         playing: object = self._workflow(episode)
@@ -384,20 +396,3 @@ class RolloutExecutor:
         kind = RolloutError if isinstance(first, RunError) else CodeError
         said = f"{type(first).__name__}: {first}" if isinstance(first, OffbeatError) else describe(first)
         raise kind(f"the last {len(self._failures)} groups of rollouts failed; the first with {said}") from first
-
-
-def _screen(group: Group, failure: Failure | None, *, fewest: int = 2) -> tuple[Group, Failure | None]:
-    """Fail a played group if fewer than two of its episodes can be trained on, because a single one has no baseline."""
-    if failure is not None or len(group.usable_episodes) >= min(fewest, len(group.episodes)):
-        return group, failure
-    unusable = [t for t in group.verdicts if t.unusable is not None]
-    why = f"{len(unusable)} of {len(group.episodes)} samples cannot be trained on; the first: {unusable[0].reason}"
-    error = {"too long": TooLongError, "reward failed": RewardError}.get(str(unusable[0].unusable), CodeError)(why)
-    return replace(group, trajectories=(), rejected=why), failure_of(error)
-
-
-def _unwrap(exc: BaseException) -> Exception:
-    """Unwrap the exception groups of a workflow's task groups, to recognize an engine's failure; errors of user code come first."""
-    while isinstance(exc, BaseExceptionGroup):
-        exc = next((each for each in exc.exceptions if not isinstance(each, RunError)), exc.exceptions[0])
-    return exc if isinstance(exc, Exception) else CodeError(describe(exc))

@@ -1,36 +1,93 @@
 """Notices that engines idle because all episodes that may be played wait for their environments. Pure; driven by the executor.
 
-Environments that wait need more episodes at the same time, by a factor of (wait + generation) / generation.
+Environments that wait need more episodes at the same time, by a factor of (wait + generation) / generation. What keeps them out is either
+the places of user code, for which episodes wait that have been admitted, or a setting that admits no further groups.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+from offbeat.config.agent import AgentConfig
+from offbeat.config.rollout import RolloutConfig
 
 _WINDOW_S = 60.0
 _TELL_SHARE = 0.3
+_MOST_TIMES = 20.0
+"""The largest factor that is worth a number; engines that are asked so rarely tell little of how long a call takes."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What keeps more episodes from being played at the same time, in words for the hint.
+
+    Attributes:
+        playing: what is played, and waits for environments.
+        said: the limit, as a sentence.
+        raised: returns what to set for so many times as many; None where that is not for a hint to say.
+    """
+
+    playing: str
+    said: str
+    noun: str
+    raised: Callable[[float], str] | None = None
+
+
+def limit_of_running(config: RolloutConfig) -> Limit:
+    """Return the limit on the number of groups that run."""
+    name, value = "rollout.max_concurrent_rollouts", config.max_concurrent_rollouts
+    most = (1 + config.max_head_offpolicyness) * config.consumer_batch_size
+
+    def raised(times: float) -> str:
+        wanted = math.ceil(value * times)
+        ahead = f"; above {most}, rollout.max_head_offpolicyness or rollout.consumer_batch_size has to grow, too" if wanted > most else ""
+        return f"{name} = {wanted}{ahead}"
+
+    return Limit("groups", f"{name} = {value} keeps out more", "groups", raised)
+
+
+def limit_of_staleness(config: RolloutConfig) -> Limit:
+    """Return the limit on how far groups run ahead of the trainer, which is a question of what is learnt."""
+    return Limit("groups", f"rollout.max_head_offpolicyness = {config.max_head_offpolicyness} keeps out more", "groups")
+
+
+def limit_of_places(config: AgentConfig) -> Limit:
+    """Return the limit on the number of episodes that user code plays at the same time."""
+    processes, each = config.processes, config.episodes_per_process
+
+    def raised(times: float) -> str:
+        return (
+            f"agent.episodes_per_process = {math.ceil(each * times)}, or as many times as many agent.processes if your code"
+            " computes rather than waits")
+
+    return Limit(
+        "episodes that have a place", f"agent.processes = {processes} times agent.episodes_per_process = {each} are all the"
+        " places there are, others wait for one", "places", raised)
 
 
 class IdleHint:
-    """Adds up for how long no engine was asked while groups ran and no more could be admitted."""
+    """Adds up for how long no engine was asked while groups ran and no more episodes could be played."""
 
     def __init__(
-        self, tell: Callable[[str], None], *, num_running: Callable[[], int], limit: Callable[[], str],
-        now_s: Callable[[], float] = time.monotonic,
+        self, tell: Callable[[str], None], *, num_running: Callable[[], int], limit: Callable[[], Limit | None],
+        places: Limit | None = None, now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to count.
 
         Args:
             tell: called once with the hint.
             num_running: number of groups that run.
-            limit: the setting that keeps further groups from being admitted; "" while nothing does.
+            limit: returns what keeps further groups from being admitted; None while nothing does.
+            places: what episodes wait for that are `queueing`, and that comes before `limit`.
             now_s: a clock.
         """
-        self._tell, self._num_running, self._limit, self._now_s = tell, num_running, limit, now_s
-        self._num_calls = 0
+        self._tell, self._num_running, self._limit, self._places, self._now_s = tell, num_running, limit, places, now_s
+        self._num_calls = self._num_queued = 0
         self._since_s = now_s()
         self._idle_s = self._busy_s = 0.0
-        self._held_by = ""
+        self._held_by: Limit | None = None
         self._told = False
 
     def look(self) -> None:
@@ -48,11 +105,23 @@ class IdleHint:
             self._pass()
             self._num_calls -= 1
 
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Count an episode as waiting for a place during the body."""
+        self._num_queued += 1
+        self._pass()
+        try:
+            yield
+        finally:
+            self._num_queued -= 1
+            self._pass()
+
     def _pass(self) -> None:
         now_s, limit = self._now_s(), self._held_by
         passed_s, self._since_s = now_s - self._since_s, now_s
-        self._held_by = self._limit() if self._num_running() else ""
-        if not limit or self._told:
+        queued = self._places if self._num_queued else None
+        self._held_by = (queued or self._limit()) if self._num_running() else None
+        if limit is None or self._told:
             return
         if self._num_calls:
             self._busy_s += passed_s
@@ -65,7 +134,13 @@ class IdleHint:
         self._idle_s = self._busy_s = 0.0
         if share > _TELL_SHARE:
             self._told = True
-            factor = f"{1 / (1 - share):.1f} times" if share < 0.95 else "20 times or more"
-            self._tell(
-                f"engines had nothing to do for {share:.0%} of the last minute, as all groups waited for their environments; {limit} keeps"
-                f" out more, and {factor} as many groups would keep the engines busy")
+            self._tell(_hint(share, limit))
+
+
+def _hint(share: float, limit: Limit) -> str:
+    times = min(1 / (1 - share), _MOST_TIMES) if share < 1 else _MOST_TIMES
+    factor = f"{times:.1f} times" if times < _MOST_TIMES else f"{_MOST_TIMES:.0f} times or more"
+    todo = f"; set {limit.raised(times)}" if limit.raised is not None else ""
+    return (
+        f"engines had nothing to do for {share:.0%} of the last minute, as all {limit.playing} waited for their environments; {limit.said},"
+        f" and {factor} as many {limit.noun} would keep the engines busy{todo}")

@@ -38,7 +38,7 @@ class ModelReward:
 
     def __init__(
         self, launcher: Launcher, options: RewardModelOptions, *, num_workers: int, timeout_s: float, start_timeout_s: float,
-        log_dir: Path, threads: int = 1, num_devices: int = 0,
+        log_dir: Path, threads: int = 1, num_devices: int = 0, of_set: str = "",
     ) -> None:
         """Prepare it; its processes start on entering it.
 
@@ -46,12 +46,13 @@ class ModelReward:
             timeout_s: limit for one call.
             start_timeout_s: limit for starting a process, and for loading the model.
             threads, num_devices: of each process.
+            of_set: name of the evaluation set that it judges, part of the processes' names; "" for the run.
         """
         self._launcher = launcher
         self._options = options
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        names = [f"reward model {index}" for index in range(num_workers)]
+        names = [f"{of_set} reward model {index}".lstrip() for index in range(num_workers)]
         self._specs = [
             WorkerSpec(
                 name, "offbeat.engine.reward_worker:RewardModelWorker", log_dir / f"{name.replace(' ', '-')}.log", threads=threads,

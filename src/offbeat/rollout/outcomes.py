@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from offbeat.data.trajectory import UNUSABLE, Trajectory, Unusable
-from offbeat.errors import DeadlineError, RefusedError, RewardError, RunError, TooLongError, WorkerError
+from offbeat.data.trajectory import UNUSABLE, Group, Trajectory, Unusable
+from offbeat.errors import CodeError, DeadlineError, RefusedError, RewardError, RunError, TooLongError, WorkerError, describe
 from offbeat.telemetry.tracker import StatsPart
 
 Kind = Literal[
@@ -62,6 +62,23 @@ def _kind_of(error: Exception) -> Kind:
             return "engine failed"
         case _:
             return "code failed"
+
+
+def screen(group: Group, failure: Failure | None, *, fewest: int = 2) -> tuple[Group, Failure | None]:
+    """Fail a played group if fewer than two of its episodes can be trained on, because a single one has no baseline."""
+    if failure is not None or len(group.usable_episodes) >= min(fewest, len(group.episodes)):
+        return group, failure
+    unusable = [t for t in group.verdicts if t.unusable is not None]
+    why = f"{len(unusable)} of {len(group.episodes)} samples cannot be trained on; the first: {unusable[0].reason}"
+    error = {"too long": TooLongError, "reward failed": RewardError}.get(str(unusable[0].unusable), CodeError)(why)
+    return replace(group, trajectories=(), rejected=why), failure_of(error)
+
+
+def unwrap(exc: BaseException) -> Exception:
+    """Unwrap the exception groups of a workflow's task groups, to recognize an engine's failure; errors of user code come first."""
+    while isinstance(exc, BaseExceptionGroup):
+        exc = next((each for each in exc.exceptions if not isinstance(each, RunError)), exc.exceptions[0])
+    return exc if isinstance(exc, Exception) else CodeError(describe(exc))
 
 
 class Outcomes:

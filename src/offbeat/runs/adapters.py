@@ -28,6 +28,8 @@ from offbeat.fleet.publication import PublishReport
 from offbeat.inference.sampling import Sample, Sampling
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import Trainers
+from offbeat.runs.devices import choose_devices, usable_devices
+from offbeat.runs.shared_disk import apart, without_shared_disk
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.record import RunRecord
 from offbeat.trainer.messages import NewAdapter, Scores
@@ -306,7 +308,7 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
     if config.model.lora.dropout:
         raise ConfigError(
             f"model.lora.dropout must be 0 to serve tenants, got {config.model.lora.dropout}; what one drops would depend on the others")
-    config = choose_threads(config, cores=usable_cores())
+    config = choose_threads(choose_devices(config, devices=usable_devices()), cores=usable_cores())
     record.events.record("threads", rank=config.train.threads, engine=config.inference.threads)
     base = read_base(config)
     ends = base_ends(base)
@@ -317,6 +319,7 @@ async def open_adapters(config: Config, record: RunRecord) -> AsyncIterator[Adap
         ranks, engines = await both(
             WorkerRanks.start(launcher, config, model=base.model, build=base.build, log_dir=record.log_dir, trains="adapters"),
             EngineGroup.start(launcher, config, log_dir=record.log_dir))
+        without_shared_disk(config, ranks=apart(ranks.workers), engines=apart(engines.workers))
         trainers = Trainers(ranks, config)
         addresses = await engines.serve(model=base.model, tokenizer=base.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=base.model)

@@ -21,6 +21,7 @@ from offbeat.ranks.trainers import Trainers
 from offbeat.rollout.episode import Generate
 from offbeat.runs.rank_info import RankInfo
 from offbeat.runs.rollouts import EngineRollouts, NoEngines, open_user_code
+from offbeat.runs.shared_disk import apart, without_shared_disk
 from offbeat.runs.teacher import open_teacher
 from offbeat.telemetry.record import RunRecord
 from offbeat.types import Version
@@ -41,6 +42,7 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
         if not inputs.plays:
             ranks = await WorkerRanks.start(
                 launcher, config, model=inputs.model, build=inputs.build, log_dir=record.log_dir, trains=inputs.trains)
+            without_shared_disk(config, ranks=apart(ranks.workers), engines=())
             trainers, none = Trainers(ranks, config, on_span=record.on_span), NoEngines(draws=True)
             yield RunParts(config, record, inputs, trainers, none, none, SingleProcess(), none.watch)
             return
@@ -49,6 +51,9 @@ async def open_controller(config: Config, rank_info: RankInfo, inputs: RunInputs
             both(
                 EngineGroup.start(launcher, config, log_dir=record.log_dir),
                 open_user_code(stack, inputs, config, record, launcher=launcher)))
+        given, config = config, without_shared_disk(config, ranks=apart(ranks.workers), engines=apart(engines.workers))
+        if config != given:
+            record.note("broadcasts", "engines do not see the run's folder, so weights are broadcast to them (weights.channel)")
         addresses = await engines.serve(model=inputs.model, tokenizer=inputs.tokenizer_folder, version=UNPUBLISHED)
         fleet = await open_fleet(stack, engines, addresses, config, record, model=inputs.model)
         trainers = Trainers(ranks, config, on_span=record.on_span)

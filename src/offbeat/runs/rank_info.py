@@ -40,6 +40,11 @@ class RankInfo:
         """Whether this process writes the run's files and talks to the user."""
         return self.rank == 0
 
+    @property
+    def is_on_first_machine(self) -> bool:
+        """Whether it is on the machine of rank 0, which starts the engines."""
+        return self.rank == self.local_rank
+
 
 def read_rank_info(config: Config, environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Determine this process's place for the run's mode.
@@ -58,9 +63,17 @@ def read_rank_info(config: Config, environ: Mapping[str, str] = os.environ) -> R
 
 
 def resolve_ranks(config: Config, rank_info: RankInfo) -> Config:
-    """Return the configuration with as many train ranks as torchrun has started; a controller's configuration is unchanged."""
+    """Return the configuration with as many train ranks as torchrun has started; a controller's configuration is unchanged.
+
+    Raises:
+        ConfigError: as many cannot be divided as [train.parallel] says.
+    """
     if config.run.mode == "controller":
         return config
+    try:
+        config.train.parallel.num_replicas(rank_info.world)
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from exc
     return config.model_copy(update={"train": config.train.model_copy(update={"num_ranks": rank_info.world})})
 
 

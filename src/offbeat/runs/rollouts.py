@@ -3,14 +3,16 @@
 Opened by the controller, by rank 0 in SPMD mode, and by every other rank that rolls out on rank 0's engines.
 """
 
-from collections.abc import Awaitable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import Awaitable, Hashable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from offbeat.agents.opening import open_workflow
 from offbeat.aio import both
 from offbeat.algorithms.experience import sft_batch
+from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
 from offbeat.controller.inputs import RunInputs, choose_reward
 from offbeat.controller.parts import Rollouts
@@ -23,10 +25,12 @@ from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
 from offbeat.fleet.publishers import OnServed
 from offbeat.inference.sampling import Sample, Sampling
+from offbeat.rollout.accounts import Accounts
 from offbeat.rollout.door import Door
 from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
+from offbeat.rollout.idle import IdleHint, limit_of_places
 from offbeat.rollout.model_reward import ModelReward
 from offbeat.rollout.reward_pool import RewardPool
 from offbeat.rollout.staleness import Gate
@@ -39,21 +43,27 @@ Rewards = RewardPool | ModelReward
 
 @dataclass(frozen=True)
 class UserCode:
-    """What plays an episode and what judges it, with the processes that they need."""
+    """What plays an episode and what judges it, with the processes that they need; and those of the evaluation sets, by name."""
 
     rewards: Rewards
     workflow: Workflow
+    sets: Mapping[str, "UserCode"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EngineRollouts:
-    """Plays rollouts on the engines that `generate` routes to."""
+    """Plays rollouts on the engines that `generate` routes to.
+
+    Attributes:
+        hints: of the executors that feed training; they are told of calls for evaluation sets, too, which keep engines busy beside them.
+    """
 
     config: Config
     record: RunRecord
     inputs: RunInputs
     generate: Generate
     user_code: UserCode
+    hints: list[IdleHint] = field(default_factory=list)
 
     draws = True
 
@@ -75,12 +85,30 @@ class EngineRollouts:
                 "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind,
                 reason=settled.rejected)
 
-        return RolloutExecutor(
+        executor = RolloutExecutor(
             gate=gate, stream=stream, workflow=self.user_code.workflow, make_episode=self._episode, config=config,
             sampling=self.inputs.sampling, accept=accept, dynamic=dynamic,
             door=Door(self.inputs.vocab_size, lambda trajectory: self._too_long(trajectory.row_tokens)),
+            accounts=Accounts(record.tracer.add if self.config.telemetry.trace else None, tell=record.console.note),
+            places=limit_of_places(self.config.agent) if config.workflow in PLAYS else None,
             on_rejected=on_rejected, warn=record.console.note,
             on_unusable=lambda prompt_id, reasons: record.events.record("unusable_samples", prompt_id=prompt_id, reasons=reasons))
+        self.hints.append(executor.idle)
+        return executor
+
+    def rollouts_of_set(self, name: str) -> RolloutExecutor:
+        """See `RolloutSource.rollouts_of_set`. On a process that has opened no user code of the set, it is not to be played."""
+        of_set = replace(
+            self, generate=self._generate_beside, hints=[], config=self.config.evaluation_set(name), inputs=self.inputs.sets[name],
+            user_code=self.user_code.sets.get(name, self.user_code))
+        return of_set.rollouts(PromptStream(of_set.inputs.train, seed=0), version=0, last_version=0)
+
+    async def _generate_beside(self, prompt: tuple[int, ...], sampling: Sampling, *, n: int, session: str = "") -> list[Sample]:
+        """Generate samples that are not for training; see `Generate`."""
+        with ExitStack() as calls:
+            for hint in self.hints:
+                calls.enter_context(hint.calling())
+            return await self.generate(prompt, sampling, n=n, session=session)
 
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:
         """See `RolloutSource.sft_batch`."""
@@ -138,6 +166,10 @@ class NoEngines:
         """Never called: nothing is answered."""
         raise AssertionError("a run without engines was asked for rollouts")
 
+    def rollouts_of_set(self, name: str) -> Rollouts:
+        """Never called: nothing is answered."""
+        raise AssertionError(f"a run without engines was asked to play {name}")
+
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
         """Never called: its rows are no prompts with answers."""
         raise AssertionError("a run without engines was asked to imitate")
@@ -146,28 +178,83 @@ class NoEngines:
 async def open_user_code(
     stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
 ) -> UserCode:
-    """Start what runs the rewards and the workflow; see `open_rewards` and `open_workflow`."""
-    return UserCode(*await both(
-        open_rewards(stack, inputs, config, record, launcher=launcher),
-        open_workflow(stack, config, tokenizer=inputs.tokenizer, log_dir=record.log_dir, tell=partial(record.note, "user_code"))))
+    """Start what runs the rewards and the workflow, of the run and of its evaluation sets; see `open_rewards` and `open_workflow`.
+
+    What a set has in common with the run, or with a set before it, is started once.
+    """
+    def workflow_of(own: Config, folder: Path) -> Awaitable[Workflow]:
+        return open_workflow(stack, own, tokenizer=inputs.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
+
+    code = UserCode(*await both(
+        open_rewards(stack, inputs, config, record, launcher=launcher), workflow_of(config, record.log_dir)))
+    rewards, workflows = {_what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
+    sets: dict[str, UserCode] = {}
+    for name, of_set in inputs.sets.items():
+        own = config.evaluation_set(name)
+        judges, plays = _what_judges(own), _what_plays(own)
+        if judges not in rewards:
+            rewards[judges] = await open_rewards(stack, of_set, own, record, launcher=launcher, of_set=name)
+        if plays not in workflows:
+            workflows[plays] = await workflow_of(own, _log_dir(record, name))
+        sets[name] = UserCode(rewards[judges], workflows[plays])
+    return replace(code, sets=sets)
+
+
+def num_reward_models(config: Config) -> int:
+    """Return how many processes of reward models `open_user_code` starts for the run itself."""
+    return config.rollout.reward_workers if choose_reward(config).startswith(PREFIX) else 0
+
+
+def num_set_reward_models(config: Config) -> int:
+    """Return how many processes of reward models `open_user_code` starts for evaluation sets, each of which takes accelerators."""
+    sets = {_what_judges(own): own for own in map(config.evaluation_set, config.evaluate.sets)}
+    return sum(num_reward_models(own) for judges, own in sets.items() if judges != _what_judges(config))
+
+
+def devices_per_reward_model(config: Config) -> int:
+    """Return the number of accelerators of a reward model's process: one where ranks or engines have any, else it is on the CPU."""
+    return min(1, max(config.train.devices_per_rank, config.inference.devices_per_engine))
+
+
+def _what_judges(config: Config) -> Hashable:
+    """Return everything that `open_rewards` reads and that may differ between a run and its evaluation sets."""
+    rollout, reward, data = config.rollout, choose_reward(config), config.data
+    prompts = (data.chat_template, data.system_prompt) if reward.startswith(PREFIX) else ()
+    return reward, rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_memory_bytes, rollout.reward_env, prompts
+
+
+def _what_plays(config: Config) -> Hashable:
+    """Return everything that `open_workflow` reads and that may differ between a run and its evaluation sets."""
+    return config.rollout.workflow, config.agent, config.data.system_prompt
+
+
+def _log_dir(record: RunRecord, of_set: str) -> Path:
+    """Return the folder of logs of an evaluation set's processes; "" is the run itself."""
+    folder = record.log_dir / of_set
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 async def open_rewards(
-    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher,
+    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher, of_set: str = "",
 ) -> Rewards:
-    """Start the reward processes, which the launcher starts where they compute with a model, and try the reward on one row."""
-    rollout, reward = config.rollout, choose_reward(config)
+    """Start the reward processes, which the launcher starts where they compute with a model, and try the reward on one row.
+
+    Args:
+        of_set: name of the evaluation set that they judge; "" for the run.
+    """
+    rollout, reward, log_dir = config.rollout, choose_reward(config), _log_dir(record, of_set)
     if reward.startswith(PREFIX):
         options = RewardModelOptions(
             reward.removeprefix(PREFIX), config.model.dtype, config.data.system_prompt if config.data.chat_template else "",
             config.train.max_tokens_per_microbatch)
         rewards = await stack.enter_async_context(ModelReward(
             launcher, options, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
-            start_timeout_s=config.cluster.start_timeout_s, log_dir=record.log_dir, threads=config.inference.threads or 1,
-            num_devices=config.cluster.devices_per_worker))
+            start_timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, threads=config.inference.threads or 1,
+            num_devices=devices_per_reward_model(config), of_set=of_set))
     else:
         rewards = await stack.enter_async_context(RewardPool(
-            reward, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=record.log_dir,
+            reward, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=log_dir,
             memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
     await rewards.check(inputs.train.row(0))
     return rewards

@@ -9,12 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from offbeat.aio import few_collections
 from offbeat.checkpoint.recover import none_sound
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
@@ -26,13 +27,15 @@ from offbeat.controller.parts import RunParts
 from offbeat.controller.preference import prefer
 from offbeat.controller.resume import compare
 from offbeat.controller.reward_model import train_reward_model
-from offbeat.controller.state import Highlights, RunState, SavedState
+from offbeat.controller.state import Best, Highlights, RunState, SavedState, SetHighlights
 from offbeat.controller.supervised import SftResult, fine_tune, is_finished
 from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError
 from offbeat.loading import load_module
+from offbeat.machine import PROMISED_DEVICES
 from offbeat.runs.base_model import needs_base, on_base
+from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
@@ -64,6 +67,8 @@ class RunResult:
         torch_in_controller: whether torch was imported by the process that wrote this; false for a controller, true in SPMD mode.
         controller_memory_bytes: that process's largest resident memory.
         stopped_early: the user asked to stop; the run resumes from its checkpoint.
+        sets: accuracy on each evaluation set, by name; left out without any.
+        best: the evaluation whose model is in `best/`, or that before the first step; left out without `evaluate.keep_best`.
     """
 
     heldout_before: float | None
@@ -78,6 +83,8 @@ class RunResult:
     torch_in_controller: bool
     controller_memory_bytes: int
     stopped_early: bool
+    sets: dict[str, SetHighlights] = field(default_factory=dict)
+    best: Best | None = None
 
 
 @dataclass(frozen=True)
@@ -121,13 +128,16 @@ def run_training(config: Config, console: Console, *, debug: bool = False, fresh
             state.version += 1
         begun = Highlights(warm_up_steps=warm_up_steps)
         interrupted = warm_up_steps > base_steps and state.stopping
-        result = TrainResult(0, begun, stopped_early=True) if interrupted else await train(parts, state, begun)
+        # In SPMD mode this process trains, and garbage in cycles may hold tensors.
+        with few_collections() if config.run.mode == "controller" else nullcontext():
+            result = TrainResult(0, begun, stopped_early=True) if interrupted else await train(parts, state, begun)
         marks = result.highlights
         return RunResult(
             heldout_before=marks.heldout_before, heldout_after=marks.heldout_after, warm_up_steps=marks.warm_up_steps, steps=result.steps,
             train_wall_s=round(time.monotonic() - ready + base_wall_s, 3), startup_wall_s=round(ready - start - base_wall_s, 3),
             max_staleness_seen=marks.max_staleness, max_logprob_gap=marks.max_logprob_gap, seed=config.run.seed,
-            torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early)
+            torch_in_controller="torch" in sys.modules, controller_memory_bytes=peak_memory_bytes(), stopped_early=result.stopped_early,
+            sets=marks.sets, best=marks.best)
 
     return _finish(execute(config, console, body, debug=debug, fresh=fresh), config, console)
 
@@ -177,10 +187,15 @@ def _run_lesson(
 def _finish(result: R | None, config: Config, console: Console) -> R | None:
     """Write and show what a run came to, on the process that leads."""
     if result is not None:
+        values = asdict(result)
+        sets, best = values.pop("sets", {}), values.pop("best", None)
         part = config.run_dir / ".result.json.tmp"
-        part.write_bytes(wire.encode_json(result) + b"\n")
+        part.write_bytes(wire.encode_json(values | ({"sets": sets} if sets else {}) | ({"best": best} if best else {})) + b"\n")
         part.replace(config.run_dir / "result.json")
-        console.finish(asdict(result))
+        told = {f"{name}_{when}": accuracy for name, marks in sets.items() for when, accuracy in marks.items()}
+        if best:
+            told["best"] = f"{best['metric']} {best['value']:.4g} after step {best['global_step']}"
+        console.finish(values | told)
     return result
 
 
@@ -212,9 +227,13 @@ def execute(
     rank_info = read_rank_info(config)
     given, cores = resolve_ranks(config, rank_info), usable_cores()
     inputs = _KINDS[kind].read(given)
-    config = choose_threads(given, cores=cores, rank_info=rank_info, serves=inputs.plays)
+    devices = usable_devices()
+    placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
+    config = choose_threads(placed, cores=cores, rank_info=rank_info, serves=inputs.plays)
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
-        if config != given:
+        if devices:
+            record.console.note(describe_devices(config, devices=devices))
+        if config != placed:
             users = (("train rank", config.train.threads), ("engine", config.inference.threads))
             threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
             record.console.note(f"CPU threads: {threads}, of {cores} cores")
@@ -252,6 +271,8 @@ def open_run(config: Config, rank_info: RankInfo, inputs: RunInputs, record: Run
     """Open this process's part of a training run; everything it has started is gone when the body ends, however it ends."""
     for variable, value in library_environment(config.train.threads).items():
         os.environ.setdefault(variable, value)  # a rank of SPMD mode is about to import torch
+    if config.run.mode == "spmd":
+        os.environ[PROMISED_DEVICES] = str(config.train.devices_per_rank)
     module, name = _MODES[config.run.mode]
     return getattr(load_module(module), name)(config, rank_info, inputs, record)
 
@@ -333,6 +354,17 @@ def _done_steps(config: Config, kind: str, *, section: str, word: str = "") -> s
     return f"done its {newest.step} {word}steps; raise {section}.total_steps to go on"
 
 
+def _trained(config: Config) -> str | None:
+    """What `offbeat train` has done and how it would go on, if it is finished."""
+    newest = index_of(config, TRAINING).newest()
+    best = None if newest is None else wire.decode_json(SavedState, newest.payload).highlights.best
+    if newest is None or best is None or not best.is_final(config.evaluate):
+        return _done_steps(config, TRAINING, section="run")
+    return (
+        f"ended after {newest.step} steps, as {best.metric} had not risen in {best.num_since} evaluations; raise"
+        " evaluate.stop_after_no_gain to go on")
+
+
 def _fine_tuned(config: Config) -> str | None:
     """What `offbeat sft` has done and how it would go on, if it is finished."""
     newest = index_of(config, FINE_TUNING).newest()
@@ -362,7 +394,7 @@ class _Kind:
 
 
 _KINDS = {
-    TRAINING: _Kind(read_inputs, partial(_done_steps, kind=TRAINING, section="run")),
+    TRAINING: _Kind(read_inputs, _trained),
     FINE_TUNING: _Kind(partial(read_inputs, supervised=True), _fine_tuned),
     PREFERENCE: _Kind(
         lambda config: read_pair_inputs(config, unpaired=config.preference.loss == "kto"),
@@ -381,7 +413,8 @@ def move_aside(config: Config) -> Path:
         ConfigError: another process is running it, or the run that is to begin reads from it.
     """
     read = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer, "data.path": config.data.path,
-            "teacher.path": config.teacher.path}
+            "teacher.path": config.teacher.path,
+            **{f"evaluate.sets.{name}.data.path": config.evaluation_set(name).data.path for name in config.evaluate.sets}}
     for name, path in read.items():
         if path and Path(path).resolve().is_relative_to(config.run_dir.resolve()):
             raise ConfigError(f"{name} = {path!r} lies in the folder of the run itself, which begins anew; give run.name a new name")

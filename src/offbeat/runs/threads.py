@@ -29,18 +29,18 @@ def choose_threads(
         serves: whether there are engines.
     """
     spmd = config.run.mode == "spmd"
-    is_first_machine = rank_info.rank == rank_info.local_rank  # the machine of rank 0, which starts the engines
     num_ranks = (rank_info.local_world if spmd else config.train.num_ranks) if trains else 0
-    num_engines = config.inference.num_engines if serves and is_first_machine and not config.inference.urls else 0
+    num_engines = config.inference.num_engines if serves and rank_info.is_on_first_machine and not config.inference.urls else 0
     on_cluster = config.cluster.launcher == "ray" and bool(config.cluster.ray_address)
     chosen = divide_cores(
         1 if on_cluster else cores, num_ranks=num_ranks, num_engines=num_engines, rank_threads=config.train.threads,
         engine_threads=config.inference.threads)
-    most = _MOST_BESIDE_DEVICE if config.cluster.devices_per_worker else cores
     updates = {}
-    for name, section, count, threads in zip(
-            ("train", "inference"), (config.train, config.inference), (num_ranks, num_engines), chosen, strict=True):
+    devices = config.train.devices_per_rank, config.inference.devices_per_engine
+    for name, section, count, threads, beside in zip(
+            ("train", "inference"), (config.train, config.inference), (num_ranks, num_engines), chosen, devices, strict=True):
         if count and not section.threads:
+            most = _MOST_BESIDE_DEVICE if beside else cores
             updates[name] = section.model_copy(update={"threads": min(most, threads)})
     return config.model_copy(update=updates)
 

@@ -75,6 +75,12 @@ class OverLimitError(OffbeatError):
         self.retry_after_s = retry_after_s
 
 
+class FailedError(OffbeatError):
+    """Work that was accepted failed, and not because of what was asked; it may succeed when it is sent again."""
+
+    status = 503
+
+
 def outside(sentence: str, *, name: str) -> str:
     """Return a sentence for the client, replaced by a reference to the log entry `name` if it reveals paths or addresses of this server.
 

@@ -56,3 +56,11 @@ class FairQueue(Generic[T]):
         for name in [name for name, time in self._times.items() if name not in self._queues and time <= self._now]:
             del self._times[name]
         return item
+
+    def drop(self, owner: str, which: Callable[[T], bool]) -> list[T]:
+        """Remove an owner's waiting items of one kind, which are not served and cost nothing, and return them."""
+        queue = self._queues.pop(owner, deque())
+        kept = deque((cost, item) for cost, item in queue if not which(item))
+        if kept:
+            self._queues[owner] = kept
+        return [item for _, item in queue if which(item)]

@@ -2,8 +2,8 @@
 
 A request that has not ended exists only in memory: if the server dies, the request is lost, and its client is told so and may send it
 again. A request that has ended is on disk before anybody hears of it, and can be found, even after a restart, until its retention has
-passed. The core opens and ends requests, and the HTTP layer retrieves them, all on one event loop. Encoding, files and commits are the
-work of the store's thread.
+passed. What only its own connection can be told, such as the answer to a chat, is not kept. The core opens and ends requests, and the HTTP
+layer retrieves them, all on one event loop. Encoding, files and commits are the work of the store's thread.
 """
 
 import asyncio
@@ -30,10 +30,14 @@ class Future:
 
     Attributes:
         kind: kind of the request, to show to people.
+        kept: whether its answer is on disk before anybody hears of it; otherwise only who holds the future learns of it.
         pending: what pollers are told until the request ends; whoever carries it out may set this.
+        outcome: what it came to, once it has ended; None if only its answer on disk tells.
     """
 
-    def __init__(self, request_id: str, *, owner: str, kind: str, created: float, answer: asyncio.Future[Payload] | None) -> None:
+    def __init__(
+        self, request_id: str, *, owner: str, kind: str, created: float, answer: asyncio.Future[Payload] | None, kept: bool = True,
+    ) -> None:
         """Create a future.
 
         Args:
@@ -43,7 +47,9 @@ class Future:
         self.owner = owner
         self.kind = kind
         self.created = created
+        self.kept = kept
         self.pending = Pending()
+        self.outcome: Outcome | None = None
         self._answer = answer
         self._ending = False
 
@@ -57,9 +63,10 @@ class Future:
         first, self._ending = not self._ending and not self.done, True
         return first
 
-    def end(self, answer: Payload) -> None:
-        """Give the answer to everyone who waits."""
+    def end(self, answer: Payload, outcome: Outcome) -> None:
+        """Give the answer, which encodes the outcome, to everyone who waits."""
         assert self._answer is not None and not self._answer.done(), f"request {self.request_id} ended twice"
+        self.outcome = outcome
         self._answer.set_result(answer)
 
     async def wait(self, timeout_s: float) -> Payload | Pending:
@@ -67,6 +74,13 @@ class Future:
         assert self._answer is not None, f"the answer of request {self.request_id} is on disk"
         await asyncio.wait([self._answer], timeout=timeout_s)
         return self._answer.result() if self._answer.done() else self.pending
+
+    async def ended(self) -> Outcome:
+        """Wait for the end of a request that is under way, however long it takes, and return what it came to."""
+        assert self._answer is not None, f"the answer of request {self.request_id} is on disk"
+        await asyncio.wait([self._answer])
+        assert self.outcome is not None, "a request that has ended came to something"
+        return self.outcome
 
 
 class Futures:
@@ -105,8 +119,11 @@ class Futures:
         """Return the number of requests that have not ended."""
         return len(self._open)
 
-    def open(self, request_id: str, *, owner: str, kind: str) -> tuple[Future, bool]:
+    def open(self, request_id: str, *, owner: str, kind: str, kept: bool = True) -> tuple[Future, bool]:
         """Return the future of a request, and whether it is new, in which case the caller must carry it out.
+
+        Args:
+            kept: see `Future`.
 
         Raises:
             UnknownError: the ID belongs to another owner's request.
@@ -117,7 +134,8 @@ class Futures:
                 raise _unknown(request_id)
             return found, False
         answer = asyncio.get_running_loop().create_future()
-        future = self._open[request_id] = Future(request_id, owner=owner, kind=kind, created=self._clock(), answer=answer)
+        future = self._open[request_id] = Future(
+            request_id, owner=owner, kind=kind, created=self._clock(), answer=answer, kept=kept)
         return future, True
 
     def find(self, request_id: str, owner: str) -> Future | None:
@@ -181,18 +199,23 @@ class Futures:
             return self._row(future, answer)
 
         try:
-            await self._store.put(store_answer)
-            self._on_disk.add(hash(future.request_id))
-            assert answer is not None, "a stored answer was encoded"
-            self._usage.add(future.owner, disk_bytes=len(answer.data) + ANSWER_ROW_BYTES)
+            if future.kept:
+                await self._store.put(store_answer)
+                self._on_disk.add(hash(future.request_id))
+                assert answer is not None, "a stored answer was encoded"
+                self._usage.add(future.owner, disk_bytes=len(answer.data) + ANSWER_ROW_BYTES)
+            else:
+                answer = await asyncio.to_thread(self._encode, outcome)
         except Exception as exc:
             _log.error("request %s: its answer could not be kept: %s", future.request_id, exc, exc_info=not isinstance(exc, StorageError))
             # Those who wait hear of a failure all the same, because it may be the one that tells what their model has lost.
-            answer = self._encode(outcome if isinstance(outcome, Failed) else Failed(
-                f"request {future.request_id} has ended, but its answer could not be kept; the server's log says why", "server"))
+            if not isinstance(outcome, Failed):
+                outcome = Failed(
+                    f"request {future.request_id} has ended, but its answer could not be kept; the server's log says why", "server")
+            answer = self._encode(outcome)
         del self._open[future.request_id]
-        assert answer is not None, "a stored answer was encoded"
-        future.end(answer)
+        assert answer is not None, "an answer was encoded"
+        future.end(answer, outcome)
 
     def _look(self, request_id: str) -> Future | None:
         if (future := self._open.get(request_id)) is not None or hash(request_id) not in self._on_disk:

@@ -18,7 +18,7 @@ _SEQ = r"(?:0|[1-9][0-9]{0,18})"
 _MODEL_ID = re.compile(rf"{_SESSION}:train:{_SEQ}")
 _ANY_ID = re.compile(rf"{_SESSION}(?::train:{_SEQ}(?::(?:create|{_SEQ}))?|:sample:{_SEQ}(?::{_SEQ})?)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_SCHEME = "tinker://"
+SCHEME = "tinker://"
 _SEGMENTS: dict[str, CheckpointKind] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _SEGMENT_OF = {kind: segment for segment, kind in _SEGMENTS.items()}
 
@@ -91,9 +91,9 @@ class CheckpointPath:
         Raises:
             BadRequestError: the text is not a checkpoint's path.
         """
-        parts = text.removeprefix(_SCHEME).split("/")
-        if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in _SEGMENTS or _MODEL_ID.fullmatch(parts[0]) is None:
-            raise BadRequestError(f"{text[:300]!r} is not the path of a checkpoint; one is {_SCHEME}<run>/<{'|'.join(_SEGMENTS)}>/<name>")
+        parts = text.removeprefix(SCHEME).split("/")
+        if not text.startswith(SCHEME) or len(parts) != 3 or parts[1] not in _SEGMENTS or _MODEL_ID.fullmatch(parts[0]) is None:
+            raise BadRequestError(f"{text[:300]!r} is not the path of a checkpoint; one is {SCHEME}<run>/<{'|'.join(_SEGMENTS)}>/<name>")
         return cls(parts[0], _SEGMENTS[parts[1]], check_name(parts[2]))
 
     @property
@@ -102,4 +102,4 @@ class CheckpointPath:
         return f"{_SEGMENT_OF[self.kind]}/{self.name}"
 
     def __str__(self) -> str:
-        return f"{_SCHEME}{self.run_id}/{self.short}"
+        return f"{SCHEME}{self.run_id}/{self.short}"

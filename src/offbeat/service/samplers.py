@@ -7,21 +7,26 @@ by the HTTP layer, and by the core, which makes snapshots.
 
 import asyncio
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from offbeat.errors import StorageError
 from offbeat.fleet.slots import counted
 from offbeat.service.base_models import BaseModels
 from offbeat.service.errors import BadRequestError, RequestError, UnknownError
-from offbeat.service.ids import CheckpointPath, sampler_id
+from offbeat.service.ids import SCHEME, CheckpointPath, sampler_id
 from offbeat.service.limits import Usage
 from offbeat.service.store import Store
 from offbeat.service.tables import CheckpointRow, SamplerRow
 from offbeat.service.types import Caller, SamplerInfo
 from offbeat.weights.protocol import Manifest
+
+_NAMESPACE = uuid.UUID("6f3a1c52-88d1-4c0e-9b65-0b7d3a5f2e91")
+"""Of the IDs that stand for a session where a sampler has none; ownership is checked wherever an ID is used."""
 
 
 class Engines(Protocol):
@@ -100,13 +105,7 @@ class Samplers:
             return _same(known, row).id
         if model_path:
             models.check_trained(base_model)
-            checkpoint = self._checkpoints.readable(caller, CheckpointPath.parse(model_path))
-            if checkpoint.kind != "sampler":
-                raise BadRequestError(
-                    f"{model_path} holds no weights for sampling; save them with save_weights_for_sampler, and give its path")
-            row = SamplerRow(
-                row.id, session_id, caller.owner, checkpoint.base_model, path=model_path, run_id=checkpoint.run_id,
-                version=checkpoint.version, folder=checkpoint.folder, created=row.created)
+            row = _of_checkpoint(row, self._checkpoints.readable(caller, CheckpointPath.parse(model_path)))
         elif base_model is None:
             raise BadRequestError("a sampler needs base_model or model_path; give one")
         return await self._add(row)
@@ -124,6 +123,34 @@ class Samplers:
             sampler_id(session_id, seq), session_id, owner, base_model, run_id=run_id, version=version, folder=folder,
             size_bytes=size_bytes, created=self._clock())
         return await self._add(row)
+
+    async def of_model(self, caller: Caller, model: str) -> SamplerRow:
+        """Return the sampler of what clients of chats call a model: a sampler's ID, the path of a checkpoint, or a base model's name.
+
+        One of a path or a name belongs to no session. It is created when it is first needed, is bound to the weights that the path has now,
+        counts as one of the caller's, and ends when it has not been used for long, as those of silent sessions do.
+
+        Raises:
+            UnknownError: the caller has no such thing.
+            BadRequestError: the checkpoint cannot be sampled.
+            RequestError: the owner may have no more samplers.
+        """
+        known = self._rows.get(model)
+        if known is not None and known.owner == caller.owner:
+            return known
+        try:
+            checkpoint = self._checkpoints.readable(caller, CheckpointPath.parse(model)) if model.startswith(SCHEME) else None
+            base_model = self._base_models.resolve(model) if checkpoint is None else checkpoint.base_model
+        except (UnknownError, BadRequestError) as exc:
+            raise UnknownError(
+                f"there is no model {model[:200]!r} here; name the path of weights that you have saved for sampling, the id of a sampler,"
+                f" or the base model {self._base_models.name!r}") from exc
+        weights = base_model if checkpoint is None else f"{model} {checkpoint.folder}"
+        session_id = str(uuid.uuid5(_NAMESPACE, f"{caller.owner} {weights}"))  # so that the same weights are the same sampler
+        row = SamplerRow(sampler_id(session_id, 0), session_id, caller.owner, base_model, path="", created=self._clock())
+        if checkpoint is not None:
+            row = _of_checkpoint(replace(row, path=model), checkpoint)
+        return self._rows.get(row.id) or self._rows[await self._add(row)]
 
     async def _add(self, row: SamplerRow) -> str:
         """Store a sampler and make it visible; concurrent calls for the same number wait."""
@@ -273,9 +300,18 @@ class Samplers:
         await self._checkpoints.release(folder)
 
 
+def _of_checkpoint(row: SamplerRow, checkpoint: CheckpointRow) -> SamplerRow:
+    """Bind a new sampler to the checkpoint at its path; raises BadRequestError if that cannot be sampled."""
+    if checkpoint.kind != "sampler":
+        raise BadRequestError(f"{row.path} holds no weights for sampling; save them with save_weights_for_sampler, and give its path")
+    return replace(
+        row, base_model=checkpoint.base_model, run_id=checkpoint.run_id, version=checkpoint.version, folder=checkpoint.folder)
+
+
 def _same(known: SamplerRow, wanted: SamplerRow) -> SamplerRow:
     """Return the existing sampler if it is the one wanted now; raises BadRequestError if not."""
-    if (known.owner, known.path, known.run_id if not known.path else "") != (wanted.owner, wanted.path, wanted.run_id) or (
+    of_run = not (known.path and wanted.path) and known.run_id != wanted.run_id  # the run of a path may not be known yet
+    if of_run or (known.owner, known.path) != (wanted.owner, wanted.path) or (
             not known.folder and known.base_model != wanted.base_model):
         raise BadRequestError(f"{known.id} is another sampler already; number them anew")
     return known

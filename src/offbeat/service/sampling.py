@@ -11,25 +11,22 @@ request asks about its prompt is scored along with its first part. Every request
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol, TypeVar
-
-import numpy as np
+from typing import Any, Protocol, TypeVar
 
 from offbeat.aio import both
 from offbeat.errors import OffbeatError, RefusedError
 from offbeat.inference.sampling import Draws, PromptScore, Sample
 from offbeat.inference.sampling import Sampling as EngineSampling
-from offbeat.inference.sampling import TopTokens as EngineTopTokens
 from offbeat.service.checkpoints import CheckpointError
 from offbeat.service.cost import SampleCost, cost_of_samples
-from offbeat.service.errors import RequestError, TooLargeError, outside
+from offbeat.service.engine_terms import draws_of, engine_sampling, sampled, sequence_of, target_rows
+from offbeat.service.errors import FailedError, RequestError, TooLargeError, outside
 from offbeat.service.fair import FairQueue
 from offbeat.service.futures import Future, Futures
 from offbeat.service.ids import sample_request
@@ -46,8 +43,6 @@ from offbeat.service.types import (
     Sampled,
     SampledSequence,
     SampleRequest,
-    SparseArray,
-    TopTokens,
 )
 
 _log = logging.getLogger(__name__)
@@ -59,6 +54,7 @@ _RECENT_S = 10.0
 """How long after its last request an owner still counts: most clients sample a little, train, and sample again."""
 _BURST = 16
 """One of several owners may have an equal share of the samples in flight, or this fraction of all, whichever is more."""
+_GIVEN_UP = Failed("the client went away before this was done", "user")
 _CELLS_AT_ONCE = 20_000
 """Number of top tokens that the event loop puts into an answer, in about 10 ms; more are handled on a thread."""
 
@@ -88,6 +84,7 @@ class Job:
     left: number of parts that have not ended.
     failed: outcome of the first part that failed.
     context: context of the call that asked for it, so that log lines carry that call's ID.
+    running: what can end its parts that run before they are done.
     """
 
     request: SampleRequest
@@ -100,6 +97,7 @@ class Job:
     failed: Failed | None = None
     since: float = field(default_factory=time.monotonic)
     context: Context = field(default_factory=copy_context)
+    running: set[asyncio.Timeout] = field(default_factory=set)
 
     def parts(self) -> "list[Part]":
         """Split the request into parts."""
@@ -152,11 +150,14 @@ class Sampling:
         self._in_flight: Counter[str] = Counter()
         self._asked: dict[str, float] = {}  # when each owner last asked, the longest ago first
         self._queue: FairQueue[Part] = FairQueue()
-        self._jobs: set[Job] = set()
+        self._jobs: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def sample(self, caller: Caller, request: SampleRequest) -> str:
+    def sample(self, caller: Caller, request: SampleRequest, *, kept: bool = True) -> str:
         """Begin a request and return its ID; a request sent again is not begun again.
+
+        Args:
+            kept: whether its answer is kept, so that it can be fetched by the ID.
 
         Raises:
             UnknownError: there is no such sampler.
@@ -173,9 +174,9 @@ class Sampling:
                 f"a single sample of this request may take {cost.sample_bytes} bytes of memory, which is more than engines have for it; "
                 "lower max_tokens or topk_sample_logprobs")
         self._usage.charge(caller.owner, **cost.whole.charge)
-        future, _ = self._futures.open(request_id, owner=caller.owner, kind="sample")
+        future, _ = self._futures.open(request_id, owner=caller.owner, kind="sample", kept=kept)
         job = Job(request, row, future, cost)
-        self._jobs.add(job)
+        self._jobs[request_id] = job
         self._asked.pop(caller.owner, None)
         self._asked[caller.owner] = time.monotonic()
         parts = job.parts()
@@ -186,10 +187,21 @@ class Sampling:
         self._start()
         return request_id
 
+    def ask(self, caller: Caller, request: SampleRequest) -> "asyncio.Task[Sampled]":
+        """Begin a new request as `sample` does, and return what waits for its samples, which nobody else can fetch.
+
+        To cancel it gives the request up, which frees what it holds. It raises RequestError if the request failed because of what was
+        asked, and FailedError if it failed for another reason.
+        """
+        job = self._jobs[self.sample(caller, request, kept=False)]
+        waiting = asyncio.create_task(_outcome(job), name=f"wait for {job.future.request_id}")
+        waiting.add_done_callback(lambda done: self._give_up(job) if done.cancelled() else None)
+        return waiting
+
     def standing(self) -> QueueStatus:
         """Return the state of the queue: requests that wait or run."""
-        oldest = min((job.since for job in self._jobs), default=time.monotonic())
-        tokens = sum(job.cost.whole.tokens for job in self._jobs)
+        oldest = min((job.since for job in self._jobs.values()), default=time.monotonic())
+        tokens = sum(job.cost.whole.tokens for job in self._jobs.values())
         return QueueStatus(len(self._jobs), tokens, round(time.monotonic() - oldest, 2))
 
     async def close(self) -> None:
@@ -206,9 +218,12 @@ class Sampling:
             job = part.job
             job.future.pending = Pending()
             self._in_flight[job.row.owner] += part.slots
-            task = asyncio.create_task(self._carry_out(part), name=f"sample {job.future.request_id}", context=job.context)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._run(job, self._carry_out(part))
+
+    def _run(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"sample {job.future.request_id}", context=job.context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _next(self) -> Part | None:
         """Return the next part that may begin, or None.
@@ -242,13 +257,29 @@ class Sampling:
             self._in_flight[owner] -= part.slots
             if not self._in_flight[owner]:
                 del self._in_flight[owner]
-            job.left -= 1
-            if not job.left:
-                self._jobs.discard(job)
-                self._usage.release(owner, **job.cost.whole.charge)
+            self._leave(job)
             self._start()
         if not job.left:
             await self._end(job)
+
+    def _leave(self, job: Job, num_parts: int = 1) -> None:
+        """Note that parts of a request have ended; with the last one its owner may have as much more under way."""
+        job.left -= num_parts
+        if not job.left:
+            del self._jobs[job.future.request_id]
+            self._usage.release(job.row.owner, **job.cost.whole.charge)
+
+    def _give_up(self, job: Job) -> None:
+        """End a request whose samples nobody wants any more: parts that wait at once, and those that run as soon as engines let go."""
+        if not job.left:
+            return
+        job.failed = job.failed or _GIVEN_UP
+        for scope in job.running:
+            scope.reschedule(asyncio.get_running_loop().time())
+        if waiting := self._queue.drop(job.row.owner, lambda part: part.job is job):
+            self._leave(job, len(waiting))
+            if not job.left:
+                self._run(job, self._end(job))
 
     async def _end(self, job: Job) -> None:
         request, outcome = job.request, job.failed
@@ -256,7 +287,7 @@ class Sampling:
             outcome = await _made(
                 len(request.prompt) * request.topk_prompt_logprobs, sampled, request,
                 [job.sequences[i] for i in range(request.num_samples)], job.score)
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, Failed) and outcome is not _GIVEN_UP:
             self.failures.appendleft(Failure(time.time(), job.future.request_id, job.row.owner, outcome.message))
         await self._futures.finish(job.future, outcome)
 
@@ -265,8 +296,14 @@ class Sampling:
         job = part.job
         try:
             self._check(job.row, job.request)
-            async with self.samplers.using(job.row) as adapter:
-                await self._sample(adapter, part)
+            async with self.samplers.using(job.row) as adapter, asyncio.timeout(None) as scope:
+                if job.failed is not None:  # while this part waited for the weights
+                    return
+                job.running.add(scope)
+                try:
+                    await self._sample(adapter, part)
+                finally:
+                    job.running.discard(scope)
         except Exception as exc:
             job.failed = job.failed or _explain(job.future.request_id, exc)
 
@@ -293,7 +330,7 @@ class Sampling:
             samples = await asking
         else:
             samples, job.score = await both(asking, self._score(engines, adapter, request))
-        self.speeds.note(job.row.run_id or job.row.base_model, sum(len(sample.token_ids) for sample in samples))
+        self.speeds.note(job.row.run_id or job.row.base_model, sum(len(sample.tokens) for sample in samples))
         # Converted to arrays at once, because engines' answers about top tokens take fifty times as much memory.
         num_cells = sum(len(top) for sample in samples for top in sample.top_logprobs)
         sequences = await _made(num_cells, lambda: [sequence_of(sample, request.topk_sample_logprobs) for sample in samples])
@@ -304,8 +341,16 @@ class Sampling:
         top_k, targets, draws = request.topk_prompt_logprobs, request.target_prompt_logprobs, draws_of(request)
         if len(request.prompt) < 2 or not (request.prompt_logprobs or top_k or targets is not None or draws is not None):
             return None
-        rows = None if targets is None else _rows(targets)
+        rows = None if targets is None else target_rows(targets)
         return await engines.score(adapter, request.prompt, top_k, rows, draws)
+
+
+async def _outcome(job: Job) -> Sampled:
+    outcome = await job.future.ended()
+    if isinstance(outcome, Failed):
+        raise (RequestError if outcome.category == "user" else FailedError)(outcome.message)
+    assert isinstance(outcome, Sampled), "a request for samples has no other outcome"
+    return outcome
 
 
 async def _made(num_cells: int, make: Callable[..., T], *args: object) -> T:
@@ -327,71 +372,3 @@ def _explain(request_id: str, exc: Exception) -> Failed:
         return Failed(f"the engines could not do this, and the server's log has the reason under {request_id}; send it again", "server")
     _log.error("%s failed", request_id, exc_info=exc)
     return Failed("the server failed in a way that it did not expect; its log has the reason", "server")
-
-
-# -- between the engines' terms and the service's --------------------------------------------------------------------------------------
-
-
-def engine_sampling(request: SampleRequest, max_new_tokens: int, *, end_token_ids: tuple[int, ...]) -> EngineSampling:
-    """Return the sampling parameters for engines, with the end tokens unless the request says that nothing ends a sample."""
-    stop = request.stop or ()
-    ends = () if request.stop == () else dict.fromkeys([*end_token_ids, *(s for s in stop if isinstance(s, int))])
-    return EngineSampling(
-        max_new_tokens, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, seed=request.seed,
-        stop=tuple(s for s in stop if isinstance(s, str)), stop_token_ids=tuple(ends),
-        ignore_eos=request.stop == (), scaled_logprobs=True, top_logprobs=request.topk_sample_logprobs)
-
-
-def draws_of(request: SampleRequest) -> Draws | None:
-    """Return which tokens to draw at each position of the prompt, if any; the seed is random if the request has none."""
-    if not request.prompt_alt_tokens_k:
-        return None
-    seed = secrets.randbits(63) if request.seed is None else request.seed
-    return Draws(request.prompt_alt_tokens_k, request.temperature, seed)
-
-
-def sampled(request: SampleRequest, sequences: list[SampledSequence], score: PromptScore | None) -> Sampled:
-    """Assemble the answer to a request."""
-    length, last_n = len(request.prompt), request.prompt_logprobs_last_n
-    score = score or PromptScore((np.nan,), 0)
-    unscored = 0 if last_n is None else max(length - last_n, 0)
-    logprobs = np.array(score.logprobs, np.float32)
-    logprobs[:unscored] = np.nan
-    top = ((),) * unscored + (score.top or ((),) * length)[unscored:]
-    return Sampled(
-        tuple(sequences),
-        prompt_logprobs=logprobs if request.prompt_logprobs else None,
-        topk_prompt=top_tokens(top, request.topk_prompt_logprobs) if request.topk_prompt_logprobs else None,
-        target_prompt_logprobs=_target_logprobs(request.target_prompt_logprobs, score),
-        prompt_alt=top_tokens(score.draws or ((),) * length, request.prompt_alt_tokens_k) if request.prompt_alt_tokens_k else None)
-
-
-def top_tokens(rows: tuple[EngineTopTokens, ...], k: int) -> TopTokens:
-    """Convert rows to arrays of the k top tokens per position: ids [L, k] int32 and logprobs [L, k] float32; -1 marks missing tokens."""
-    ids, logprobs = np.full((len(rows), k), -1, np.int32), np.zeros((len(rows), k), np.float32)
-    for i, row in enumerate(rows):
-        for j, (token, logprob) in enumerate(row[:k]):
-            ids[i, j], logprobs[i, j] = token, logprob
-    return TopTokens(ids, logprobs)
-
-
-def sequence_of(sample: Sample, top_k: int) -> SampledSequence:
-    """Convert one sample, with at most `top_k` top tokens per position: tokens [L] int32, logprobs [L] float32."""
-    return SampledSequence(
-        np.array(sample.token_ids, np.int32), np.array(sample.logprobs, np.float32), "stop" if sample.finish_reason == "stop" else "length",
-        top_tokens(sample.top_logprobs, top_k) if top_k else None)
-
-
-def _target_logprobs(targets: SparseArray | None, score: PromptScore) -> SparseArray | None:
-    """Return the scores of the wanted tokens in their cells, float32; 0 where there is no score."""
-    if targets is None:
-        return None
-    found = np.array([logprob for row in score.target_logprobs for logprob in row] or [0.0] * len(targets.cells), np.float32)
-    return SparseArray(np.nan_to_num(found), targets.cells, targets.shape)
-
-
-def _rows(targets: SparseArray) -> tuple[tuple[int, ...], ...]:
-    """Return the wanted tokens of each position."""
-    length, width = targets.shape
-    starts = np.searchsorted(targets.cells, np.arange(1, length) * width)
-    return tuple(tuple(row.tolist()) for row in np.split(targets.values, starts))

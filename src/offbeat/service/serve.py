@@ -333,9 +333,9 @@ class _Run:
             served = served_models(config, adapters.limits, others, tokenizer=tokenizer_id(config, self._base))
             most = max_connections(config)
             front = open_front(
-                core.service, core.sampling, served, keys=self._keys, max_body_bytes=config.serve.max_body_bytes,
-                public_status=config.serve.public_status, names=names_of(config), max_requests_of_one=max(most // _SHARE_OF_ONE, 1),
-                incidents=incidents)
+                core.service, core.sampling, served, tokenizer=self._base.tokenizer, keys=self._keys,
+                max_body_bytes=config.serve.max_body_bytes, public_status=config.serve.public_status, names=names_of(config),
+                max_requests_of_one=max(most // _SHARE_OF_ONE, 1), incidents=incidents)
             connections = Connections(
                 Bounds(connections=most, of_address=config.serve.max_connections_per_address), is_exempt=partial(is_exempt, config))
             server = HttpServer(uvicorn.Config(

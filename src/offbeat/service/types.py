@@ -75,7 +75,7 @@ class SampleRequest:
 
     Attributes:
         max_tokens: None to continue to the end of the context.
-        stop: strings or token IDs that end a sample, besides the end tokens; None for the end tokens alone; () to never stop.
+        stop: strings and token IDs that end a sample, besides the end tokens; None for the end tokens alone; () to never stop.
         prompt_logprobs: whether to score the prompt, at temperature 1.
         topk_prompt_logprobs, topk_sample_logprobs: number of top tokens wanted at each position of the prompt and of the samples.
         target_prompt_logprobs: [P, K] int64 tokens to score at each position of the prompt.
@@ -89,7 +89,7 @@ class SampleRequest:
     num_samples: int = 1
     max_tokens: int | None = None
     seed: int | None = None
-    stop: tuple[str, ...] | tuple[int, ...] | None = None
+    stop: tuple[str | int, ...] | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,12 +30,20 @@ from offbeat.ranks.sharding import Sharder
 from offbeat.ranks.trainers import Trainers
 from offbeat.runs.assemble import make_critic, open_policy
 from offbeat.runs.rank_info import RankInfo
-from offbeat.runs.rollouts import EngineRollouts, NoEngines, UserCode, open_user_code
+from offbeat.runs.rollouts import (
+    EngineRollouts,
+    NoEngines,
+    UserCode,
+    devices_per_reward_model,
+    num_reward_models,
+    num_set_reward_models,
+    open_user_code,
+)
 from offbeat.runs.teacher import open_teacher
 from offbeat.spmd.peers import EngineNews, Followed, RankPeers, follow, make_release
 from offbeat.spmd.ranks import HeadsLoad, OneRankLoads, OwnRank
 from offbeat.spmd.rollouts import NoRolloutSource, share_limits, share_rows
-from offbeat.sync.mesh import ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
+from offbeat.sync.mesh import MeshShape, ProcessGroups, check_peers, connect_store, give_up, host_store, join, leave
 from offbeat.sync.notice import Notice
 from offbeat.sync.sync import Sync
 from offbeat.telemetry.events import EventLog
@@ -159,12 +168,14 @@ async def _build_trainers(
 
 async def _open_launcher(stack: AsyncExitStack, config: Config, rank_info: RankInfo) -> Launcher:
     """Return what starts this rank's workers: engines if it leads, and the reward model if it rolls out."""
+    taken = rank_info.local_world * config.train.devices_per_rank
     if rank_info.leads:
-        return await stack.enter_async_context(make_launcher(config, devices_taken=rank_info.local_world))
-    is_first_machine = rank_info.rank == rank_info.local_rank  # whose accelerators the engines take, too
-    num_engines = config.inference.num_engines if is_first_machine and not config.inference.urls else 0
-    others = num_engines + config.rollout.reward_workers * rank_info.local_rank
-    taken = rank_info.local_world + config.cluster.devices_per_worker * others
+        return await stack.enter_async_context(make_launcher(config, devices_taken=taken))
+    # Where the engines are, they take accelerators, too.
+    num_engines = config.inference.num_engines if rank_info.is_on_first_machine and not config.inference.urls else 0
+    of_sets = num_set_reward_models(config) if rank_info.is_on_first_machine else 0
+    judges = of_sets + num_reward_models(config) * rank_info.local_rank
+    taken += config.inference.devices_per_engine * num_engines + devices_per_reward_model(config) * judges
     return await stack.enter_async_context(LocalLauncher.from_config(config, devices_taken=taken))
 
 
@@ -177,7 +188,8 @@ async def _start_user_code(
 ) -> UserCode | None:
     if not rank_info.leads and config.rollout.single_rank_load:
         return None
-    return await open_user_code(stack, inputs, config, record, launcher=launcher)
+    plays = inputs if rank_info.leads else replace(inputs, sets={})  # rank 0 alone evaluates
+    return await open_user_code(stack, plays, config, record, launcher=launcher)
 
 
 def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:
@@ -189,7 +201,7 @@ def _join(config: Config, rank_info: RankInfo) -> ProcessGroups:
         store = connect_store(rank_info.store_host, rank_info.store_port, timeout_s=timeout_s)
     return join(
         rank=rank_info.rank, world=rank_info.world, store=store, config=config.dist, local_rank=rank_info.local_rank,
-        prefix=f"attempt-{rank_info.attempt}/")
+        prefix=f"attempt-{rank_info.attempt}/", shape=MeshShape.of(config.train, world=rank_info.world))
 
 
 async def _listen() -> None:

@@ -32,6 +32,10 @@ class NoRolloutSource:
         """See `RolloutSource.rollouts`."""
         return NoRollouts(self.inputs.sampling)
 
+    def rollouts_of_set(self, name: str) -> "NoRollouts":
+        """See `RolloutSource.rollouts_of_set`."""
+        return NoRollouts(self.inputs.sets[name].sampling)
+
     def sft_batch(self, stream: PromptStream, count: int) -> Batch:  # noqa: ARG002
         """See `RolloutSource.sft_batch`."""
         return sft_batch([])

@@ -4,16 +4,19 @@ Rank 0 hosts a store, or torchrun does, and every rank joins with a client of it
 device mesh for tensors of the model and `cpu_group` (gloo) for scalars and bytes, and `sync`, the named points around both.
 """
 
+import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Self
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from offbeat.config.dist import DistConfig
+from offbeat.config.train import TrainConfig
 from offbeat.errors import ConfigError, PortBusyError, StuckError, SyncError
 from offbeat.pulse import Vigil
 from offbeat.sync.links import reach
@@ -24,10 +27,37 @@ from offbeat.sync.sync import Sync
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Layout of the ranks: `dp` replicas or shards of the model, each over `tp` adjacent ranks."""
+    """Layout of the ranks, slowest first: the ranks of a `tp` group are adjacent.
+
+    Attributes:
+        dp: replicas of the model.
+        shard: ranks that keep each parameter of a replica in shards (FSDP2).
+        cp: ranks that divide each row of tokens among them.
+        tp: ranks that compute each layer together.
+        ep: ranks of a tensor group among which experts are dealt as wholes: all of them, or 1 for none. Not a dimension.
+    """
 
     dp: int
+    shard: int = 1
+    cp: int = 1
     tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, world: int) -> Self:
+        """Return the layout of `world` ranks that [train.parallel] says."""
+        parallel = config.parallel
+        return cls(parallel.num_replicas(world), parallel.shard, parallel.cp, parallel.tp, parallel.ep)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size by the name of the mesh's dimension."""
+        return {"dp": self.dp, "shard": self.shard, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Number of ranks that are given the same rows of a batch: one context and tensor group."""
+        return self.cp * self.tp
 
     def check(self, world: int) -> None:
         """Check that the shape fits `world` ranks.
@@ -35,10 +65,26 @@ class MeshShape:
         Raises:
             ConfigError: it does not.
         """
-        if min(self.dp, self.tp) < 1 or self.dp * self.tp != world:
-            raise ConfigError(
-                f"a mesh of {self.dp} data-parallel times {self.tp} tensor-parallel ranks needs {self.dp * self.tp} of them, got {world}; "
-                "start as many, or change the mesh")
+        needed = math.prod(self.sizes.values())
+        if min(self.sizes.values()) < 1 or needed != world:
+            text = " * ".join(f"{name} {size}" for name, size in self.sizes.items())
+            raise ConfigError(f"a mesh of {text} needs {needed} ranks, got {world}; start as many, or change the mesh")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """All ranks, as an `offbeat.telemetry.tracker.ReduceGroup` in which each share of a batch counts once, however many ranks hold it."""
+
+    sync: Sync
+    counts: bool
+
+    def sum_scalars(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
+        """Sum each value over the shares; collective over all ranks."""
+        return self.sync.sum_scalars(name, values if self.counts else dict.fromkeys(values, 0.0))
+
+    def max_scalars(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
+        """Return each value's maximum; collective over all ranks."""
+        return self.sync.max_scalars(name, values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +95,8 @@ class ProcessGroups:
         rank: rank of this process, 0 to world - 1.
         world: number of ranks, R.
         shape: layout of the ranks.
-        mesh: one dimension, "dp", on the platform's backend: this rank and its peers of the same tensor-parallel index.
+        mesh: all ranks on the platform's backend, in the dimensions "dp", "shard", "cp" and "tp", some of which may be of size 1.
+        gradient_mesh: one dimension: this rank and its peers of the same tensor index, over which gradients are summed.
         cpu_group: gloo over all ranks, whatever the device.
         sync: named points over all ranks.
     """
@@ -58,8 +105,33 @@ class ProcessGroups:
     world: int
     shape: MeshShape
     mesh: DeviceMesh
+    gradient_mesh: DeviceMesh
     cpu_group: dist.ProcessGroup
     sync: Sync
+
+    @property
+    def batch_ranks(self) -> int:
+        """Number of shares that a batch is spread in: dp * shard."""
+        return self.shape.dp * self.shape.shard
+
+    @property
+    def batch_index(self) -> int:
+        """Which of these shares this rank is given, as are all ranks of its context and tensor groups."""
+        return self.rank // self.shape.ranks_per_share
+
+    @property
+    def shares(self) -> Shares:
+        """All ranks, for statistics of what they were given; the first rank of a context and tensor group speaks for it."""
+        return Shares(self.sync, counts=self.rank % self.shape.ranks_per_share == 0)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """Where parameters are in shards: over the last dimension, in as many replicas as the first has, if there are two.
+
+        The ranks that divide a row hold the same parameters, so they hold shards of them, too.
+        """
+        shards = "shard" if self.shape.cp == 1 else "shard_cp"
+        return self.mesh["dp", shards] if self.shape.dp > 1 else self.mesh[shards]
 
 
 class HostedStore(dist.TCPStore):
@@ -108,7 +180,7 @@ def join(
         store: rank 0's own store, or a client of it.
         local_rank: index among the devices visible to this process; 0 where the launcher shows each rank only its own.
         prefix: prefix of every key in the store; unique per meeting where a store serves several, as torchrun's does on restarts.
-        shape: layout of the ranks; by default all are data-parallel.
+        shape: layout of the ranks; by default each holds a replica of the model.
         server: the rank that serves the store, if its process is known: it may die, or be stopped, before it has joined.
         on_stuck: called in another thread when this rank or a peer is stuck, in which case the calling thread may never be told.
         on_beat: called in another thread, four times a second while this rank does some `offbeat.pulse.work`, with a text of what it does.
@@ -134,16 +206,26 @@ def join(
             dist.init_process_group(
                 current_platform.backend, store=dist.PrefixStore(f"{prefix}groups", store), rank=rank, world_size=world,
                 timeout=init_timeout)
-            mesh = init_device_mesh(current_platform.device_type, (shape.dp, shape.tp), mesh_dim_names=("dp", "tp"))
+            mesh, gradient_mesh = build_meshes(shape)
             cpu_group = dist.new_group(backend="gloo", timeout=init_timeout)
             assert isinstance(cpu_group, dist.ProcessGroup), f"every rank is a member of the new group, got {cpu_group}"
-            for group in (dist.group.WORLD, *mesh.get_all_groups(), cpu_group):
+            flat = [mesh["shard_cp"].get_group()] if shape.cp > 1 else []
+            for group in (dist.group.WORLD, *mesh.get_all_groups(), *flat, gradient_mesh.get_group(), cpu_group):
                 _set_pg_timeout(timedelta(seconds=config.collective_timeout_s), group)
     except BaseException as exc:
         give_up(exc)  # but do not leave, so that `check_peers` says why and others can read it
         raise
     sync.cpu_group = cpu_group
-    return ProcessGroups(rank=rank, world=world, shape=shape, mesh=mesh["dp"], cpu_group=cpu_group, sync=sync)
+    return ProcessGroups(
+        rank=rank, world=world, shape=shape, mesh=mesh, gradient_mesh=gradient_mesh, cpu_group=cpu_group, sync=sync)
+
+
+def build_meshes(shape: MeshShape) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the `mesh` and the `gradient_mesh` of a layout of all ranks; collective."""
+    mesh = init_device_mesh(current_platform.device_type, tuple(shape.sizes.values()), mesh_dim_names=tuple(shape.sizes))
+    if shape.cp > 1:
+        mesh["shard", "cp"]._flatten("shard_cp")
+    return mesh, mesh["dp", "shard", "cp"]._flatten("gradients")
 
 
 def check_peers() -> None:

@@ -5,6 +5,7 @@ row of the table below. Nothing is looked up at import: the first use in a proce
 devices first.
 """
 
+import os
 import resource
 import sys
 import time
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from offbeat.errors import MachineError
+from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,23 @@ class Platform:
 
     @cached_property
     def device_type(self) -> str:
-        """torch's name of the device type; "cpu" when there is no accelerator, or one that is not in the table."""
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator.type if accelerator is not None and accelerator.type in _KINDS else "cpu"
+        """torch's name of the device type; "cpu" when there is no accelerator, one that is not in the table, or a promise of none.
+
+        Raises:
+            MachineError: this process was promised a device, and there is none, or not as many.
+        """
+        promised = os.environ.get(PROMISED_DEVICES, "")
+        accelerator = torch.accelerator.current_accelerator(check_available=True) if promised != "0" else None
+        kind = accelerator.type if accelerator is not None and accelerator.type in _KINDS else "cpu"
+        count = torch.accelerator.device_count() if kind != "cpu" else 0
+        if promised and count < int(promised):
+            shown = os.environ.get(VISIBLE_DEVICES)
+            where = "" if shown is None else f", where {VISIBLE_DEVICES} = {shown!r}"
+            raise MachineError(
+                f"this process was promised {promised} accelerator{'' if promised == '1' else 's'}, and torch {torch.__version__} finds"
+                f" {count or 'none'}{where}; nvidia-smi says whether the driver works, and train.devices_per_rank = 0 and"
+                f" inference.devices_per_engine = 0 with {VISIBLE_DEVICES}= (empty) compute on the CPU")
+        return kind
 
     @property
     def device(self) -> torch.device:
@@ -74,6 +92,10 @@ class Platform:
         there.
         """
         return time.thread_time() if self.is_cpu else time.perf_counter()
+
+    def total_memory(self) -> int:
+        """Memory of the device in bytes; it must be an accelerator."""
+        return torch.accelerator.get_memory_info()[1]
 
     def memory(self) -> int:
         """Peak memory of this process in bytes: allocated on the device, or resident on a CPU."""

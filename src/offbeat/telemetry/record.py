@@ -1,7 +1,10 @@
 """All records of one run, opened and closed together: statistics, events, timeline, sampled rollouts and the console."""
 
+import asyncio
 import fcntl
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
@@ -14,6 +17,8 @@ from offbeat.telemetry.rollout_log import write_rollouts
 from offbeat.telemetry.sinks import JsonLines, check_installed, open_sink
 from offbeat.telemetry.stats import StatsLogger
 from offbeat.telemetry.trace import Tracer
+
+_log = logging.getLogger(__name__)
 
 
 class RunRecord:
@@ -52,6 +57,8 @@ class RunRecord:
             *(BackgroundSink(name, partial(open_sink, name, run_dir, settings or {}), on_drop=self._sink_dropped)
               for name in dict.fromkeys(sinks))])
         self.console = console
+        self._writer = ThreadPoolExecutor(1, "rollouts")
+        self._stored: Future[Path] | None = None
         for mended in filter(None, (self.events.mended, self.tracer.mended, self._metrics.mended)):
             self.note("mended", mended)
 
@@ -66,9 +73,26 @@ class RunRecord:
         if num_lost := len(set(range(1, global_step + 1)) - self._metrics.steps):
             self.note("rows_lost", f"metrics.jsonl has no rows of {num_lost} of the {global_step} steps that are done")
 
-    def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
-        """Store a sample of rollouts, already encoded as JSON lines."""
-        write_rollouts(self.run_dir / "rollouts", step=step, lines=lines)
+    async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
+        """Store a sample of rollouts on a thread, as soon as the one before is stored.
+
+        Args:
+            lines: JSON lines; they are made on the thread, too.
+
+        Raises:
+            StorageError: the sample before could not be stored.
+        """
+        await self.stored()
+        self._stored = self._writer.submit(write_rollouts, self.run_dir / "rollouts", step=step, lines=lines)
+
+    async def stored(self) -> None:
+        """Wait until all rollouts are stored.
+
+        Raises:
+            StorageError: they could not be.
+        """
+        if self._stored is not None:
+            await asyncio.wrap_future(self._stored)
 
     def _sink_dropped(self, name: str, reason: str) -> None:
         self.events.record("sink_dropped", sink=name, reason=reason)
@@ -81,7 +105,10 @@ class RunRecord:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
+        self._writer.shutdown()
+        if self._stored is not None and (failure := self._stored.exception()) not in (None, error):
+            _log.error("the last rollouts could not be stored: %s", failure)
         self.console.close()
         self.tracer.close()
         self.stats.close()
@@ -101,11 +128,13 @@ class SilentRecord(RunRecord):
         self.tracer = Tracer(None)
         self.stats = StatsLogger([])
         self.console = Console("quiet")
+        self._writer = ThreadPoolExecutor(1)  # which starts no thread before it has work
+        self._stored = None
 
     def resume_after(self, global_step: int) -> None:
         """Do nothing, since there is nothing to forget."""
 
-    def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
+    async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Store nothing."""
 
 

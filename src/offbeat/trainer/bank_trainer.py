@@ -22,9 +22,11 @@ from offbeat.config.root import Config
 from offbeat.data.batch import Batch
 from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.errors import ConfigError, ModelError, StorageError, UserError
+from offbeat.model.context import ContextGroup, share_of
 from offbeat.model.logprobs import dummy_row, packs_rows
 from offbeat.model.lora import AdapterBank
 from offbeat.model.peft_io import Adapter, read_adapter
+from offbeat.model.rows import spread_rows
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.sync.platform import current_platform
@@ -47,6 +49,8 @@ class BankTrainer(Trainer):
         """`base` names the model in the folders of its adapters."""
         lora = config.model.lora
         super().__init__(model.to(current_platform.device), config, groups)  # pyright: ignore[reportArgumentType]
+        if groups.shape.cp > 1:
+            spread_rows(model, ContextGroup(groups.mesh.get_group("cp")))
         self._model = model
         self._bank = AdapterBank(model, rank=lora.rank, targets=lora.targets, dropout=lora.dropout, seed=(config.run.seed, groups.rank))
         self._adam = RowAdam(self._bank.weights.detach())
@@ -140,8 +144,8 @@ class BankTrainer(Trainer):
         self._clear(request.names)
 
     def score_base(self, request: Canary) -> CanaryScores:
-        """Score tokens under the base model alone, at temperature 1; equal on all ranks."""
-        with torch.no_grad():
+        """Score tokens under the base model alone, at temperature 1; equal on all ranks, and collective where they share rows."""
+        with self.groups.sync.region("canary") if self._shares_rows else nullcontext(), torch.no_grad():
             return CanaryScores(canary_logprobs(self._module, request.tokens))
 
     # -- weights -----------------------------------------------------------------------------------------------------------------------
@@ -248,14 +252,25 @@ class BankTrainer(Trainer):
         apart = _apart(batch, slots)
         plan = plan_microbatches(
             apart, num_ranks=1, max_tokens=self._config.max_tokens_per_microbatch, share_prefix=self._config.share_prefix)
-        return [row for row in self._packed(apart, slots, plan.microbatches[0]) if len(row)]
+        rows = [row for row in self._packed(apart, slots, plan.microbatches[0]) if len(row)]
+        if self._shares_rows:
+            self.groups.sync.arrive("forward_rows")
+        return rows
+
+    @property
+    def _shares_rows(self) -> bool:
+        """Whether ranks run rows together, so that each forward pass is collective."""
+        return self.groups.shape.ranks_per_share > 1
 
     def _packed(self, apart: Batch, slots: np.ndarray, microbatches: Sequence[np.ndarray]) -> Iterator[PackedRow]:
         return (row_of(apart, indices, share_prefix=self._config.share_prefix, families=slots) for indices in microbatches)
 
     @contextmanager
     def _using(self, batch: Batch, row: PackedRow, *, learn: bool, last: bool = True) -> Iterator[None]:  # noqa: ARG002
-        route = self._bank.route(row, self._slots_of(batch)) if len(row.target) else self._bank.route_all(min(self._slots.values()))
+        share = share_of(self._model, row)
+        route = (
+            self._bank.route(share.row, self._slots_of(batch), here=share.here) if len(row.target)
+            else self._bank.route_all(min(self._slots.values())))
         drops = learn and any(objective_of(loss.name).drops_inputs for loss in batch.losses)
         with self._bank.using(route, drops=drops), nullcontext() if learn else torch.no_grad():
             yield
@@ -270,7 +285,7 @@ class BankTrainer(Trainer):
         gradients = [self._bank.gradients[slot] for slot in slots]
         if self.groups.world > 1 and names:
             summed = torch.stack(gradients)
-            dist.all_reduce(summed, group=self.groups.mesh.get_group("dp"))
+            dist.all_reduce(summed, group=self.groups.gradient_mesh.get_group())
             self._bank.gradients[slots] = summed
             gradients = list(summed)
         norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).tolist() if names else []

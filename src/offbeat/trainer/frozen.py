@@ -5,17 +5,19 @@ from collections.abc import Mapping
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from offbeat.config.root import Config
 from offbeat.config.train import TrainConfig
 from offbeat.data.packing import PackedRow
+from offbeat.model.load import Divide
 from offbeat.model.logprobs import dummy_row, token_logprobs
 from offbeat.model.top import top_logprobs
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.messages import Dtype, Scored, ScoreShare, TargetScores
 from offbeat.trainer.policy import autocast, load_policy, row_of
-from offbeat.trainer.strategies import Strategy, choose
+from offbeat.trainer.strategies import Strategy, load
 
 
 def load_frozen(folder: str, *, config: TrainConfig, groups: ProcessGroups, dtype: Dtype = "float32") -> Strategy:
@@ -24,9 +26,12 @@ def load_frozen(folder: str, *, config: TrainConfig, groups: ProcessGroups, dtyp
     Args:
         folder: Hugging Face folder or hub id, the same on all ranks.
     """
-    unchecked = config.model_copy(update={"gradient_checkpointing": False})
-    model = load_policy(folder, config=unchecked, dtype=dtype).requires_grad_(False)
-    return choose(config.strategy, model, groups=groups, trained=False)
+    unchecked = config.model_copy(update={"gradient_checkpointing": "off"})
+
+    def read(divide: Divide | None) -> PreTrainedModel:
+        return load_policy(folder, config=unchecked, dtype=dtype, divide=divide).requires_grad_(False)
+
+    return load(read, groups=groups, precision=config.precision, trained=False, compiles=config.compile)[1]
 
 
 class Teacher:
@@ -52,7 +57,7 @@ class Teacher:
             for indices in request.microbatches:
                 row = row_of(batch, indices, share_prefix=config.share_prefix)
                 progress("forward")
-                with self._strategy.scoring(), autocast(config):
+                with self._strategy.scoring(), autocast(config, self._strategy.forward):
                     found = self._scores(row if len(row) else dummy_row())
                 for name, values in found.items():
                     columns[name][row.batch_index] = values.cpu().numpy()

@@ -17,6 +17,7 @@ from offbeat.data.batch import Batch
 from offbeat.data.model_folder import check_model_folder
 from offbeat.data.packing import PackedRow, plan_microbatches
 from offbeat.errors import ConfigError
+from offbeat.model.load import Divide
 from offbeat.model.logprobs import dummy_row
 from offbeat.pulse import progress
 from offbeat.sync.mesh import ProcessGroups
@@ -27,7 +28,7 @@ from offbeat.trainer.optim import build_optimizer, set_params
 from offbeat.trainer.policy import load_policy, row_of
 from offbeat.trainer.snapshots import ModelSnapshot
 from offbeat.trainer.state import full_state, rounded
-from offbeat.trainer.strategies import Strategy, choose, whole
+from offbeat.trainer.strategies import Strategy, load, whole
 from offbeat.trainer.trainer import WHOLE, Trainer
 
 
@@ -55,17 +56,22 @@ class ModelTrainer(Trainer):
         """
         progress("load_model")
         check_model_folder(folder)
-        model = cls._load_model(folder, config)
-        return cls(model, choose(config.train.strategy, model, groups=groups), folder=folder, config=config, groups=groups)
+        model, strategy = load(
+            lambda divide: cls._load_model(folder, config, divide), groups=groups, precision=config.train.precision,
+            by_parts=cls._loads_by_parts, compiles=config.train.compile)
+        return cls(model, strategy, folder=folder, config=config, groups=groups)
 
     @property
     def model(self) -> nn.Module:
         """What is trained, as the strategy has distributed it."""
         return self._strategy.model
 
+    _loads_by_parts = True
+    """Whether `_load_model` takes `divide`; see `load`."""
+
     @classmethod
-    def _load_model(cls, folder: str, config: Config) -> PreTrainedModel:
-        return load_policy(folder, config=config.train)
+    def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:
+        return load_policy(folder, config=config.train, divide=divide)
 
     def snapshot(self, dtype: Dtype, *, name: str = WHOLE) -> ModelSnapshot:
         """See `Trainer.snapshot`."""
@@ -141,8 +147,8 @@ class ModelTrainer(Trainer):
 
     @property
     def _gradient_scale(self) -> int:
-        """Number of ranks: DDP and FSDP average over them, and the loss weights need a sum."""
-        return self.groups.world
+        """Number of ranks that DDP and FSDP average over, where the loss weights need a sum."""
+        return self.groups.gradient_mesh.size()
 
     def _gradient_norms(self, names: Sequence[str]) -> dict[str, float]:
         self._norm = get_total_norm([p.grad for p in self._strategy.model.parameters() if p.grad is not None])

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from offbeat.algorithms.objectives import reads_of
@@ -15,7 +16,8 @@ from offbeat.data.batch import Batch, gather_ranges
 from offbeat.data.packing import PackedRow, pack_row
 from offbeat.losses.compose import target_losses
 from offbeat.losses.metrics import Report
-from offbeat.model.load import load_causal_lm
+from offbeat.model.blocks import checkpoint_activations
+from offbeat.model.load import Divide, load_causal_lm
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.rows import settle_rows
 from offbeat.model.values import token_values
@@ -47,17 +49,20 @@ class ScoredRow:
     report: Report
 
 
-def load_policy(model_folder: str, *, config: TrainConfig, dtype: str = "float32") -> PreTrainedModel:
+def load_policy(model_folder: str, *, config: TrainConfig, dtype: str = "float32", divide: Divide | None = None) -> PreTrainedModel:
     """Load a model to the CPU, with rows proven to give each sequence its own log-probabilities.
+
+    Args:
+        divide: as for `load_causal_lm`; all ranks must call then.
 
     Raises:
         ModelError: as `load_causal_lm` and `settle_rows`.
     """
-    model = load_causal_lm(model_folder, dtype=dtype, attention=None)
+    model = load_causal_lm(model_folder, dtype=dtype, attention=None, divide=divide)
     _silence_dropout(model)
-    settle_rows(model, share_prefix=config.share_prefix)
-    if config.gradient_checkpointing:
-        _checkpoint_gradients(model)
+    mixed = divide is not None and config.precision == "bf16_mixed"
+    settle_rows(model, share_prefix=config.share_prefix, computes=torch.bfloat16 if mixed else None)
+    checkpoint_activations(model, config.gradient_checkpointing)
     return model
 
 
@@ -115,20 +120,10 @@ def canary_logprobs(model: nn.Module, tokens: Sequence[int]) -> tuple[float, ...
     return tuple(token_logprobs(model, pack_row(batch, share_prefix=False)).tolist())
 
 
-def autocast(config: TrainConfig) -> torch.autocast:
-    """Return the context of a forward pass: bfloat16 if the configuration says so."""
-    return torch.autocast(current_platform.device_type, torch.bfloat16, enabled=config.autocast)
-
-
-def _checkpoint_gradients(model: PreTrainedModel) -> None:
-    """Compute activations again in backward passes, with no module in training mode but those that do that.
-
-    They do it in training mode only; but routers of some families choose experts at random in that mode, or jitter what they route by, as
-    no engine does, and differently when activations are computed again.
-    """
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        module.training = getattr(module, "gradient_checkpointing", False)
+def autocast(config: TrainConfig, module: nn.Module) -> torch.autocast:
+    """Return the context of a forward pass of `module`: bfloat16 if the configuration says so and FSDP2 does not see to it."""
+    enabled = config.precision == "bf16_mixed" and not isinstance(module, FSDPModule)
+    return torch.autocast(current_platform.device_type, torch.bfloat16, enabled=enabled)
 
 
 def _silence_dropout(model: PreTrainedModel) -> None:

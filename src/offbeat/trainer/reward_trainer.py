@@ -9,6 +9,7 @@ from offbeat.config.root import Config
 from offbeat.data.tokenizer import load_tokenizer
 from offbeat.errors import ConfigError
 from offbeat.model.checkpoint_names import published_names
+from offbeat.model.load import Divide
 from offbeat.model.reward_model import Classifier
 from offbeat.trainer.export import change_config, export_folder
 from offbeat.trainer.messages import Dtype
@@ -24,7 +25,7 @@ class RewardTrainer(ValueTrainer):
     _has_bias = False
 
     @classmethod
-    def _load_model(cls, folder: str, config: Config) -> PreTrainedModel:
+    def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:
         """See `ValueTrainer`.
 
         Raises:
@@ -35,7 +36,7 @@ class RewardTrainer(ValueTrainer):
             raise ConfigError(
                 f"model.lora.rank must be 0 to train a reward model, got {config.model.lora.rank}; its head and all its weights are"
                 " trained, so leave it out")
-        model = super()._load_model(folder, config)
+        model = super()._load_model(folder, config, divide)
         Classifier(model)
         return model
 

@@ -1,22 +1,30 @@
 """How a whole model in training is distributed over the ranks: on one, replicated (DDP), or in shards (FSDP2).
 
-`ModelTrainer` talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank.
+`ModelTrainer` talks to one `Strategy` and has no branch on which. All methods that say "collective" must be called by every rank. FSDP2
+also computes in mixed precision for a single rank: it keeps float32 weights, and casts a layer's to bfloat16 when the layer runs.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from offbeat.config.train import Precision
 from offbeat.errors import ModelError
+from offbeat.model.blocks import compile_layers, decoder_layers
+from offbeat.model.context import ContextGroup
+from offbeat.model.load import Divide
 from offbeat.model.logprobs import packs_rows
+from offbeat.model.parallel import divide
+from offbeat.model.rows import spread_rows
+from offbeat.model.values import ValueHead
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.sync.platform import current_platform
 
@@ -36,7 +44,7 @@ class Strategy(Protocol):
         ...
 
     def accumulate(self, *, last: bool) -> AbstractContextManager:
-        """Return the context of one forward and backward pass; collective if `last`: only then gradients are averaged over ranks."""
+        """Return the context of one forward and backward pass; collective. Gradients are averaged over ranks by the time of the `last`."""
         ...
 
     def scoring(self) -> AbstractContextManager:
@@ -65,7 +73,8 @@ class Replicated:
         # Buffers are constants of the architecture, equal on all ranks; broadcasting them would make every forward a collective.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch call the argument otherwise
-            self._ddp = DistributedDataParallel(self.model, process_group=groups.mesh.get_group("dp"), broadcast_buffers=False)
+            self._ddp = DistributedDataParallel(
+                self.model, process_group=groups.gradient_mesh.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True)
         self.forward: nn.Module = self._ddp
 
     def accumulate(self, *, last: bool) -> AbstractContextManager:
@@ -76,19 +85,26 @@ class Replicated:
 
 
 class Sharded:
-    """Every rank holds a shard of each parameter; layers are gathered when they run (FSDP2)."""
+    """Every rank holds a shard of each parameter; layers are gathered when they run (FSDP2). There may be replicas of all shards.
 
-    def __init__(self, model: PreTrainedModel, groups: ProcessGroups) -> None:
-        layer_types = set(model._no_split_modules or ())
-        for module in model.modules():
-            if type(module).__name__ in layer_types:
-                fully_shard(module, mesh=groups.mesh)
-        self._root = fully_shard(model, mesh=groups.mesh)
+    Gradients are summed over the ranks after every micro-batch, so that none ever holds more than a layer's and its own shard of all.
+    """
+
+    def __init__(self, model: PreTrainedModel, groups: ProcessGroups, precision: Precision = "float32") -> None:
+        # Inputs are not cast, since that would copy the plan of attention; from the embeddings on they are of the weights' format.
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = mixed if precision == "bf16_mixed" else MixedPrecisionPolicy()
+        for layer in decoder_layers(model):
+            fully_shard(layer, mesh=groups.shard_mesh, mp_policy=policy)
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is not None and head.weight is not embeddings.weight:  # a tied one stays in the root's unit, which both belong to
+            fully_shard(embeddings, mesh=groups.shard_mesh, mp_policy=policy)
+            fully_shard(head, mesh=groups.shard_mesh, mp_policy=MixedPrecisionPolicy() if isinstance(head, ValueHead) else policy)
+        self._root = fully_shard(model, mesh=groups.shard_mesh, mp_policy=policy)
         self.model: nn.Module = model
         self.forward: nn.Module = model
 
-    def accumulate(self, *, last: bool) -> AbstractContextManager:
-        self._root.set_requires_gradient_sync(last)
+    def accumulate(self, *, last: bool) -> AbstractContextManager:  # noqa: ARG002
         return nullcontext()
 
     @contextmanager
@@ -99,17 +115,74 @@ class Sharded:
         self._root.reshard()
 
 
-def choose(name: Literal["ddp", "fsdp"], model: PreTrainedModel, *, groups: ProcessGroups, trained: bool = True) -> Strategy:
-    """Distribute `model` over the ranks; collective. "ddp" is the bare model on a single rank, and where it is not `trained`.
+def load(
+    read: Callable[[Divide | None], PreTrainedModel], *, groups: ProcessGroups, precision: Precision = "float32", trained: bool = True,
+    by_parts: bool = True, compiles: bool = False,
+) -> tuple[PreTrainedModel, Strategy]:
+    """Load a model and distribute it over the ranks; collective.
+
+    Args:
+        read: loads the model; with an argument, as `offbeat.model.load.load_causal_lm` does with `divide`.
+        by_parts: whether `read` takes an argument. Where the mesh is of shards alone, each rank then reads no more than its own.
+
+        compiles: whether layers are compiled, once the model has its final form on its device.
 
     Raises:
-        ModelError: its sequences run one by one, so ranks need different numbers of forward passes, but with FSDP each is a collective.
+        ModelError: as `choose`.
     """
-    if name == "fsdp" and not packs_rows(model):
-        raise ModelError(f'{type(model).__name__} cannot pack its rows, which train.strategy = "fsdp" needs; use "ddp"')
-    if name == "fsdp":
-        return Sharded(model, groups)
-    return Replicated(model, groups) if trained and groups.world > 1 else Alone(model)
+    if by_parts and groups.shape.shard > 1 and groups.shape.tp == 1:
+        found: list[Strategy] = []
+        model = read(lambda empty: found.append(Sharded(empty, groups, precision)))
+        _check_packs(model, groups)
+        (strategy,) = found
+        with strategy.scoring():  # at its end, it has nothing left of the forward passes by which the model was tried
+            _spread(strategy, groups)
+    else:
+        model = read(None)
+        strategy = choose(model, groups=groups, precision=precision, trained=trained)
+    if compiles:
+        compile_layers(model)
+    return model, strategy
+
+
+def choose(model: PreTrainedModel, *, groups: ProcessGroups, precision: Precision = "float32", trained: bool = True) -> Strategy:
+    """Distribute `model` over the ranks as their mesh says; collective. Replicas that are not `trained` need nothing of each other.
+
+    Mixed precision on one rank is the affair of FSDP2, too; a model that cannot pack its rows, and DDP, compute under `autocast` instead.
+
+    Raises:
+        ModelError: its sequences run one by one, so ranks need different numbers of forward passes, but with FSDP each is a collective;
+            or it cannot be divided over a tensor group, see `divide`, or its rows over a context group, see `spread_rows`.
+    """
+    strategy = _distribute(model, groups, precision=precision, trained=trained)
+    with strategy.scoring():
+        _spread(strategy, groups)
+    return strategy
+
+
+def _spread(strategy: Strategy, groups: ProcessGroups) -> None:
+    if groups.shape.cp > 1:
+        spread_rows(strategy.forward, ContextGroup(groups.mesh.get_group("cp")))
+
+
+def _distribute(model: PreTrainedModel, groups: ProcessGroups, *, precision: Precision, trained: bool) -> Strategy:
+    shape = groups.shape
+    if shape.tp > 1:
+        divide(model, groups.mesh["tp"], experts=shape.ep > 1)
+    shares = groups.gradient_mesh.size() > 1
+    # DDP knows nothing of models that are divided. What is frozen is distributed alike, since a reference is given the policy's weights.
+    if shape.shard > 1 or (shares and shape.tp > 1):
+        _check_packs(model, groups)
+        return Sharded(model, groups, precision)
+    if precision == "bf16_mixed" and groups.world == 1 and packs_rows(model):
+        return Sharded(model, groups, precision)
+    return Replicated(model, groups) if trained and shares else Alone(model)
+
+
+def _check_packs(model: PreTrainedModel, groups: ProcessGroups) -> None:
+    if not packs_rows(model):
+        name = "shard" if groups.shape.shard > 1 else "tp"
+        raise ModelError(f"{type(model).__name__.removeprefix('FSDP')} cannot pack its rows, which train.parallel.{name} > 1 needs; use 1")
 
 
 def whole(tensor: Tensor) -> Tensor:

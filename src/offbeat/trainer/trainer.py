@@ -294,7 +294,7 @@ class Trainer(ABC):
             for number, row in enumerate(rows):
                 progress("forward")
                 with self._using(batch, row, learn=learn, last=number == len(rows) - 1), torch.set_grad_enabled(learn):
-                    with autocast(self._config):
+                    with autocast(self._config, self._module):
                         scored = score_row(self._module, batch, row, predict=self._predict, temperature=self._temperature(batch))
                     if learn:
                         (scored.losses.sum() * self._gradient_scale).backward()
@@ -312,7 +312,7 @@ class Trainer(ABC):
         temperature = self._temperature(batch)
         for row in rows:
             progress("forward")
-            with self._scoring(batch, row, of) as module, autocast(self._config):
+            with self._scoring(batch, row, of) as module, autocast(self._config, module):
                 found, entropy = self._predict(module, row, temperature=temperature, with_entropy=with_entropy)
             columns[self._predicts][row.batch_index] = found.cpu().numpy()
             if entropy is not None:
@@ -332,10 +332,10 @@ class Trainer(ABC):
     def _update(self, batch: Batch, rows: Sequence[PackedRow], params: AdamParams, *, scale: int) -> Update:
         tracker = StatsTracker()
         for number, row in enumerate(rows):
-            # The last micro-batch reduces gradients over ranks; earlier ones only accumulate.
+            # With DDP the last micro-batch reduces gradients over ranks; earlier ones only accumulate.
             with self._using(batch, row, learn=True, last=number == len(rows) - 1):
                 progress("forward")
-                with autocast(self._config):
+                with autocast(self._config, self._module):
                     scored = score_row(
                         self._module, batch, row, predict=self._predict, temperature=self._temperature(batch), report=True)
                 with tracker.scope("train"):
@@ -349,7 +349,7 @@ class Trainer(ABC):
                 (scored.losses.sum() * (scale * self._gradient_scale)).backward()
         with torch.no_grad():
             norm = self._gradient_norms([WHOLE])[WHOLE]
-            update = Update(tracker.export_all(self.groups.sync, point="train_stats"), grad_norm=norm)
+            update = Update(tracker.export_all(self.groups.shares, point="train_stats"), grad_norm=norm)
             # Every rank has the same numbers here, so all take the same branch.
             if update.is_sound:
                 progress("optimizer")

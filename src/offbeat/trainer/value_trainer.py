@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.root import Config
 from offbeat.data.batch import Batch
+from offbeat.model.load import Divide
 from offbeat.model.values import ValueHead, give_value_head
 from offbeat.sync.mesh import ProcessGroups
 from offbeat.trainer.messages import Trained, TrainStep
@@ -53,8 +54,10 @@ class ValueTrainer(ModelTrainer):
             self._adopt(self._policy)
         super().restart_optimizer(request)
 
+    _loads_by_parts = False  # the head is replaced when it has been loaded
+
     @classmethod
-    def _load_model(cls, folder: str, config: Config) -> PreTrainedModel:
+    def _load_model(cls, folder: str, config: Config, divide: Divide | None) -> PreTrainedModel:  # noqa: ARG003
         model = load_policy(folder, config=config.train)
         give_value_head(model, bias=cls._has_bias)
         return model
@@ -80,7 +83,7 @@ class ValueTrainer(ModelTrainer):
         Source: PopArt, arXiv:1602.07714.
         """
         returns, head = batch.columns["returns"].astype(np.float64), self._head
-        sums = self.groups.sync.sum_scalars(
+        sums = self.groups.shares.sum_scalars(
             "value_scale", {"count": len(returns), "sum": returns.sum(), "squares": np.square(returns).sum()})
         if sums["count"]:
             mean, square = sums["sum"] / sums["count"], sums["squares"] / sums["count"]

@@ -13,10 +13,12 @@ from offbeat.errors import StuckError, SyncError, UserError
 from offbeat.model.tiny import build_tiny
 from offbeat.process.serving import Lifeline
 from offbeat.pulse import work
-from offbeat.sync.mesh import ProcessGroups, connect_store, host_store, join
+from offbeat.sync.mesh import MeshShape, ProcessGroups, connect_store, host_store, join
 from offbeat.sync.peers import own_card
+from offbeat.sync.platform import current_platform
 from offbeat.trainer.bank_trainer import BankTrainer
 from offbeat.trainer.frozen import Teacher
+from offbeat.trainer.memory import check_memory
 from offbeat.trainer.messages import BuildRequest, JoinRequest, StoreAddress, Trainee
 from offbeat.trainer.model_trainer import ModelTrainer
 from offbeat.trainer.reward_trainer import RewardTrainer
@@ -42,8 +44,13 @@ def build_trainers(model: str, config: Config, groups: ProcessGroups, *, trains:
     Args:
         model: folder or hub id of the policy, or of what else `trains` says; its trainer is the part "". The part "critic" is trained
             beside a policy, and "teacher" is the frozen model of `teacher.path`.
+
+    Raises:
+        ConfigError: a step of the policy's training cannot fit on the accelerator; nothing was loaded.
     """
     parts: dict[str, Part] = {}
+    if not current_platform.is_cpu:
+        check_memory(model, config, groups=groups, device=current_platform.total_memory())
     if trains == "adapters":
         parts[""] = BankTrainer.build_empty(model, config=config, groups=groups)
     elif trains == "rewards":
@@ -114,8 +121,8 @@ class TrainWorker(Service):
         at = request.store
         store = self._store or connect_store(at.host, at.port, timeout_s=config.dist.init_timeout_s, server=at.server)
         self._groups = join(
-            rank=request.rank, world=request.world, store=store, config=config.dist, server=at.server, on_stuck=self._give_up,
-            on_beat=self._beat)
+            rank=request.rank, world=request.world, store=store, config=config.dist, server=at.server,
+            shape=MeshShape.of(config.train, world=request.world), on_stuck=self._give_up, on_beat=self._beat)
         return Nothing()
 
     def load_model(self, _request: Nothing) -> Nothing:

@@ -2,27 +2,32 @@
 
 import asyncio
 import os
+from collections.abc import Sequence
 from typing import Self
 
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
+from offbeat.machine import VISIBLE_DEVICES, visible_devices
 from offbeat.process.child import Child, ChildSpec
 from offbeat.workers.worker import FAILED_STOP_S, Worker, WorkerSpec
 
 
 class LocalLauncher:
-    """Starts processes on this machine. Accelerators are assigned by number, in the order of starting, and kept across restarts."""
+    """Starts processes on this machine. Accelerators are dealt out in the order of starting, and kept across restarts.
 
-    def __init__(self, *, stop_timeout_s: float, devices_taken: int = 0, visible_devices_variable: str = "CUDA_VISIBLE_DEVICES") -> None:
+    No two workers get the same one, unless they share devices: then, when all are dealt, the first is dealt again.
+    """
+
+    def __init__(self, *, stop_timeout_s: float, devices_taken: int = 0, share_devices: bool = False) -> None:
         self._stop_timeout_s = stop_timeout_s
-        self._visible_devices_variable = visible_devices_variable
+        self._share_devices = share_devices
         self._children: list[Child] = []
         self._next_device = devices_taken
         self._devices: dict[str, list[str]] = {}
 
     @classmethod
     def from_config(cls, config: Config, *, devices_taken: int = 0) -> Self:
-        return cls(stop_timeout_s=config.cluster.stop_timeout_s, devices_taken=devices_taken)
+        return cls(stop_timeout_s=config.cluster.stop_timeout_s, devices_taken=devices_taken, share_devices=config.cluster.share_devices)
 
     async def __aenter__(self) -> Self:
         return self
@@ -31,13 +36,16 @@ class LocalLauncher:
         timeout_s = min(self._stop_timeout_s, FAILED_STOP_S) if error else self._stop_timeout_s
         await asyncio.gather(*(child.stop(timeout_s=timeout_s) for child in self._children))
 
+    async def reserve(self, specs: Sequence[WorkerSpec], *, timeout_s: float) -> None:
+        """Nothing: this machine starts what it is told to."""
+
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
         """Start a worker; see `Launcher.start`."""
         env = spec.environment
         if spec.num_devices:
             if spec.name not in self._devices:
                 self._devices[spec.name] = self._deal(spec.num_devices)
-            env[self._visible_devices_variable] = ",".join(self._devices[spec.name])
+            env[VISIBLE_DEVICES] = ",".join(self._devices[spec.name])
         child = await Child.start(ChildSpec(spec.name, spec.target, env, spec.log), timeout_s=timeout_s)
         self._children.append(child)
         return child
@@ -45,12 +53,14 @@ class LocalLauncher:
     def _deal(self, count: int) -> list[str]:
         first = self._next_device
         self._next_device += count
-        given = os.environ.get(self._visible_devices_variable)
-        if given is None:
+        shown, given = visible_devices(), os.environ.get(VISIBLE_DEVICES)
+        if not shown and given is None:  # of another make, perhaps; a worker that finds none says so
             return [str(device) for device in range(first, first + count)]
-        devices = [name for name in given.split(",") if name]
-        if first + count > len(devices):
+        if self._share_devices and count <= len(shown):
+            return [shown[device % len(shown)] for device in range(first, first + count)]
+        if first + count > len(shown):
+            whose = f"{VISIBLE_DEVICES} = {given!r}" if given is not None else "this machine"
             raise ConfigError(
-                f"the workers need {first + count} or more devices, but {self._visible_devices_variable} = {given!r} shows {len(devices)};"
-                " lower cluster.devices_per_worker, train.num_ranks or inference.num_engines")
-        return devices[first : first + count]
+                f"the workers need {first + count} or more devices, but {whose} shows {len(shown)}; set cluster.share_devices, or lower"
+                " inference.devices_per_engine, train.num_ranks or inference.num_engines")
+        return shown[first : first + count]

@@ -7,6 +7,12 @@ actor still answers when its child is stopped or dead. Errors cross as data.
 import asyncio
 import logging
 import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +24,7 @@ from offbeat.aio import SideThread, deadline
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError, DeadlineError, DeathError, MissingExtraError, OffbeatError
 from offbeat.process.child import Child, ChildSpec
-from offbeat.process.frames import Failure
+from offbeat.process.frames import Failure, Payload
 from offbeat.workers.ray_reaper import Reaper
 from offbeat.workers.worker import Worker, WorkerSpec
 
@@ -27,10 +33,15 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 try:
     import ray
     from ray.exceptions import RayActorError, RayError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as exc:
     raise MissingExtraError("cluster.launcher = \"ray\" needs Ray, which is not installed; run pip install 'offbeat[ray]'") from exc
 
 _SERVERS = ("raylet", "gcs_server")
+_PLACE_LOOK_S = 0.5
+_LOG_INTERVAL_S = 1.0
+_LOG_CHUNK_BYTES = 1 << 20
 _MARGIN_S = 3.0
 """Added to an actor's own deadline, so that it can report why it was missed."""
 
@@ -39,14 +50,28 @@ class _Host:
     """The actor: starts one child and forwards calls to it."""
 
     _child: Child
+    _own_log: Path | None = None
 
-    async def start(self, name: str, target: str, env: dict[str, str], log: str, umask: int, timeout_s: float) -> tuple[bool, bytes]:
+    async def start(
+        self, name: str, target: str, env: dict[str, str], log: str, beside: str, umask: int, timeout_s: float,
+    ) -> tuple[bool, bytes]:
+        """`beside` is a file that the controller has put beside the log; where it is not seen, the log goes to this machine's own disk."""
         os.umask(umask)
+        if beside and not Path(beside).exists():
+            self._own_log = Path(tempfile.mkdtemp(prefix="offbeat-")) / Path(log).name
+        path = self._own_log or (Path(log) if log else None)
         try:
-            self._child = await Child.start(ChildSpec(name, target, env, Path(log) if log else None), timeout_s=timeout_s)
+            self._child = await Child.start(ChildSpec(name, target, env, path), timeout_s=timeout_s)
         except OffbeatError as exc:
             return False, Failure.of(exc).pack()
-        return True, b""
+        return True, b"" if self._own_log is None else b"apart"
+
+    def read_log(self, offset: int) -> bytes:
+        """Return what this machine's own log has from `offset` on, at most a chunk."""
+        assert self._own_log is not None, "only a log that the controller cannot see is asked for"
+        with self._own_log.open("rb") as file:
+            file.seek(offset)
+            return file.read(_LOG_CHUNK_BYTES)
 
     def whereabouts(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), os.getpid()
@@ -66,6 +91,11 @@ class _Host:
     async def stop(self, timeout_s: float) -> None:
         await self._child.stop(timeout_s=timeout_s)
 
+    def tidy(self) -> None:
+        """Remove this machine's own log, which has been copied."""
+        if self._own_log is not None:
+            shutil.rmtree(self._own_log.parent, ignore_errors=True)
+
 
 class RayWorker:
     """The controller's view of one actor and its child."""
@@ -73,37 +103,59 @@ class RayWorker:
     def __init__(self, spec: WorkerSpec, actor: Any) -> None:
         self.name = spec.name
         self.host = "127.0.0.1"
+        self.shares_disk = True
+        self._log = spec.log
+        self._log_bytes = 0
         self._actor = actor
         self._dead = False
         self._life: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, spec: WorkerSpec, *, timeout_s: float, reaper: Reaper | None) -> Self:
-        """Start a worker; see `Launcher.start`. Without a `reaper`, Ray is a cluster: servers listen on their machine's address."""
-        actor = ray.remote(_Host).options(num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0).remote()
+    async def start(
+        cls, spec: WorkerSpec, *, timeout_s: float, reaper: Reaper | None, place: PlacementGroupSchedulingStrategy | None, beside: str,
+    ) -> Self:
+        """Start a worker; see `Launcher.start`. Without a `reaper`, Ray is a cluster: servers listen on their machine's address.
+
+        Args:
+            place: room that is kept for it.
+            beside: a file beside its log, which it sees if it shares this machine's disk; "" if it does.
+        """
+        actor = ray.remote(_Host).options(
+            num_cpus=spec.threads, num_gpus=spec.num_devices, max_restarts=0, scheduling_strategy=place).remote()
         worker = cls(spec, actor)
         try:
-            async with deadline(f"Ray to place {spec.name}", timeout_s):
-                address, pid = await actor.whereabouts.remote()
+            try:
+                async with deadline(f"Ray to place {spec.name}", timeout_s):
+                    address, pid = await actor.whereabouts.remote()
+            except RayError as exc:  # its machine has just died, and Ray has not found it other room yet
+                raise DeathError(f"{spec.name} died before it began, with its Ray actor: {_last_line(exc)}") from exc
             if reaper:
                 reaper.add([pid])
             else:
                 worker.host = address
-            await worker._ask(
-                "start", spec.name, spec.target, spec.environment, str(spec.log or ""), _umask(), timeout_s=timeout_s, doing="to start")
+            log = str(spec.log.absolute()) if spec.log else ""
+            apart = await worker._ask(
+                "start", spec.name, spec.target, spec.environment, log, beside, _umask(), timeout_s=timeout_s, doing="to start")
+            worker.shares_disk = not apart
         except BaseException:
             worker.kill()
             raise
         worker._life = asyncio.create_task(worker._watch(), name=f"watch {spec.name}")
+        if not worker.shares_disk:
+            assert spec.log is not None, "only a log can be elsewhere"
+            spec.log.touch()  # even if nothing is ever written into it, as on a shared disk
+            worker._following = asyncio.create_task(worker._follow_log(), name=f"follow the log of {spec.name}")
         return worker
 
     @property
     def alive(self) -> bool:
         return not self._dead
 
-    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
+    async def call(self, method: str, payload: Payload = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         """See `Worker.call`."""
-        return await self._ask("call", method, payload, patience_s, timeout_s=timeout_s, doing=f"in {method}")
+        whole = payload if isinstance(payload, bytes) else b"".join(payload)
+        return await self._ask("call", method, whole, patience_s, timeout_s=timeout_s, doing=f"in {method}")
 
     async def stack(self) -> str:
         """See `Worker.stack`."""
@@ -115,16 +167,18 @@ class RayWorker:
 
     async def stop(self, *, timeout_s: float) -> None:
         """See `Worker.stop`."""
-        with suppress(TimeoutError, RayError):
+        with suppress(OSError, RayError):  # a missed timeout is an OSError, and so is a full disk, which must not keep it alive
             async with asyncio.timeout(timeout_s + _MARGIN_S):
                 await self._actor.stop.remote(timeout_s)
+                await self.finish_log()
         self.kill()
 
     def kill(self) -> None:
         """End the actor and its child at once."""
         self._dead = True
-        if self._life is not None:
-            self._life.cancel()
+        for task in (self._life, self._following):
+            if task is not None:
+                task.cancel()
         ray.kill(self._actor)
 
     async def _ask(self, function: str, *arguments: Any, timeout_s: float, doing: str) -> bytes:
@@ -145,12 +199,46 @@ class RayWorker:
             await self._actor.ended.remote()
         self._dead = True
 
+    async def _follow_log(self) -> None:
+        """Copy the log from the worker's machine as it grows, until the actor is gone; what is missing then is lost with it."""
+        with suppress(OSError, RayError):  # `finish_log` tries again if the disk was full
+            while True:
+                await asyncio.sleep(_LOG_INTERVAL_S)
+                await self._copy_log()
+
+    async def finish_log(self) -> None:
+        """Copy what is missing of a log that is on another machine, and remove it there."""
+        if self._following is not None:
+            self._following.cancel()  # only one may copy
+            with suppress(OSError, RayError):  # a missed timeout, or a full disk
+                async with asyncio.timeout(_MARGIN_S):
+                    await self._copy_log()
+                    await self._actor.tidy.remote()
+
+    async def _copy_log(self) -> None:
+        assert self._log is not None, "a worker without a log shares the terminal"
+        while chunk := await self._actor.read_log.remote(self._log_bytes):
+            with self._log.open("ab") as file:
+                file.write(chunk)
+            self._log_bytes += len(chunk)
+
 
 class RayLauncher:
-    """Starts actors. Joins the cluster at `address`, or starts a local one that ends with this process."""
+    """Starts actors. Joins the cluster at `address`, or starts a local one that ends with this process.
 
-    def __init__(self, *, address: str, num_cpus: int, start_timeout_s: float, stop_timeout_s: float) -> None:
-        """`num_cpus` is the number of cores that all workers request; a local Ray is told that it has as many, so none waits."""
+    Room is kept by placement groups: one for each call of `reserve`, whose workers are packed onto as few machines as can hold them.
+    """
+
+    def __init__(
+        self, *, address: str, num_cpus: int, start_timeout_s: float, stop_timeout_s: float, wants_devices: bool = True,
+    ) -> None:
+        """Prepare it; Ray starts on entering it.
+
+        Args:
+            num_cpus: number of cores that all workers request; a local Ray is told that it has as many, so none waits.
+            wants_devices: whether any worker will request a device; a cluster that has some is refused otherwise.
+        """
+        self._wants_devices = wants_devices
         self._address = address
         self._num_cpus = num_cpus
         self._start_timeout_s = start_timeout_s
@@ -159,6 +247,8 @@ class RayLauncher:
         self._thread = SideThread("ray")
         self._reaper: Reaper | None = None
         self._own: set[psutil.Process] = set()
+        self._places: dict[str, PlacementGroupSchedulingStrategy] = {}
+        self._beside: dict[Path, Path] = {}
 
     @classmethod
     def from_config(cls, config: Config, *, devices_taken: int = 0) -> Self:  # noqa: ARG003 (Ray deals devices out itself)
@@ -166,13 +256,20 @@ class RayLauncher:
         num_cpus = config.train.num_ranks * config.train.threads + computing * (config.inference.threads or 1)
         return cls(
             address=config.cluster.ray_address, num_cpus=num_cpus, start_timeout_s=config.cluster.start_timeout_s,
-            stop_timeout_s=config.cluster.stop_timeout_s)
+            stop_timeout_s=config.cluster.stop_timeout_s,
+            wants_devices=config.train.devices_per_rank + config.inference.devices_per_engine > 0)
 
     async def __aenter__(self) -> Self:
         logging.getLogger("ray").setLevel(logging.ERROR)  # its messages would mix with ours on the terminal
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         if self._address:
             await self._init(address=self._address, **quiet)
+            if (count := ray.cluster_resources().get("GPU")) and not self._wants_devices:
+                ray.shutdown()
+                self._thread.close()
+                raise ConfigError(
+                    f"the Ray cluster has {count:g} GPUs, and this run would compute on CPUs; give train.devices_per_rank = 1 and"
+                    " inference.devices_per_engine")
             return self
         self._reaper = Reaper()
         before = set(_children())
@@ -198,14 +295,18 @@ class RayLauncher:
 
     async def __aexit__(self, error: object, *_: object) -> None:
         if error:
+            await asyncio.gather(*(worker.finish_log() for worker in self._workers), return_exceptions=True)
             for worker in self._workers:
                 worker.kill()
         else:
-            await asyncio.gather(*(worker.stop(timeout_s=self._stop_timeout_s) for worker in self._workers))
+            stops = (worker.stop(timeout_s=self._stop_timeout_s) for worker in self._workers)
+            await asyncio.gather(*stops, return_exceptions=True)  # what is left is ended below
         for process in self._own:
             with suppress(psutil.NoSuchProcess):
                 if process.name() not in _SERVERS:
                     process.kill()  # its monitors have nothing to save, and react to SIGTERM only after a second
+        for path in self._beside.values():
+            path.unlink(missing_ok=True)
         try:
             with suppress(DeadlineError):  # whatever is left then is ended below, or belongs to a cluster
                 await self._thread.run("Ray to end", ray.shutdown, timeout_s=self._stop_timeout_s)
@@ -214,11 +315,63 @@ class RayLauncher:
             if self._reaper is not None:
                 await asyncio.to_thread(self._reaper.reap)
 
+    async def reserve(self, specs: Sequence[WorkerSpec], *, timeout_s: float) -> None:
+        """See `Launcher.reserve`."""
+        if all(spec.name in self._places for spec in specs):  # they are started anew, and Ray moves their room if its machine is gone
+            return
+        bundles = [{"CPU": float(spec.threads)} | ({"GPU": float(spec.num_devices)} if spec.num_devices else {}) for spec in specs]
+        group = placement_group(bundles, strategy="PACK" if len(bundles) > 1 else "STRICT_PACK")
+        give_up_s = time.monotonic() + timeout_s
+        while not await asyncio.to_thread(group.wait, _PLACE_LOOK_S):
+            if time.monotonic() > give_up_s:
+                remove_placement_group(group)
+                raise DeadlineError(
+                    f"Ray found no room for {_named(specs)} within {timeout_s:g} s: asked for {_listed(bundles)}, all at once, while"
+                    f" {_shown_nodes()}; add machines, lower the numbers of processes, devices or threads, or raise"
+                    " cluster.start_timeout_s or inference.start_timeout_s")
+        for index, spec in enumerate(specs):
+            self._places[spec.name] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
         """See `Launcher.start`."""
-        worker = await RayWorker.start(spec, timeout_s=timeout_s, reaper=self._reaper)
+        worker = await RayWorker.start(
+            spec, timeout_s=timeout_s, reaper=self._reaper, place=self._places.get(spec.name), beside=self._mark(spec))
         self._workers.append(worker)
         return worker
+
+
+    def _mark(self, spec: WorkerSpec) -> str:
+        """Put a file beside the log of a worker that may be elsewhere, once for each folder, and return its path."""
+        if self._reaper is not None or spec.log is None:
+            return ""
+        folder = spec.log.parent.absolute()
+        if folder not in self._beside:
+            self._beside[folder] = folder / f".seen-{secrets.token_hex(8)}"
+            self._beside[folder].touch()
+        return str(self._beside[folder])
+
+
+def _named(specs: Sequence[WorkerSpec]) -> str:
+    return specs[0].name if len(specs) == 1 else f"{specs[0].name} to {specs[-1].name}"
+
+
+def _listed(bundles: Sequence[Mapping[str, float]]) -> str:
+    """Say how many bundles of which size are asked for."""
+    counts = Counter(_resources(bundle) for bundle in bundles)
+    return ", ".join(f"{count} times {what}" if count > 1 else what for what, count in counts.items())
+
+
+def _resources(bundle: Mapping[str, float]) -> str:
+    return " and ".join(f"{bundle[name]:g} {name}" for name in ("CPU", "GPU") if bundle.get(name))
+
+
+def _shown_nodes() -> str:
+    """Say what the cluster has, and what of it is free."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    counts = Counter(_resources(node) or "nothing" for node in nodes)
+    each = ", ".join(f"{count} of {what}" for what, count in counts.items())
+    free = _resources(ray.available_resources()) or "nothing"
+    return f"the cluster has {len(nodes)} machine{'' if len(nodes) == 1 else 's'} ({each}), with {free} free"
 
 
 def _umask() -> int:

@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 from offbeat.config.root import Config
 from offbeat.data import wire
 from offbeat.errors import PeerError, first_line
+from offbeat.machine import PROMISED_DEVICES, VISIBLE_DEVICES
+from offbeat.process.frames import Payload
 from offbeat.workers.cause import Cause, cause_of, consequences, root_cause
 
 T = TypeVar("T")
@@ -61,8 +63,8 @@ class WorkerSpec:
     @property
     def environment(self) -> dict[str, str]:
         """Variables that must be set before numeric libraries load."""
-        none = {} if self.num_devices else {"CUDA_VISIBLE_DEVICES": ""}  # else every process would take the first one it finds
-        return {**library_environment(self.threads), **none, **self.env}
+        none = {} if self.num_devices else {VISIBLE_DEVICES: ""}  # else every process would take the first one it finds
+        return {**library_environment(self.threads), PROMISED_DEVICES: str(self.num_devices), **none, **self.env}
 
 
 def library_environment(threads: int) -> dict[str, str]:
@@ -93,7 +95,12 @@ class Worker(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    async def call(self, method: str, payload: bytes = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
+    @property
+    def shares_disk(self) -> bool:
+        """Whether it sees the folder of its log as this process does. Otherwise its log is copied there every second."""
+        ...
+
+    async def call(self, method: str, payload: Payload = b"", *, timeout_s: float, patience_s: float | None = None) -> bytes:
         """See `offbeat.process.child.Child.call`."""
         ...
 
@@ -113,6 +120,16 @@ class Launcher(Protocol):
 
     async def __aexit__(self, *exc: object) -> None: ...
 
+    async def reserve(self, specs: Sequence[WorkerSpec], *, timeout_s: float) -> None:
+        """Find room for these workers, for all or for none, and keep it for them until this launcher is left, whatever becomes of them.
+
+        They are placed close together. Workers that were not announced are placed one by one when they start.
+
+        Raises:
+            DeadlineError: there was not enough room in time; says what was asked for, and what there is.
+        """
+        ...
+
     async def start(self, spec: WorkerSpec, *, timeout_s: float) -> Worker:
         """Start a worker and wait until its service is constructed.
 
@@ -131,7 +148,7 @@ def make_launcher(config: Config, *, devices_taken: int = 0) -> Launcher:
 
 async def ask(worker: Worker, method: str, request: Any, reply: type[T], *, timeout_s: float, patience_s: float | None = None) -> T:
     """Call `method` with a frozen dataclass and decode its answer as `reply`."""
-    return wire.decode(reply, await worker.call(method, wire.encode(request), timeout_s=timeout_s, patience_s=patience_s))
+    return wire.decode(reply, await worker.call(method, wire.encode_pieces(request), timeout_s=timeout_s, patience_s=patience_s))
 
 
 async def ask_all(

@@ -212,5 +212,27 @@ def test_a_confinement_that_fails_says_in_which_call_and_why(monkeypatch, tmp_pa
         Sandbox(timeout_s=20)._run(b"1", "landlock")
 
 
+def test_which_confinement_was_found_and_why_not_a_stronger_one_is_logged_once(monkeypatch, caplog) -> None:
+    caplog.set_level("INFO", logger="offbeat")
+    monkeypatch.setattr(sandbox, "_strongest", lambda: ("landlock", "unshare: Operation not permitted"))
+    sandbox.confinement.cache_clear()
+    try:
+        for _ in range(3):
+            assert sandbox.confinement()[0] == "landlock"
+    finally:
+        sandbox.confinement.cache_clear()
+    [said] = [record.message for record in caplog.records]
+    assert said.startswith("programs that a model writes are confined by Landlock and a filter of system calls; namespaces, which also")
+    assert said.endswith("cannot be had here: unshare: Operation not permitted")
+
+
+def test_settings_of_the_kernel_that_refuse_namespaces_are_named(tmp_path) -> None:
+    assert not sandbox.obstacles(tmp_path)
+    for name, value in (("kernel/unprivileged_userns_clone", "0"), ("user/max_user_namespaces", "1000")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    assert sandbox.obstacles(tmp_path) == "kernel.unprivileged_userns_clone = 0"
+
+
 def test_code_of_a_megabyte_is_refused() -> None:
     assert Sandbox(allow_unconfined=True).run("1" * 2**20 + "1").text == "[ended: a program has at most 1048576 bytes]"

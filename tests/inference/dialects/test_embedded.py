@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from offbeat.errors import EngineError
@@ -26,6 +28,9 @@ class OneAnswer:
         self.asked.append((method, path, body))
         return self.answer
 
+    async def fetch(self, path: str, body: Any, read: Callable[[bytes], Any]) -> Any:
+        return read(msgspec.json.encode(await self.call("POST", path, body)))
+
 
 def choice(**changes: Any) -> dict[str, Any]:
     return {
@@ -42,7 +47,8 @@ def generate(answer: dict[str, Any], sampling: Sampling | None = None, *, adapte
 def test_a_request_carries_the_sampling() -> None:
     _, asked = generate({"choices": []}, Sampling(7, temperature=0.5, top_p=0.9, top_k=3))
     assert asked == ("POST", "/v1/completions", {
-        "prompt": (1, 2), "n": 4, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "logprobs": 0, "return_token_ids": True})
+        "prompt": (1, 2), "n": 4, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "logprobs": 0, "return_token_ids": True,
+        "encoding_format": "base64"})
     sampling = Sampling(
         7, top_k=3, stop=("\n",), seed=0, stop_token_ids=(4,), ignore_eos=True, scaled_logprobs=True, top_logprobs=2)
     _, (_, _, body) = generate({"choices": []}, sampling, adapter="alice@3")
@@ -56,7 +62,8 @@ def test_a_request_carries_the_sampling() -> None:
 
 def test_an_answer_becomes_samples() -> None:
     samples, _ = generate({"choices": [choice(), choice(text="c", finish_reason="length")]})
-    assert samples[0] == Sample((4, 5, 0), (-0.1, -0.2, -0.3), (2, 2, 3), "ab", "stop")
+    assert (samples[0].token_ids, samples[0].versions, samples[0].text) == ((4, 5, 0), (2, 2, 3), "ab")
+    assert samples[0].logprobs == pytest.approx((-0.1, -0.2, -0.3)) and samples[0].finish_reason == "stop"
     assert samples[1].finish_reason == "length"
 
 

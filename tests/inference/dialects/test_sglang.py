@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -189,6 +190,9 @@ def test_versions_with_gaps_and_a_canary_scored_in_part_are_errors(start_engine,
                 return {"text": "", "meta_info": {
                     "output_token_logprobs": [[-1.0, 3, None]], "finish_reason": {"type": "stop"}, "weight_version": "1",
                     "weight_versions": [{"version": "1", "start": 1, "end": 2}], "input_token_logprobs": [[None, 3, None]]}}
+
+            async def fetch(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
+                return read(msgspec.json.encode(await self.call("POST", path, body)))
 
         with pytest.raises(EngineError, match="with gaps"):
             await SGLangDialect().generate(Broken(), PROMPT, Sampling(3), n=1, adapter="")

@@ -1,14 +1,15 @@
 """What is said to vLLM and how its answers are read; `tests/engines` says it to a real one."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from offbeat.errors import BusyError, EngineError, RefusedError
 from offbeat.inference.dialects.vllm import VllmDialect
-from offbeat.inference.sampling import Draws, PromptScore, Sample, Sampling, ScoreRequest
+from offbeat.inference.sampling import Draws, PromptScore, Sampling, ScoreRequest
 from offbeat.weights.protocol import Manifest, Proof
 
 MODELS = {"data": [{"id": "/models/small", "root": "/models/small"}, {"id": "alice@3", "root": "/a/3"}]}
@@ -33,6 +34,9 @@ class Wire:
         if isinstance(answer, Exception):
             raise answer
         return answer(body) if callable(answer) else answer
+
+    async def fetch(self, path: str, body: Any, read: Callable[[bytes], Any]) -> Any:
+        return read(msgspec.json.encode(await self.call("POST", path, body)))
 
 
 def dialect(**changes: Any) -> VllmDialect:
@@ -68,7 +72,8 @@ def test_tokens_of_a_server_without_our_endpoints_are_its_first_weights() -> Non
     choice = {"token_ids": [4, 5], "logprobs": {"token_logprobs": [-0.1, -0.2]}, "text": "ab", "finish_reason": "stop"}
     wire = Wire({"/v1/completions": {"choices": [choice]}})
     (sample,) = asyncio.run(dialect().generate(wire, (1,), Sampling(2), n=1, adapter=""))
-    assert sample == Sample((4, 5), (-0.1, -0.2), (-1, -1), "ab", "stop")
+    assert (sample.token_ids, sample.versions, sample.text, sample.finish_reason) == ((4, 5), (-1, -1), "ab", "stop")
+    assert sample.logprobs == pytest.approx((-0.1, -0.2)) and "encoding_format" not in wire.asked[0][2]
     (sample,) = asyncio.run(dialect().generate(wire, (1,), Sampling(2), n=1, adapter="alice@3"))
     assert sample.versions == (3, 3)
 

@@ -10,6 +10,7 @@ import pytest
 from http_serving import Client, Serve, serving
 from offbeat.aio import beside
 from offbeat.config.service import ServeConfig
+from offbeat.data.tokenizer import load_tokenizer
 from offbeat.fleet.sampling_models import open_sampling_models
 from offbeat.service.app.assembly import open_front
 from offbeat.service.keys import Keys
@@ -38,7 +39,8 @@ def serve_with(cluster: SmallCluster, tmp_path: Path) -> ServeWith:
                         open_core(config, cluster.adapters, store, keys, others=others) as core):
                     served = served_models(config, cluster.adapters.limits, others, tokenizer="folder")
                     front = open_front(
-                        core.service, core.sampling, served, keys=keys, max_body_bytes=settings.max_body_bytes, public_status=False)
+                        core.service, core.sampling, served, tokenizer=load_tokenizer(config.model.path), keys=keys,
+                        max_body_bytes=settings.max_body_bytes, public_status=False)
                     async with serving(front.app) as client, beside(front.page.watch()):
                         await body(client)
 

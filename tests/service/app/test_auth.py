@@ -19,8 +19,12 @@ def test_a_key_is_an_owner_and_no_key_is_nobody():
     keys = Keys.open_house()
     caller = authenticate(request({"x-api-key": "tml-a"}), keys)
     assert caller == authenticate(request({"x-api-key": "tml-a"}), keys) != authenticate(request({"x-api-key": "tml-b"}), keys)
-    with pytest.raises(UnknownKeyError, match="wants an API key; set TINKER_API_KEY"):
-        authenticate(request({}), keys)
+    for bearer in ("Bearer tml-a", "bearer  tml-a"):
+        assert authenticate(request({"authorization": bearer}), keys) == caller
+    assert authenticate(request({"x-api-key": "tml-a", "authorization": "Bearer tml-b"}), keys) == caller
+    for headers in ({}, {"authorization": "Basic tml-a"}, {"authorization": "tml-a"}, {"authorization": "Bearer "}):
+        with pytest.raises(UnknownKeyError, match="wants an API key; set TINKER_API_KEY"):
+            authenticate(request(headers), keys)
     with pytest.raises(UnknownKeyError):
         authenticate(request({"x-api-key": "sk-a"}), keys)
 

@@ -1,6 +1,10 @@
 """Answers as clients read them."""
 
-from offbeat.service.app.reply import accepted, answer, payload, refusal
+import asyncio
+
+from offbeat.errors import StorageError
+from offbeat.service.app.reply import accepted, answer, explain, payload, refusal
+from offbeat.service.errors import FailedError, OverLimitError, UnknownError
 from offbeat.service.types import Payload
 
 
@@ -11,3 +15,14 @@ def test_answers_are_json_and_payloads_go_as_they_are() -> None:
     assert (refused.status_code, refused.body, refused.headers["retry-after"]) == (429, b'{"detail":"too much"}', "2")
     given = payload(Payload("application/x-protobuf", b"\x01"))
     assert (given.body, given.headers["content-type"]) == (b"\x01", "application/x-protobuf")
+    plain = refusal("too much", status=429, write=lambda message, *, status: f"{status} {message}".encode())
+    assert plain.body == b"429 too much"
+
+
+def test_what_clients_are_told_of_an_error_says_nothing_of_the_server() -> None:
+    later = explain(OverLimitError("the queue is full", retry_after_s=2.5), "POST /v1/messages")
+    assert (later.sentence, later.status, later.headers) == ("the queue is full", 429, {"retry-after": "2.5"})
+    assert explain(UnknownError("no such thing"), "").status == 404 and explain(FailedError("send it again"), "").status == 503
+    for exc in (StorageError("/secret is full"), KeyError("secret"), asyncio.CancelledError("secret")):
+        told = explain(exc, "POST /v1/messages")
+        assert told.status >= 500 and "secret" not in told.sentence

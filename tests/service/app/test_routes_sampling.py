@@ -222,6 +222,8 @@ def test_a_teacher_of_another_size_is_sampled_and_scored_but_not_trained(serve_w
         model = await model_of(client, session, seq=1, base_model="meta/other")
         info = (await client.post("get_info", {"model_id": model})).json
         assert info["model_data"] == {"model_name": "org/small", "tokenizer_id": "folder"}
+        chat = await client.ask("POST", "/v1/chat/completions", {"model": "org/teacher", "messages": [{"role": "user", "content": "1"}]})
+        assert chat.status == 400 and "its tokenizer is not known" in chat.json["error"]["message"]
         status = (await client.ask("GET", "/status.json")).json["status"]
         assert [engine["name"] for engine in status["engines"]] == ["engine 0", "org/teacher 0"]
 

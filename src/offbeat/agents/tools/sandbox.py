@@ -7,6 +7,7 @@ without the parent's variables, no open files but the output, a process group th
 
 import contextlib
 import functools
+import logging
 import os
 import selectors
 import shutil
@@ -28,8 +29,14 @@ Confinement = Literal["namespaces", "landlock", "none"]
 _CONFINE = Path(__file__).with_name("confine.py")
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); import confine; del sys.path[0]; confine.main()"
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom")
+_REFUSING = {
+    "kernel.unprivileged_userns_clone": "0", "user.max_user_namespaces": "0", "kernel.apparmor_restrict_unprivileged_userns": "1"}
+"""Settings of the kernel and the values with which they refuse user namespaces; containers refuse them by their own profiles."""
+
 _MOST_CODE_BYTES = 2**20
 _PROBE_S = 20.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,34 @@ class Sandbox:
 
 @functools.cache
 def confinement() -> tuple[Confinement, str]:
-    """Return the strongest confinement that this machine allows, tried once, and why the stronger ones do not work."""
+    """Return the strongest confinement that this machine allows, and why the stronger ones do not work; tried and logged once."""
+    found, why = _strongest()
+    logger.info("%s", "; ".join(filter(None, described(found, why))))
+    return found, why
+
+
+def described(found: Confinement, why: str) -> tuple[str, str]:
+    """Return what holds the programs that a model writes, and why nothing stronger does; the latter is "" if there is nothing stronger."""
+    if found == "namespaces":
+        return "programs that a model writes are confined by namespaces and a filter of system calls", ""
+    if found == "landlock":
+        return (
+            "programs that a model writes are confined by Landlock and a filter of system calls",
+            f"namespaces, which also hide names and sizes of files and keep what is written in memory, cannot be had here: {why}")
+    return "nothing confines programs that a model writes here, so the Python tool is refused", why
+
+
+def obstacles(proc: Path = Path("/proc/sys")) -> str:
+    """Return the settings of the kernel that refuse user namespaces, as they stand below `proc`; empty if none of them does."""
+    found = []
+    for name, refusing in _REFUSING.items():
+        with contextlib.suppress(OSError):
+            if (proc / name.replace(".", "/")).read_text().strip() == refusing:
+                found.append(f"{name} = {refusing}")
+    return " and ".join(found)
+
+
+def _strongest() -> tuple[Confinement, str]:
     if sys.platform != "linux":
         return "none", f"{sys.platform} has neither namespaces nor Landlock"
     reasons = []
@@ -181,7 +215,8 @@ def confinement() -> tuple[Confinement, str]:
         try:
             ran = Sandbox(timeout_s=_PROBE_S)._run(b"print('confined')", mode)
         except MachineError as exc:
-            reasons.append(str(exc))
+            because = obstacles() if mode == "namespaces" else ""
+            reasons.append(f"{exc}{because and f' (as {because})'}")
             continue
         if ran.output == "confined\n":
             return mode, "; ".join(reasons)

@@ -1,10 +1,12 @@
 """The interface that every dialect implements, and the connection that it uses."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
+
+T = TypeVar("T")
 
 
 class Wire(Protocol):
@@ -22,6 +24,14 @@ class Wire(Protocol):
 
         Raises:
             RefusedError, BusyError, EngineError: the engine refused, is busy, failed or cannot be reached.
+        """
+        ...
+
+    async def fetch(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], T]) -> T:
+        """POST the body, and return what `read` makes of the answer's bytes; it is called on a thread if they are many.
+
+        Raises:
+            RefusedError, BusyError, EngineError: as `call`; also where `read` says that the answer is not JSON.
         """
         ...
 

@@ -6,24 +6,25 @@ Weights have endpoints of their own; adapters use vLLM's endpoints, and have a f
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from offbeat.errors import EngineError
 from offbeat.inference.dialects.base import Wire
+from offbeat.inference.dialects.completions import read_samples
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest, TopTokens
 from offbeat.inference.seeds import seed_from
+from offbeat.types import Version
 from offbeat.weights.adapters import split_adapter_name
 from offbeat.weights.protocol import Interrupt, Manifest, Proof
-
-IMPOSSIBLE = -9999.0
-"""Log-probability that vLLM sends for an impossible token, since JSON has no infinity."""
 
 
 class EmbeddedDialect:
     """Implements `Dialect` for the embedded engine."""
 
     _model_hint = ""
+    _unversioned: Version | None = None
 
     def __init__(self, *, model: str = "", lora_rank: int = 0) -> None:
         """`model` is the folder that must be served (any if empty); `lora_rank` is the rank of the adapters to come, 0 for none."""
@@ -54,12 +55,8 @@ class EmbeddedDialect:
             body["seed"] = self._seed(sampling.seed, sampling.first_sample)
         if adapter:
             body["model"] = adapter
-        answer = await wire.call("POST", "/v1/completions", body | self._reporting(sampling))
-
-        def read() -> list[Sample]:
-            return [self._sample(choice, adapter, sampling.top_logprobs) for choice in answer["choices"]]
-
-        return await asyncio.to_thread(read) if sampling.top_logprobs else read()  # slow to parse
+        read = partial(read_samples, adapter=adapter, num_top=sampling.top_logprobs, unversioned=self._unversioned)
+        return await wire.fetch("/v1/completions", body | self._reporting(sampling), read)
 
     def _seed(self, seed: int, first: int) -> int:
         """Return the seed under which the engine's samples 0, 1, ... equal those from `first` on of the whole request."""
@@ -67,14 +64,8 @@ class EmbeddedDialect:
 
     def _reporting(self, sampling: Sampling) -> dict[str, Any]:
         """Return the request fields that say in which form, and under which distribution, to report log-probabilities."""
-        return {"scaled_logprobs": True} if sampling.scaled_logprobs and sampling.is_restricted else {}
-
-    def _sample(self, choice: Mapping[str, Any], adapter: str, num_top: int) -> Sample:
-        tokens, told = tuple(choice["token_ids"]), choice["logprobs"]
-        versions = (split_adapter_name(adapter)[1],) * len(tokens) if adapter else tuple(choice["versions"])
-        top = tuple(top_tokens(_by_id(row), num_top) for row in told["top_logprobs"]) if num_top else ()
-        return Sample(
-            tokens, tuple(told["token_logprobs"]), versions, choice["text"], choice["finish_reason"], top_logprobs=top).check()
+        scaled = {"scaled_logprobs": True} if sampling.scaled_logprobs and sampling.is_restricted else {}
+        return {"encoding_format": "base64", **scaled}  # an engine that does not know it answers with lists
 
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
         body: dict[str, Any] = {"tokens": request.tokens, "top_k": request.top_k}
@@ -141,16 +132,6 @@ class EmbeddedDialect:
         return (await wire.call("GET", "/v1/models"))["data"]
 
 
-def top_tokens(logprobs: Mapping[int, float], num: int) -> TopTokens:
-    """Return the `num` most likely tokens, without the impossible ones."""
-    possible = [(token, logprob) for token, logprob in logprobs.items() if logprob > IMPOSSIBLE]
-    return tuple(sorted(possible, key=lambda pair: -pair[1])[:num])
-
-
 def _rows(rows: Sequence[Sequence[tuple[int, float]]]) -> tuple[TopTokens, ...]:
     """Convert the engine's rows, which lack the first position, to one row of (token, log-probability) per position."""
     return ((), *(tuple((token, logprob) for token, logprob in row) for row in rows))
-
-
-def _by_id(row: Mapping[str, float]) -> dict[int, float]:
-    return {int(name.removeprefix("token_id:")): logprob for name, logprob in row.items()}

@@ -7,8 +7,11 @@ Log-probabilities are at the sampling temperature, before top_p and top_k.
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
+from functools import partial
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from offbeat.aio import deadline, gather_all
 from offbeat.errors import EngineError, RefusedError
@@ -22,6 +25,31 @@ _PAUSES: dict[Interrupt, str] = {"recompute": "retract", "keep": "in_place"}
 _CONTINUE_TIMEOUT_S = 10.0
 _UNPUBLISHED: Version = -1
 _ANY_TOKENS = (0, 0)
+
+
+class _Span(msgspec.Struct):
+    start: int
+    end: int
+    version: str
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+
+
+class _MetaInfo(msgspec.Struct):
+    output_token_logprobs: list[tuple[float | None, int, msgspec.Raw]]
+    finish_reason: _FinishReason
+    weight_versions: list[_Span] = []
+    output_top_logprobs: list[list[tuple[float, int, msgspec.Raw]]] = []
+
+
+class _Answer(msgspec.Struct):
+    text: str
+    meta_info: _MetaInfo
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
 
 
 class SGLangDialect:
@@ -49,10 +77,11 @@ class SGLangDialect:
         fields = {"top_logprobs_num": sampling.top_logprobs} if sampling.top_logprobs else {}
         seeds = [None] * n if sampling.seed is None else [sampling.seed + sampling.first_sample + i for i in range(n)]
         # One request per sample: they share the prompt's prefix in the cache.
-        answers = await gather_all(
-            self._generate(wire, prompt, params if seed is None else params | {"sampling_seed": seed}, adapter=adapter, **fields)
+        read = partial(_sample, wire, adapter=adapter, num_top=sampling.top_logprobs)
+        return await gather_all(
+            wire.fetch("/generate", self._body(
+                wire, prompt, params if seed is None else params | {"sampling_seed": seed}, adapter=adapter, **fields), read)
             for seed in seeds)
-        return [_sample(wire, answer, adapter, sampling.top_logprobs) for answer in answers]
 
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
         if request.targets is not None:
@@ -121,10 +150,10 @@ class SGLangDialect:
 
     async def _score(self, wire: Wire, tokens: tuple[int, ...], *, adapter: str, **fields: Any) -> dict[str, Any]:
         params = {"max_new_tokens": 1, "temperature": 1.0}
-        answer = await self._generate(wire, tokens, params, adapter=adapter, logprob_start_len=0, **fields)
-        return answer["meta_info"]
+        body = self._body(wire, tokens, params, adapter=adapter, logprob_start_len=0, **fields)
+        return (await wire.call("POST", "/generate", body))["meta_info"]
 
-    async def _generate(
+    def _body(
         self, wire: Wire, prompt: tuple[int, ...], params: Mapping[str, Any], *, adapter: str, **fields: Any,
     ) -> dict[str, Any]:
         body: dict[str, Any] = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, **fields}
@@ -132,27 +161,28 @@ class SGLangDialect:
             body["lora_path"] = adapter
         if wire.name in self._namespaces:
             body["extra_key"] = self._namespaces[wire.name]
-        return await wire.call("POST", "/generate", body)
+        return body
 
 
 def _top_tokens(row: Sequence[Sequence[Any]]) -> TopTokens:
     return tuple((token, logprob) for logprob, token, *_ in row)
 
 
-def _sample(wire: Wire, answer: Mapping[str, Any], adapter: str, num_top: int) -> Sample:
-    meta = answer["meta_info"]
-    logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-    tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
+def _sample(wire: Wire, data: bytes, *, adapter: str, num_top: int) -> Sample:
+    answer = _ANSWER.decode(data)
+    meta = answer.meta_info
+    logprobs = np.array([logprob for logprob, *_ in meta.output_token_logprobs], np.float32)
+    tokens = np.array([token for _, token, *_ in meta.output_token_logprobs], np.int32)
     if adapter:
-        versions = [split_adapter_name(adapter)[1]] * len(tokens)
+        versions = np.full(len(tokens), split_adapter_name(adapter)[1], np.int32)
     else:
-        spans = meta["weight_versions"]
-        if [span["start"] for span in spans] != [0, *(span["end"] for span in spans[:-1])]:
-            raise EngineError(f"{wire.name} told versions of its tokens with gaps: {spans}")
-        versions = list(chain.from_iterable(repeat(_version(span["version"]), span["end"] - span["start"]) for span in spans))
-    top = tuple(map(_top_tokens, meta["output_top_logprobs"])) if num_top else ()
-    reason = meta["finish_reason"]["type"]
-    return Sample(tuple(tokens), tuple(logprobs), tuple(versions), answer["text"], reason, top_logprobs=top).check()
+        spans = meta.weight_versions
+        if [span.start for span in spans] != [0, *(span.end for span in spans[:-1])]:
+            raise EngineError(f"{wire.name} told versions of its tokens with gaps: {msgspec.to_builtins(spans)}")
+        versions = np.repeat(
+            np.array([_version(span.version) for span in spans], np.int32), [span.end - span.start for span in spans])
+    top = tuple(map(_top_tokens, meta.output_top_logprobs)) if num_top else ()
+    return Sample(tokens, logprobs, versions, answer.text, meta.finish_reason.type, top_logprobs=top).check()
 
 
 def _version(label: str) -> Version:

@@ -10,7 +10,8 @@ from typing import Any
 
 from offbeat.errors import EngineError, RefusedError
 from offbeat.inference.dialects.base import Wire
-from offbeat.inference.dialects.embedded import EmbeddedDialect, top_tokens
+from offbeat.inference.dialects.completions import top_tokens
+from offbeat.inference.dialects.embedded import EmbeddedDialect
 from offbeat.inference.sampling import PromptScore, Sample, Sampling, ScoreRequest
 from offbeat.types import Version
 from offbeat.weights.adapters import split_adapter_name
@@ -26,6 +27,7 @@ class VllmDialect(EmbeddedDialect):
     """Implements `Dialect` for vLLM. `stage` and `switch` are inherited, since `vllm_inside` offers the embedded engine's endpoints."""
 
     _model_hint = " or under that --served-model-name"
+    _unversioned = _INITIAL
 
     def __init__(self, *, model: str, whole_weights: bool, lora: bool, scores_prompts: bool = True) -> None:
         """
@@ -66,13 +68,11 @@ class VllmDialect(EmbeddedDialect):
     def _reporting(self, sampling: Sampling) -> dict[str, Any]:
         return {"return_tokens_as_token_ids": True} if sampling.top_logprobs else {}
 
-    def _sample(self, choice: Mapping[str, Any], adapter: str, num_top: int) -> Sample:
-        return super()._sample({"versions": (_INITIAL,) * len(choice["token_ids"]), **choice}, adapter, num_top)
-
     async def score(self, wire: Wire, request: ScoreRequest, *, adapter: str) -> PromptScore:
         if not self._scores_prompts:
             raise RefusedError(
-                "vLLM on CPUs that takes adapters cannot tell log-probabilities of prompts, they end it; use the embedded engine")
+                "vLLM on CPUs that takes adapters cannot tell log-probabilities of prompts, they end it; use the embedded engine, or give"
+                " inference.devices_per_engine if it has accelerators")
         if request.draws is not None:
             raise RefusedError("vLLM cannot draw alternatives to the tokens of a prompt; leave them out, or use the embedded engine")
         answer = await wire.call("POST", "/v1/completions", {

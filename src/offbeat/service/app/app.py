@@ -3,12 +3,11 @@
 An error is `{"detail": one sentence}`. Status 5xx is for what is not the client's fault; clients then retry for minutes.
 """
 
-import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,20 +15,17 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from offbeat.errors import OffbeatError
+from offbeat.chat.sending import ChatResponse
 from offbeat.service.app.auth import LOCAL_NAMES, Names, NamesGate, authenticate
 from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.readers import Readers
-from offbeat.service.app.reply import Call, Endpoint, refusal
-from offbeat.service.errors import OverLimitError, RequestError
+from offbeat.service.app.reply import Call, Endpoint, explain, refusal
+from offbeat.service.errors import OverLimitError
 from offbeat.service.keys import Keys
 from offbeat.telemetry.log import current_request
-
-Open = Callable[[Request], Awaitable[Response]]
-
-_log = logging.getLogger(__name__)
 
 
 def make_app(
@@ -74,50 +70,56 @@ class Gate:
             if not self._requests[owner]:
                 del self._requests[owner]
 
-    def guard(self, endpoint: Endpoint) -> Open:
+    def guard(self, endpoint: Endpoint) -> ASGIApp:
         """Wrap an endpoint's handler so that it needs a key."""
+        return _Guarded(self, endpoint)
 
-        async def guarded(http: Request) -> Response:
-            start, owner = time.monotonic(), ""
-            request_id = uuid.uuid4().hex[:12]
-            token = current_request.set(request_id)
-            try:
-                caller = authenticate(http, self._keys)
-                owner = caller.owner
-                with self._counted(owner):
+    async def serve(self, endpoint: Endpoint, http: Request, send: Send) -> None:
+        """Answer a request."""
+        start, owner = time.monotonic(), ""
+        request_id = uuid.uuid4().hex[:12]
+        token = current_request.set(request_id)
+
+        def note(status: int, detail: str) -> None:
+            self._journal.note(
+                endpoint, http.url.path, request_id=request_id, owner=owner, status=status, seconds=time.monotonic() - start,
+                detail=detail)
+
+        try:
+            with ExitStack() as counted:
+                detail = ""
+                try:
+                    caller = authenticate(http, self._keys)
+                    owner = caller.owner
+                    counted.enter_context(self._counted(owner))
                     async with self._bodies.reading(
                         http, owner, max_bytes=endpoint.max_body_bytes, may_be_packed=endpoint.max_body_bytes is None,
                     ) as body:
-                        response, detail = await endpoint.handler(Call(http, caller, body, self._readers)), ""
-            except Exception as exc:
-                response, detail = _refuse(exc, endpoint, request_id)
-            finally:
-                current_request.reset(token)
-            response.headers["x-request-id"] = request_id
-            self._journal.note(
-                endpoint, http.url.path, request_id=request_id, owner=owner, status=response.status_code,
-                seconds=time.monotonic() - start, detail=detail)
-            return response
+                        response = await endpoint.handler(Call(http, caller, body, self._readers))
+                except Exception as exc:
+                    told = explain(exc, f"{endpoint.method} {endpoint.path}")
+                    detail = told.sentence
+                    response = refusal(told.sentence, status=told.status, headers=told.headers, write=endpoint.write_error)
+                response.headers["x-request-id"] = request_id
+                if isinstance(response, ChatResponse):  # it waits now, and holds its connection for as long
+                    response.ended = note
+                else:
+                    counted.close()
+                    note(response.status_code, detail)
+                await response(http.scope, http.receive, send)
+        finally:
+            current_request.reset(token)
 
-        return guarded
 
+class _Guarded:
+    """An endpoint behind the gate, as a whole, because the gate sees the answer through."""
 
-def _refuse(exc: Exception, endpoint: Endpoint, request_id: str) -> tuple[Response, str]:
-    """Return the answer to an error, and its sentence."""
-    sentence, status, headers = str(exc), 503, {}
-    match exc:
-        case OverLimitError():
-            status, headers = exc.status, {"retry-after": f"{exc.retry_after_s:g}"}
-        case RequestError():
-            status = exc.status
-        case OffbeatError():  # such as a full disk or an unreachable database: it may pass, and clients must not learn where these are
-            _log.error("%s %s failed: %s", endpoint.method, endpoint.path, exc)
-            sentence = f"this server cannot do that for now, and its log says why under {request_id}; send the request again later"
-            headers = {"retry-after": "2"}
-        case _:
-            _log.exception("%s %s failed", endpoint.method, endpoint.path)
-            sentence, status = f"this server failed in a way that it did not expect; its log has the reason under {request_id}", 500
-    return refusal(sentence, status=status, headers=headers), sentence
+    def __init__(self, gate: Gate, endpoint: Endpoint) -> None:
+        self._gate = gate
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gate.serve(self._endpoint, Request(scope, receive), send)
 
 
 async def _no_such_endpoint(http: Request, exc: Exception) -> Response:

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from offbeat.data.tokenizer import Tokenizer
 from offbeat.service.app.app import make_app
 from offbeat.service.app.archive import Archives
 from offbeat.service.app.auth import LOCAL_NAMES, Names
@@ -13,6 +14,7 @@ from offbeat.service.app.body import Bodies
 from offbeat.service.app.journal import Journal
 from offbeat.service.app.metrics import StatusCollector, scrape
 from offbeat.service.app.reply import Served
+from offbeat.service.app.routes_chat import ChatRoutes
 from offbeat.service.app.routes_rest import Exports, RestRoutes
 from offbeat.service.app.routes_sampling import SamplingRoutes
 from offbeat.service.app.routes_session import SessionRoutes
@@ -34,10 +36,10 @@ class Front:
 
 
 def open_front(
-    service: Service, sampling: Sampling, served: Served, *, keys: Keys, max_body_bytes: int, public_status: bool,
+    service: Service, sampling: Sampling, served: Served, *, tokenizer: Tokenizer, keys: Keys, max_body_bytes: int, public_status: bool,
     names: Names = LOCAL_NAMES, max_requests_of_one: int = 2048, incidents: Incidents | None = None,
 ) -> Front:
-    """Assemble the application; see `make_app`. `incidents` concern ranks and engines."""
+    """Assemble the application; see `make_app`. `tokenizer` is the base model's; `incidents` concern ranks and engines."""
     registry, exports, archives = CollectorRegistry(), Exports(service.library.external_folder), Archives(service.library)
     journal, incidents = Journal(registry), incidents or Incidents()
 
@@ -54,6 +56,7 @@ def open_front(
     registry.register(StatusCollector(status))
     endpoints = [
         *SamplingRoutes(service, sampling, served).endpoints,  # requested most often, and routes are tried in order
+        *ChatRoutes(sampling, service.library, served, replace(tokenizer, name=served.base_model)).endpoints,
         *TrainingRoutes(service, served).endpoints, *SessionRoutes(service, served).endpoints, *RestRoutes(service, exports).endpoints,
         archives.endpoint]
     public = [*page.routes, exports.route, archives.route, Route("/metrics", page.shielded(lambda: scrape(registry)))]

@@ -23,9 +23,11 @@ def authenticate(http: Request, keys: Keys) -> Caller:
     Raises:
         UnknownKeyError: the key is missing or unknown.
     """
-    key = http.headers.get(_HEADER)
+    scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
+    key = http.headers.get(_HEADER) or (bearer.strip() if scheme.lower() == "bearer" else "")
     if not key:
-        raise UnknownKeyError("this server wants an API key; set TINKER_API_KEY, or send the key as X-API-Key")
+        raise UnknownKeyError(
+            "this server wants an API key; set TINKER_API_KEY, or send the key as X-API-Key or 'Authorization: Bearer KEY'")
     return keys.caller(key)
 
 

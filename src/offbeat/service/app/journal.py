@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from offbeat.chat.sending import GONE
 from offbeat.service.app.reply import Endpoint
 
 _log = logging.getLogger(__name__)
 _ERRORS_KEPT, _KEPT_OF_ONE = 50, 15
 _STRANGERS_KEPT, _STRANGERS_LOGGED_EVERY_S = 5, 1.0
 _BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
-_LATER = (408, 429)  # a busy server answers so all day
+_HARMLESS = (408, 429, GONE)  # a busy server answers so all day, and clients may go when they like
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Journal:
         name = endpoint.path.removeprefix("/api/v1/")
         self._requests.labels(name, status).inc()
         self._seconds.labels(name).observe(seconds)
-        failed = status >= 400 and status not in _LATER
+        failed = status >= 400 and status not in _HARMLESS
         if failed:
             self.trouble(request_id, owner, f"{endpoint.method} {path}"[:200], detail)
         if (failed or not endpoint.quiet) and (owner or self._may_log_stranger()):

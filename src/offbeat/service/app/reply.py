@@ -1,5 +1,7 @@
-"""Types shared by handlers: what is served, a checked request, and answers as JSON or as a payload."""
+"""What handlers share: what is served, a checked request, answers as JSON or as a payload, and what clients are told of errors."""
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -8,13 +10,18 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from offbeat.chat.sending import Refusal, WriteError
+from offbeat.errors import OffbeatError
 from offbeat.service.app.readers import SMALL_BYTES, Readers
+from offbeat.service.errors import FailedError, OverLimitError, RequestError
 from offbeat.service.types import Caller, Payload
 from offbeat.service.wire.json_body import MAX_JSON_BYTES, read_json
 from offbeat.service.wire.limits import WireLimits
+from offbeat.telemetry.log import current_request
 
 _JSON = "application/json"
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,11 @@ class Call:
 Handler = Callable[[Call], Awaitable[Response]]
 
 
+def write_detail(message: str, *, status: int) -> bytes:  # noqa: ARG001
+    """Write an error as the SDK expects it."""
+    return msgspec.json.encode({"detail": message})
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """An endpoint: method, path and handler.
@@ -74,6 +86,7 @@ class Endpoint:
     Attributes:
         quiet: whether its successes are too frequent to log.
         max_body_bytes: None for the server's limit, in which case bodies may be compressed.
+        write_error: writes the body of an error, given its sentence and status.
     """
 
     method: str
@@ -81,6 +94,7 @@ class Endpoint:
     handler: Handler
     quiet: bool = False
     max_body_bytes: int | None = MAX_JSON_BYTES
+    write_error: WriteError = write_detail
 
 
 def answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -93,11 +107,33 @@ def accepted(request_id: str, **more: Any) -> Response:
     return answer({"request_id": request_id, **more})
 
 
-def refusal(sentence: str, *, status: int, headers: Mapping[str, str] | None = None) -> Response:
+def refusal(
+    sentence: str, *, status: int, headers: Mapping[str, str] | None = None, write: WriteError = write_detail,
+) -> Response:
     """Answer with an error in the form that clients expect."""
-    return answer({"detail": sentence}, status=status, headers=headers)
+    return Response(write(sentence, status=status), status_code=status, headers=headers, media_type=_JSON)
 
 
 def payload(content: Payload) -> Response:
     """Answer with a payload that is already encoded."""
     return Response(content.data, headers={"content-type": content.content_type})
+
+
+def explain(exc: BaseException, what: str) -> Refusal:
+    """Return what the client of the current request is told of an error; `what` names the request in the log."""
+    request_id = current_request.get()
+    match exc:
+        case OverLimitError():
+            return Refusal(str(exc), exc.status, {"retry-after": f"{exc.retry_after_s:g}"})
+        case RequestError() | FailedError():
+            return Refusal(str(exc), exc.status)
+        case OffbeatError():  # such as a full disk or an unreachable database: it may pass, and clients must not learn where these are
+            _log.error("%s failed: %s", what, exc)
+            return Refusal(
+                f"this server cannot do that for now, and its log says why under {request_id}; send the request again later", 503,
+                {"retry-after": "2"})
+        case asyncio.CancelledError():
+            return Refusal("this server is ending; send the request again to the next one", 503)
+        case _:
+            _log.error("%s failed", what, exc_info=exc)
+            return Refusal(f"this server failed in a way that it did not expect; its log has the reason under {request_id}", 500)

@@ -1,0 +1,75 @@
+"""Writes docs/gpu.md: what `make gpu-check` has found (docs/gpu.json, if there is one), and what gpu_counts.py has counted.
+
+    python benchmarks/gpu_counts.py > build/gpu_counts.jsonl && python benchmarks/gpu_page.py build/gpu_counts.jsonl
+    python benchmarks/gpu_page.py                                  keeps the table of counts that the page has
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+_BEGIN, _END = "<!-- begin: counts -->", "<!-- end: counts -->"
+
+_HEAD = """\
+# GPUs
+
+What has been run on a GPU, and what has only been counted. `make gpu-check` needs ten minutes on a machine with a driver, Python and torch.
+It compares the device with the CPU (attention of packed and shared rows, with windows; the fused head; log-probabilities and gradients in
+float32 and bfloat16; adapters), meets a group of one rank over the device's collectives, trains a small model for two steps with an
+embedded engine, to which it publishes and which proves its weights, and measures passes over 16,384 tokens at the shapes of Qwen3 beside
+their estimated memory.
+Where packages are missing and there is no network, `make gpu-check WHEELS=folder` installs them from a folder of wheels. Results go
+to `docs/gpu.json` and onto this page.
+
+Step times against other trainers, and publishing through CUDA IPC, are not part of it yet.
+
+## Results
+
+"""
+
+_COUNTS = """
+## Counted
+
+One forward and backward pass over sequences of 1,024 tokens, on tensors without numbers (`benchmarks/gpu_counts.py`). Every operation that
+is no view is a launch; compiling layers would join many of them. Memory is what lives beside the weights at its peak, gradients of weights
+not counted. The roofline is of an H100: each operation takes as long as its products at 989 TFLOP/s (half of that in float32), or its reads
+and writes at 3.35 TB/s, one after the other; MFU by it is a bound, not a measurement. "before" has float32 weights and the head's chunks of
+a CPU; its attention is counted as if the kernel took float32.
+
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the page; `argv` may name a file of counts."""
+    page, results = _DOCS / "gpu.md", _DOCS / "gpu.json"
+    table = "".join(_count_table([json.loads(line) for line in Path(argv[0]).read_text().splitlines()])) if argv else _kept(page)
+    found = "".join(_result_table(json.loads(results.read_text()))) if results.exists() else "No GPU was available so far.\n"
+    page.write_text(f"{_HEAD}{found}{_COUNTS}{_BEGIN}\n{table}{_END}\n")
+
+
+def _kept(page: Path) -> str:
+    text = page.read_text() if page.exists() else f"{_BEGIN}\n{_END}"
+    return text.split(f"{_BEGIN}\n")[1].split(_END)[0]
+
+
+def _count_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| model | format, recomputed | tokens | launches | moved | memory | roofline | MFU by it |\n|---|---|---|---|---|---|---|---|\n"
+    for row in rows:
+        yield (
+            f"| {row['model']} | {row['variant']} | {row['tokens']:,} | {row['launches']:,} | {row['bytes_moved'] / 2**30:,.0f} GiB"
+            f" | {row['activation_bytes'] / 2**30:.1f} GiB | {row['roofline_s']:.2f} s | {row['roofline_mfu']:.0%} |\n")
+
+
+def _result_table(found: dict[str, Any]) -> Iterator[str]:
+    yield f"{found['date']}, {found['device']}, torch {found['torch']}.\n\n| part | result | seconds |\n|---|---|---|\n"
+    for name, part in found["parts"].items():
+        result = f"failed: {part['error']}" if "error" in part else ", ".join(
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in part["result"].items())
+        yield f"| {name} | {result.replace('|', '/')} | {part['seconds']} |\n"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

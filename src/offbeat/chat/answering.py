@@ -1,0 +1,144 @@
+"""From a chat to what is sampled, and from samples to its answer. Used by whoever serves chats: the engine, the service and the recorder.
+
+`Answering` renders the prompt, says what ends a sample, and reads samples as replies. What samples come from, and how answers travel, is
+the server's own business (`sending` has the latter). No I/O.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from offbeat.chat.dialects import Dialect
+from offbeat.chat.messages import ChatAnswer, ChatRequest, Finish, Message, Reply
+from offbeat.chat.parsing import AnswerParser
+from offbeat.chat.rendering import Renderer
+from offbeat.data.tokenizer import Tokenizer
+
+
+class Sampled(Protocol):
+    """What an answer is read from: [L] tokens with their log-probabilities and versions, the token that ended them included."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+
+    @property
+    def versions(self) -> Sequence[int]: ...
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request as it is to be sampled.
+
+    Attributes:
+        prompt: [L] token ids.
+        opening: the text that the answer is made to begin with; the prompt ends with it.
+        stop: strings that end a sample, because the client says so.
+        stop_token_ids: tokens that do; special ones that the client names by their text, which decoded text does not hold.
+        call_end: what ends the first call, where there is to be no second; empty elsewhere.
+        plain: tell the text of an answer as it was written, instead of its reasoning, text and calls.
+    """
+
+    request: ChatRequest
+    prompt: Sequence[int]
+    opening: str = ""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    call_end: str = ""
+    plain: bool = False
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """All strings that end a sample."""
+        return (*self.stop, self.call_end) if self.call_end else self.stop
+
+
+class Answering:
+    """Prepares and reads chats with one model."""
+
+    def __init__(self, renderer: Renderer, parser: AnswerParser) -> None:
+        self.renderer = renderer
+        self._parser = parser
+        self._tokenizer = renderer.tokenizer
+        self._ends = {self._tokenizer.eos_token_id, *renderer.end_of_turn}
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Answering":
+        """Look at what the tokenizer's chat template can do; errors are those of `Renderer`."""
+        renderer = Renderer(tokenizer)
+        return cls(renderer, AnswerParser(renderer))
+
+    def prepare(self, request: ChatRequest, dialect: Dialect) -> Chat:
+        """Render a request; errors are those of `Renderer.prompt` and `Renderer.opening`."""
+        opening = self.renderer.opening(request.tool_choice, _only_tool(request))
+        stop, stop_token_ids = split_stops(request.stop, self._tokenizer)
+        form, one_call = self.renderer.format, bool(request.tools) and not request.parallel_calls
+        return Chat(
+            request, self.renderer.prompt(request.messages, request.tools, opening=opening), opening, stop, stop_token_ids,
+            call_end=form.end if one_call and form is not None else "", plain=not (request.tools or dialect.always_parsed))
+
+    def reply(self, chat: Chat, sample: Sampled) -> Reply:
+        """Read one sample. Its calls get random ids."""
+        request, ids, stop = chat.request, sample.token_ids, chat.stop
+        if sample.finish_reason != "stop":
+            stop = ()
+        elif ids and (ids[-1] in self._ends or ids[-1] in chat.stop_token_ids):
+            ids, stop = ids[:-1], ()
+        malformed = ""
+        text, stopped = _cut(self._tokenizer.decode(ids, skip_special_tokens=chat.plain), stop, chat.call_end)
+        if chat.plain:
+            message = Message("assistant", text)
+        else:
+            tools = () if request.tool_choice == "none" else request.tools
+            parsed = self._parser.parse(text, tools, opening=chat.opening, call_ids=_call_id)
+            message, malformed = parsed.message, parsed.malformed
+            message = message if request.parallel_calls else replace(message, calls=message.calls[:1])
+        finish: Finish = "tool_calls" if message.calls else sample.finish_reason  # type: ignore[reportAssignmentType]
+        return Reply(
+            message, finish, stop=stopped, num_tokens=len(sample.token_ids), malformed=malformed,
+            logprobs=token_logprobs(sample, self._tokenizer) if request.logprobs else (),
+            token_ids=tuple(sample.token_ids) if request.return_token_ids else (),
+            versions=tuple(sample.versions) if request.return_token_ids else ())
+
+
+def answer_of(request: ChatRequest, prompt: Sequence[int], replies: Sequence[Reply], *, model: str) -> ChatAnswer:
+    """Put replies together to an answer, which gets a random id."""
+    return ChatAnswer(
+        uuid.uuid4().hex, int(time.time()), model, tuple(replies), len(prompt),
+        prompt_ids=tuple(prompt) if request.return_token_ids else ())
+
+
+def split_stops(stop: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the strings among `stop`, and the ids of those that are special tokens, for decoded text holds none."""
+    special = {text: tokenizer.special_id(text) for text in stop}
+    return (
+        tuple(text for text, token in special.items() if token is None), tuple(token for token in special.values() if token is not None))
+
+
+def token_logprobs(sample: Sampled, tokenizer: Tokenizer) -> tuple[tuple[str, float], ...]:
+    """Return the text and the log-probability of each token."""
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in sample.token_ids]
+    return tuple(zip(texts, sample.logprobs, strict=True))
+
+
+def _cut(text: str, stops: tuple[str, ...], end: str) -> tuple[str, str]:
+    """Cut a text before the first stop string, or behind what ends its only call; returns it and the stop string."""
+    found = [(at, mark) for mark in (*stops, end) if mark and (at := text.find(mark)) >= 0]
+    at, mark = min(found, default=(len(text), ""))
+    return (text[: at + len(mark)], "") if mark == end else (text[:at], mark)
+
+
+def _only_tool(request: ChatRequest) -> str:
+    """Return the name of the tool that has to be called: the one that is named, or the only one."""
+    return request.tool_name or (request.tools[0].name if len(request.tools) == 1 else "")
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

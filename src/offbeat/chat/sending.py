@@ -1,0 +1,126 @@
+"""Answers to chats on their way to clients, the same from every server: the engine, the service and the proxy of agents.
+
+`ChatResponse` waits for an answer on the server's event loop and sends it in the client's dialect. A stream is sent when its answer is
+complete, with signs of life before, so that neither clients nor proxies give it up. A client that has gone is noticed at once.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from offbeat.chat.dialects import Dialect
+from offbeat.chat.messages import ChatAnswer, ChatRequest
+
+KEEP_ALIVE_S = 5.0
+"""Seconds of silence after which a stream that waits sends a sign of life; clients and proxies wait longer."""
+GONE = 499
+"""Status of a request whose client did not wait for the answer; nobody receives it."""
+_JSON, _EVENTS = "application/json", "text/event-stream"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error as clients are told it: one sentence, its HTTP status, and headers."""
+
+    sentence: str
+    status: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class WriteError(Protocol):
+    """Writes the body of an error."""
+
+    def __call__(self, message: str, *, status: int) -> bytes: ...
+
+
+def _nothing() -> None:
+    pass
+
+
+class ChatResponse(Response):
+    """Waits for the answer of a task and sends it.
+
+    Attributes:
+        ended: called once, with the status and the sentence of an error, before the last of the answer is sent.
+    """
+
+    def __init__(
+        self, task: "asyncio.Task[ChatAnswer]", dialect: Dialect, request: ChatRequest, *, explain: Callable[[BaseException], Refusal],
+        leave: Callable[[], None] | None = None, sending: Callable[[], None] = _nothing, keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        """Prepare to wait.
+
+        Args:
+            explain: says what clients are told of an error, or of the task's cancellation.
+            leave: called when the answer was sent or its client has gone; cancels the task if it is left out.
+            sending: called when there is an answer, before it is sent.
+            keep_alive_s: how often a client that waits for a stream is sent something.
+        """
+        self._task, self._dialect, self._request = task, dialect, request
+        self._explain, self._leave, self._sending = explain, leave or task.cancel, sending
+        self._keep_alive_s = keep_alive_s if request.stream else None
+        self.background, self.raw_headers = None, [(b"cache-control", b"no-store")]
+        self.ended: Callable[[int, str], None] = lambda _status, _sentence: None
+        task.add_done_callback(_retrieve)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        gone = asyncio.create_task(_gone(receive), name="client of a chat")
+        ended = False
+        try:
+            begun = await self._wait(gone, send)
+            if not gone.done():
+                status, sentence, data, headers = self._answer(begun=begun)
+                ended = True
+                self.ended(status, sentence)
+                if not begun:
+                    kind = _EVENTS if self._request.stream and status == 200 else _JSON
+                    await self._start(send, status, {"content-type": kind, "content-length": str(len(data)), **headers})
+                await send({"type": "http.response.body", "body": data, "more_body": False})
+        finally:
+            gone.cancel()
+            self._leave()
+            if not ended:
+                self.ended(GONE, "the client went away before it was answered")
+
+    async def _wait(self, gone: "asyncio.Task[None]", send: Send) -> bool:
+        """Wait for the answer, or until the client has gone; returns whether the response has begun, with signs of life."""
+        begun = False
+        while not (await asyncio.wait({self._task, gone}, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+            if not begun:
+                await self._start(send, 200, {"content-type": _EVENTS})
+            begun = True
+            await send({"type": "http.response.body", "body": self._dialect.keep_alive, "more_body": True})
+        return begun
+
+    def _answer(self, *, begun: bool) -> tuple[int, str, bytes, Mapping[str, str]]:
+        """Return status, sentence of an error, body and further headers."""
+        dialect, request = self._dialect, self._request
+        try:
+            answer = self._task.result()
+            data = b"".join(dialect.events(request, answer)) if request.stream else dialect.whole(request, answer)
+            self._sending()
+            return 200, "", data, {}
+        except (Exception, asyncio.CancelledError) as exc:
+            told = self._explain(exc)
+            write = dialect.stream_error if begun else dialect.error
+            return told.status, told.sentence, write(told.sentence, status=told.status), told.headers
+
+    async def _start(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
+        told = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": [*self.raw_headers, *told]})
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _retrieve(task: "asyncio.Task[ChatAnswer]") -> None:
+    """Look at an error that nobody may be left to be told of, which asyncio would complain about."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,78 @@
+"""`offbeat launch slurm CONFIG`: writes the batch script that runs a configuration on a cluster's machines."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.config.load import Override, load_config
+from offbeat.errors import StorageError
+from offbeat.runs.slurm import SlurmJob, slurm_script
+
+_DESCRIPTION = """\
+Write a batch script for Slurm that runs CONFIG, to the terminal or into a file, and start nothing.
+
+On one node, the script starts the run, which starts its train ranks and engines itself and deals the node's GPUs out to them. On several,
+it makes them a Ray cluster and starts the controller on the first node; with run.mode = "spmd" it calls torchrun on every node instead.
+What the script assumes, such as a disk that all nodes share, stands at its beginning. The configuration is checked now, and settings given
+here are passed on.
+"""
+
+_EXAMPLES = """\
+examples:
+  offbeat launch slurm examples/gpu/qwen3_32b_64.toml --output job.sh && sbatch job.sh
+  offbeat launch slurm run.toml --gpus-per-node 4 --partition gpu --account lab --time 2-00:00:00 --setup 'module load cuda/12.8'
+  offbeat launch slurm run.toml --nodes 2 --train.num_ranks 8 --inference.num_engines 8 --sbatch=--constraint=h100
+  offbeat launch slurm sft.toml --command sft --run.mode spmd --train.num_ranks 8
+
+Submitted again after its time limit, a run goes on from its newest checkpoint. docs/scaling.md says how many GPUs a model needs.
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command `launch` to the parser."""
+    parser = subparsers.add_parser(
+        "launch", help="write a batch script for a cluster", description=_DESCRIPTION, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("where", choices=("slurm",), help="the cluster's scheduler; for Kubernetes, see the manifest in deploy/")
+    parser.add_argument("config", metavar="CONFIG", help="TOML file; --section.key value changes a setting, and is passed on")
+    parser.add_argument("--output", metavar="FILE", help="write the script to this file (default: print it)")
+    parser.add_argument("--nodes", type=int, default=0, metavar="N", help="machines (default: as many as the ranks and engines need)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="K", help="GPUs of each; 0 computes on CPUs (default: 8)")
+    parser.add_argument("--cpus-per-node", type=int, default=0, metavar="C", help="cores of each (default: whole machines)")
+    parser.add_argument("--time", default="24:00:00", help="limit of the job (default: 24:00:00)")
+    parser.add_argument("--partition", default="", help="partition of the cluster (default: the cluster's)")
+    parser.add_argument("--account", default="", help="account that pays (default: yours)")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="DIRECTIVE", help="further directive; may be given several times")
+    parser.add_argument("--setup", action="append", default=[], metavar="COMMAND", help="shell command that comes first; several times")
+    parser.add_argument("--python", default=sys.executable, metavar="PATH", help="Python that has Offbeat (default: this one)")
+    parser.add_argument(
+        "--command", choices=("train", "sft", "dpo", "reward-model", "eval"), default="train", help="what is run (default: train)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
+    """Write the script.
+
+    Raises:
+        ConfigError: the configuration or an option is invalid, or the machines are too few.
+        StorageError: the file cannot be written.
+    """
+    config = load_config(args.config, overrides)
+    job = SlurmJob(
+        nodes=args.nodes, gpus_per_node=args.gpus_per_node, cpus_per_node=args.cpus_per_node, time=args.time, partition=args.partition,
+        account=args.account, directives=tuple(args.sbatch), setup=tuple(args.setup), python=Path(args.python), folder=Path.cwd(),
+        command=args.command)
+    script = slurm_script(config, Path(args.config).absolute(), job, overrides)
+    if args.output is None:
+        print(script, end="")
+        return 0
+    path = Path(args.output)
+    try:
+        path.write_text(script, encoding="utf-8")
+        path.chmod(0o755)
+    except OSError as exc:
+        raise StorageError(f"{path} cannot be written: {exc.strerror}; give another --output") from exc
+    print("".join(f"{line.removeprefix('# ')}\n" for line in script.splitlines() if line.startswith(("# What", "# - "))), end="")
+    print(f"submit it with: sbatch {path}")
+    return 0

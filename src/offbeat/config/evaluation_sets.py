@@ -1,0 +1,138 @@
+"""[evaluate.sets.NAME]: evaluation sets, each a table of what differs from the run. Used by `config.root`, which makes a `Config` of each.
+
+A set's own keys are settings of [evaluate]; its tables `data`, `rollout` and `agent` hold settings of those sections. What it leaves out is
+as in the run, so a set plays, samples and is judged by all the rules of a run.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from offbeat.config.agent import AgentConfig
+from offbeat.config.controller import EvaluateConfig
+
+_PLAYED = ("program", "command", "environment", "tools")
+_TABLES: dict[str, tuple[str, ...]] = {
+    "evaluate": ("every_steps", "num_prompts", "samples_per_prompt", "pass_at", "temperature", "timeout_s"),
+    "data": (
+        "task", "task_size", "task_options", "path", "split", "format", "prompt_field", "answer_field", "chat_template", "system_prompt",
+        "max_prompt_tokens"),
+    "rollout": (
+        "workflow", "reward", "reward_workers", "reward_timeout_s", "reward_memory_bytes", "reward_env", "max_concurrent_rollouts",
+        "episode_timeout_s", "max_retries", "max_new_tokens", "top_p", "top_k", "stop", "stop_token_ids"),
+    "agent": tuple(AgentConfig.model_fields),
+}
+_OF_RUN = {"sets": {}, "keep_best": "", "stop_after_no_gain": 0}
+"""Settings of [evaluate] that are about all sets."""
+_KEYS = tuple(f"{section}.{name}".removeprefix("evaluate.") for section, names in _TABLES.items() for name in names)
+_OF_SET = re.compile(r"evaluate\.sets\.[^.]+\.(.+)", re.DOTALL)
+
+
+def setting_of(key: str) -> str:
+    """Return the setting that a key of a set stands for, data.path for evaluate.sets.NAME.data.path; any other key as it is."""
+    match = _OF_SET.fullmatch(key)
+    return key if match is None else match[1] if "." in match[1] else f"evaluate.{match[1]}"
+
+
+def values_of_set(name: str, table: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a whole configuration in which what a set gives stands in the place of what the run has.
+
+    Args:
+        table: what the set gives.
+        run: values of the run's configuration.
+
+    Raises:
+        ValueError: the name is not allowed, or the table is empty or holds something that no set has.
+    """
+    if re.fullmatch(r"[a-z0-9_]+", name) is None:
+        raise ValueError(
+            f"evaluate.sets must have names of lower case letters, digits and '_', got {name!r}; metrics are named after them")
+    own = _by_section(name, table)
+    _replace_what_excludes(own, run)
+    merged = {section: {**run[section], **own[section]} for section in _TABLES}
+    # A curriculum is about drawing prompts to train on, and what it needs of [data] does not bind a set.
+    return {**run, **merged, "curriculum": {}, "evaluate": {**merged["evaluate"], **_OF_RUN}}
+
+
+def errors_in_set(name: str, exc: ValidationError) -> ValidationError:
+    """Return the errors of a set's configuration as those of the table that gives it."""
+    lines: list[Any] = []
+    for error in exc.errors(include_url=False):
+        loc = error["loc"][1:] if error["loc"][:1] == ("evaluate",) else error["loc"]
+        lines.append({**error, "loc": ("evaluate", "sets", name, *loc)})
+    return ValidationError.from_exception_data(exc.title, lines)
+
+
+def check_best(config: EvaluateConfig, *, heldout_size: int) -> None:
+    """Raise ValueError if the best model is to be known by what no evaluation measures."""
+    if not config.keep_best:
+        if config.stop_after_no_gain:
+            raise ValueError(
+                f"evaluate.keep_best must be given with evaluate.stop_after_no_gain = {config.stop_after_no_gain}; it names the metric that"
+                " is to rise, such as eval/accuracy")
+        return
+    sets = {"eval": config.pass_at} if heldout_size else {}
+    sets |= {f"eval/{name}": table.get("pass_at", config.pass_at) for name, table in config.sets.items()}
+    known = [f"{folder}/{name}" for folder, ks in sets.items() for name in ("accuracy", "reward_mean", *(f"pass_at_{k}" for k in ks))]
+    # The roles of agents are known to their workflow alone.
+    if config.keep_best not in known and not config.keep_best.startswith(tuple(f"{folder}/accuracy/" for folder in sets)):
+        raise ValueError(
+            f"evaluate.keep_best must be one of {', '.join(known) or 'the metrics of an evaluation'}, got {config.keep_best!r}; a set has"
+            " pass_at_K for each K of its pass_at")
+    name = next((name for name in config.sets if config.keep_best.startswith(f"eval/{name}/")), "")
+    if config.stop_after_no_gain and not (config.sets[name].get("every_steps", config.every_steps) if name else config.every_steps):
+        raise ValueError(
+            f"evaluate.{f'sets.{name}.' if name else ''}every_steps must be at least 1 with evaluate.stop_after_no_gain ="
+            f" {config.stop_after_no_gain}, got 0; {config.keep_best} is measured before the first step and after the last alone")
+
+
+def _by_section(name: str, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a set gives by section, after a check of its keys."""
+    path = f"evaluate.sets.{name}"
+    own: dict[str, dict[str, Any]] = {section: {} for section in _TABLES}
+    if not table:
+        raise ValueError(f"{path} is empty, so it would be the run's held-out prompts once more; give what differs, or leave it out")
+    for key, value in _flat(path, table):
+        if key not in _KEYS:
+            raise ValueError(_unknown(path, key))
+        section, _, setting = key.rpartition(".")
+        own[section or "evaluate"][setting] = value
+    return own
+
+
+def _flat(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if key not in _TABLES or key == "evaluate":
+            yield key, value
+            continue
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path}.{key} must be a table of settings, got {value!r}; write [{path}.{key}] and its settings below")
+        if not value:
+            raise ValueError(f"{path}.{key} is empty; give what differs from [{key}], or leave it out")
+        yield from ((f"{key}.{setting}", below) for setting, below in value.items())
+
+
+def _unknown(path: str, key: str) -> str:
+    """Suggest the nearest setting of a set: the same name in another table, then the nearest of all."""
+    if key == "rollout.temperature":
+        near = ["temperature"]
+    else:
+        name = key.rpartition(".")[2]
+        near = [known for known in _KEYS if known.rpartition(".")[2] == name] or get_close_matches(key, _KEYS, n=1)
+    advice = f"did you mean {path}.{near[0]}?" if near else "it has settings of [evaluate], and of [data], [rollout] and [agent] in tables"
+    return f"{path}.{key} is not a setting of an evaluation set; {advice}"
+
+
+def _replace_what_excludes(own: dict[str, dict[str, Any]], run: Mapping[str, Any]) -> None:
+    """Empty what a set does not give and cannot have beside what it gives: another source of rows, another thing to play."""
+    data, rollout, agent = own["data"], own["rollout"], own["agent"]
+    if "task" in data or "path" in data:
+        own["data"] = {"task": "", "path": "", "task_options": (), "heldout_path": "", "heldout_split": "", **data}
+    elif "split" in data:
+        own["data"] = {"heldout_path": "", "heldout_split": "", **data}
+    other_workflow = "workflow" in rollout and rollout["workflow"] != run["rollout"]["workflow"]
+    if other_workflow or any(name in agent for name in _PLAYED):
+        own["agent"] = {name: () if name in ("command", "tools") else "" for name in _PLAYED} | {"options": ()} | agent

@@ -1,0 +1,37 @@
+"""Rows of an evaluation set: the run's held-out rows, or others that the set names. Called by `controller.inputs`."""
+
+from offbeat.config.data import DataConfig
+from offbeat.data.dataset import ListDataset, PromptDataset, open_datasets
+from offbeat.errors import DataError
+
+_SOURCE = ("task", "task_size", "task_options", "path", "split")
+"""Settings that say which rows there are."""
+_FIELDS = ("format", "prompt_field", "answer_field")
+"""Settings that say how a record becomes a row."""
+
+
+def open_set(config: DataConfig, *, of_run: DataConfig, heldout: PromptDataset, most: int, seed: int) -> PromptDataset:
+    """Open the rows of an evaluation set: at most `most`, from the beginning.
+
+    They are the run's own held-out rows where `config` names the rows that the run has. Otherwise, all rows of a file or split may be
+    asked, and those of a task are drawn as held-out ones are.
+
+    Args:
+        of_run, heldout: [data] of the run, and its held-out rows.
+
+    Raises:
+        DataError: as `open_datasets`; or the rows are the run's, and it holds none out.
+        MissingExtraError: the source needs an optional dependency.
+    """
+    if any(getattr(config, name) != getattr(of_run, name) for name in _SOURCE):
+        train, heldout = open_datasets(config.model_copy(update={"heldout_size": most if config.task else 0}), seed=seed)
+        rows = heldout if config.task else train
+    elif config.heldout_size:
+        same = all(getattr(config, name) == getattr(of_run, name) for name in _FIELDS)
+        rows = heldout if same else open_datasets(config, seed=seed)[1]
+    else:
+        raise DataError(
+            "data.heldout_size is 0, and these are the rows to train on, so there is nothing to evaluate on; give data.path, data.split or"
+            " data.task of the set's own, or set data.heldout_size")
+    assert rows.num_rows is not None, "rows are held out, or in a file"
+    return ListDataset(tuple(rows.row(index) for index in range(min(most, rows.num_rows))))

@@ -1,0 +1,88 @@
+"""Reads answers of /v1/completions: those of the embedded engine, as base64 arrays or as lists, and those of vLLM. No I/O.
+
+Only the fields that are read are decoded, and a choice at a time: decoding holds the interpreter's lock, so that a long answer would hold
+up the event loop, on whatever thread it were decoded as a whole.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from offbeat.inference.sampling import Sample, TopTokens
+from offbeat.types import Version
+from offbeat.weights.adapters import split_adapter_name
+
+IMPOSSIBLE = -9999.0
+"""Log-probability that vLLM sends for an impossible token, since JSON has no infinity."""
+
+_NONE = msgspec.Raw(b"[]")
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: bytes | list[float | None]
+    top_logprobs: msgspec.Raw = _NONE
+
+
+class _Choice(msgspec.Struct):
+    """One sample. Arrays are base64 of little-endian int32 and float32 where the engine offers that, or lists."""
+
+    token_ids: bytes | list[int]
+    logprobs: _Logprobs
+    text: str
+    finish_reason: str | None = None
+    versions: bytes | list[int] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[msgspec.Raw]
+
+
+_COMPLETION, _CHOICE = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(_Choice)
+_TOP = msgspec.json.Decoder(list[dict[str, float]])
+
+
+def read_samples(data: bytes, *, adapter: str, num_top: int, unversioned: Version | None = None) -> list[Sample]:
+    """Read the samples of an answer.
+
+    Args:
+        adapter: name of the adapter that sampled, whose version is that of all tokens; "" for the model itself.
+        num_top: number of most likely tokens that were asked for at each position.
+        unversioned: version of tokens that the engine tells none of; without one, it has to tell.
+
+    Raises:
+        msgspec.DecodeError, KeyError, EngineError: the answer is not JSON, lacks something, or a sample is not complete.
+    """
+    return [_sample(_CHOICE.decode(raw), adapter, num_top, unversioned) for raw in _COMPLETION.decode(data).choices]
+
+
+def _sample(choice: _Choice, adapter: str, num_top: int, unversioned: Version | None) -> Sample:
+    tokens = _vector(choice.token_ids, np.int32)
+    told = choice.versions
+    if adapter or told is None:
+        version = split_adapter_name(adapter)[1] if adapter else unversioned
+        if version is None:
+            raise KeyError("versions")
+        versions = np.full(len(tokens), version, np.int32)
+    else:
+        versions = _vector(told, np.int32)
+    top = tuple(top_tokens(_by_id(row), num_top) for row in _TOP.decode(choice.logprobs.top_logprobs)) if num_top else ()
+    return Sample(
+        tokens, _vector(choice.logprobs.token_logprobs, np.float32), versions, choice.text, choice.finish_reason or "",
+        top_logprobs=top).check()
+
+
+def top_tokens(logprobs: Mapping[int, float], num: int) -> TopTokens:
+    """Return the `num` most likely tokens, without the impossible ones."""
+    possible = [(token, logprob) for token, logprob in logprobs.items() if logprob > IMPOSSIBLE]
+    return tuple(sorted(possible, key=lambda pair: -pair[1])[:num])
+
+
+def _by_id(row: Mapping[str, float]) -> dict[int, float]:
+    return {int(name.removeprefix("token_id:")): logprob for name, logprob in row.items()}
+
+
+def _vector(values: bytes | list[Any], dtype: type) -> np.ndarray:
+    """Return [L] of `dtype`."""
+    return np.frombuffer(values, dtype) if isinstance(values, bytes) else np.array(values, dtype)

@@ -1,0 +1,66 @@
+"""What is done to each decoder layer of a model in training: computing its activations again in the backward pass, and compiling it.
+
+`load_policy` lets activations be computed again; layers are compiled when a strategy has distributed the model.
+"""
+
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AttentionInterface, PreTrainedModel
+
+from offbeat.model.attention import PACKED, packed_attention
+
+Recompute = Literal["off", "selective", "full"]
+
+_KEPT_OPERATIONS = frozenset({
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "torch_attn::_varlen_attn"})
+"""Operations whose results are kept by "selective": the expensive ones. Norms, activations and rotations are computed again."""
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers that the model's family names as its blocks."""
+    types = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in types]
+
+
+def checkpoint_activations(model: PreTrainedModel, recompute: Recompute) -> None:
+    """Compute activations again in backward passes, with no module in training mode but those that do that.
+
+    They do it in training mode only; but routers of some families choose experts at random in that mode, or jitter what they route by, as
+    no engine does, and differently when activations are computed again.
+    """
+    if recompute == "off":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if recompute == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+    model.gradient_checkpointing_enable(options)
+    for module in model.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
+
+
+def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:
+    """Compile each decoder layer at its first call, for rows of any length; attention stays as it is, between two compiled parts.
+
+    Args:
+        backend: torch's name of what generates the code.
+    """
+    AttentionInterface.register(PACKED, _uncompiled_attention())
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True, backend=backend)
+
+
+@cache
+def _uncompiled_attention() -> Any:
+    """Return attention that the compiler leaves alone: it follows a plan that is another for every row."""
+    return torch.compiler.disable(packed_attention)  # not at import: it loads the compiler, which takes seconds
+
+
+def _keep_or_recompute(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    kept = operation._schema.name in _KEPT_OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,90 @@
+"""Chooses the accelerators of each process of a run, where the configuration leaves that open. Torch-free.
+
+Called once, before threads are chosen and anything is started, so that a run's own `config.toml` states the choice.
+"""
+
+from offbeat.config.root import Config
+from offbeat.errors import ConfigError
+from offbeat.machine import VISIBLE_DEVICES, torch_is_for_cpus, visible_devices
+from offbeat.runs.rank_info import RankInfo
+from offbeat.runs.rollouts import num_reward_models, num_set_reward_models
+
+_CONTROLLER = RankInfo()
+
+
+def choose_devices(
+    config: Config, *, devices: int, rank_info: RankInfo = _CONTROLLER, trains: bool = True, serves: bool = True,
+) -> Config:
+    """Return the configuration with numbers in place of a `train.devices_per_rank` or `inference.devices_per_engine` of 0.
+
+    Every process gets one device if there are enough for all; where the numbers of both are open, engines share the devices of the ranks
+    if there are at least enough for those. Otherwise, what is open stays on the CPU. On a Ray cluster, whose devices this machine does
+    not show, the numbers stay as they are.
+
+    In SPMD mode each machine decides for itself and only the first has engines, so ranks take devices wherever there are some: all ranks
+    have to compute on the same kind.
+
+    Args:
+        devices: number of devices that this process may use.
+        trains: whether there are train ranks.
+        serves: whether there are engines.
+
+    Raises:
+        ConfigError: torchrun has started more ranks on this machine than it shows devices, or those and the engines need more.
+    """
+    spmd, cluster = config.run.mode == "spmd", config.cluster
+    if not devices or (cluster.launcher == "ray" and cluster.ray_address):
+        return config
+    train, inference = config.train, config.inference
+    num_ranks = (rank_info.local_world if spmd else train.num_ranks) if trains else 0
+    num_engines = inference.num_engines if serves and rank_info.is_on_first_machine and not inference.urls else 0
+    if spmd and num_ranks > devices:
+        raise ConfigError(
+            f"torchrun started {num_ranks} ranks on a machine that shows {_count(devices)}, and each rank needs its own; start as many with"
+            f" --nproc-per-node, or set {VISIBLE_DEVICES}= (empty) to compute on the CPU")
+    num_judges = _num_judges(config, rank_info) if serves else 0
+    open_ranks, open_engines = num_ranks and not train.devices_per_rank, num_engines and not inference.devices_per_engine
+    engine_devices = inference.devices_per_engine or 1
+    wanted = num_ranks + num_engines * engine_devices + num_judges
+    shares = cluster.share_devices or (
+        wanted > devices and cluster.launcher == "local" and not train.devices_per_rank and not inference.devices_per_engine)
+    if (max(num_ranks, engine_devices) if shares else wanted) > devices:
+        if spmd and num_ranks:
+            raise ConfigError(
+                f"{num_ranks} ranks, {num_engines} engines of {_count(engine_devices)} and {num_judges} reward models need"
+                f" {_count(wanted)}, and the machine of rank {rank_info.rank} shows {devices}; set cluster.share_devices, or lower"
+                " --nproc-per-node or inference.num_engines")
+        return config
+    updates: dict[str, object] = {}
+    if open_ranks:
+        updates["train"] = train.model_copy(update={"devices_per_rank": 1})
+    if open_engines:
+        updates["inference"] = inference.model_copy(update={"devices_per_engine": 1})
+    if shares:
+        updates["cluster"] = cluster.model_copy(update={"share_devices": True})
+    return config.model_copy(update=updates)
+
+
+def usable_devices() -> int:
+    """Return the number of devices that processes of this machine can compute on; 0 also where torch was built for CPUs."""
+    return 0 if torch_is_for_cpus() else len(visible_devices())
+
+
+def describe_devices(config: Config, *, devices: int) -> str:
+    """Say which processes have devices, for a machine that shows some; empty for one that shows none."""
+    if not devices:
+        return ""
+    users = (("train rank", config.train.devices_per_rank), ("engine", config.inference.devices_per_engine))
+    held = ", ".join(f"{_count(count) if count else 'the CPU'} for each {user}" for user, count in users)
+    return f"devices: {held}, of {devices} that are visible{', shared' if config.cluster.share_devices else ''}"
+
+
+def _num_judges(config: Config, rank_info: RankInfo) -> int:
+    """Return the number of reward models on this machine: those of each process that plays, and in the first also of evaluation sets."""
+    num_players = rank_info.local_world if not config.rollout.single_rank_load else int(rank_info.is_on_first_machine)
+    of_sets = num_set_reward_models(config) if rank_info.is_on_first_machine else 0
+    return num_reward_models(config) * num_players + of_sets
+
+
+def _count(devices: int) -> str:
+    return f"{devices} device{'' if devices == 1 else 's'}"

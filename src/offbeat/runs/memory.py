@@ -1,0 +1,144 @@
+"""How much memory a model takes: on a train rank, by what it holds and saves, and on an engine. Pure arithmetic, torch-free.
+
+docs/scaling.md states the formulas, and its table is what `memory_table` returns.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a dense decoder such as Qwen3 or Llama.
+
+    Attributes:
+        hidden: width of the residual stream, H.
+        layers: number of blocks, L.
+        queries, keys: heads times width of a head, Q and K, of queries and of keys; values are as wide as keys.
+        intermediate: width of the feed-forward layer, I.
+        vocabulary: V.
+        tied: whether the head is the embedding.
+    """
+
+    hidden: int
+    layers: int
+    queries: int
+    keys: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Read the contents of a model's config.json."""
+        config = config.get("text_config") or config
+        heads = config["num_attention_heads"]
+        width = config.get("head_dim") or config["hidden_size"] // heads
+        return cls(
+            hidden=config["hidden_size"], layers=config["num_hidden_layers"], queries=heads * width,
+            keys=(config.get("num_key_value_heads") or heads) * width, intermediate=config["intermediate_size"],
+            vocabulary=config["vocab_size"], tied=bool(config.get("tie_word_embeddings", False)))
+
+    @property
+    def matrices_of_block(self) -> int:
+        """Number of weights in the matrices of a block: 2·H·Q + 2·H·K + 3·H·I."""
+        return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * self.intermediate
+
+    @property
+    def num_parameters(self) -> int:
+        """N = V·H·(1 or 2) + L·(2·H·Q + 2·H·K + 3·H·I + 2·H) + H; norms of heads and biases, a millionth of it, are left out."""
+        block = self.matrices_of_block + 2 * self.hidden
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.layers * block + self.hidden
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one train rank.
+
+    Attributes:
+        weights, gradients, optimizer: what stays from step to step: float32, of which AdamW keeps two moments.
+        gathered: with shards, the whole weights of the block that computes and of the next one, and the embedding or the head.
+        activations: what the forward pass of a micro-batch saves for the backward pass, without the head's chunk of logits.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
+
+
+def rank_memory(
+    shape: ModelShape, *, tokens: int, num_shards: int = 1, mixed: bool = True, checkpointing: bool = False,
+) -> RankMemory:
+    """Estimate one train rank's memory; leave a tenth or two free for logits, the allocator and the collectives.
+
+    Args:
+        tokens: T, as many as `train.max_tokens_per_microbatch`.
+        num_shards: number of ranks that a model is sharded over; 1 for replicas.
+        mixed: whether layers compute in bfloat16 (`train.precision`).
+        checkpointing: whether activations are computed again in full.
+    """
+    states = 4 * -(-shape.num_parameters // num_shards)
+    gathered = 4 * (2 * shape.matrices_of_block + shape.vocabulary * shape.hidden) if num_shards > 1 else 0
+    return RankMemory(states, states, 2 * states, gathered, _activations(shape, tokens, mixed=mixed, checkpointing=checkpointing))
+
+
+def engine_weights(shape: ModelShape, *, num_devices: int = 1) -> int:
+    """Return the bytes of bfloat16 weights on each device of an engine."""
+    return 2 * -(-shape.num_parameters // num_devices)
+
+
+def cache_bytes_per_token(shape: ModelShape) -> int:
+    """Return the bytes of bfloat16 keys and values of one token, over all devices of an engine."""
+    return 2 * 2 * shape.layers * shape.keys
+
+
+def _activations(shape: ModelShape, tokens: int, *, mixed: bool, checkpointing: bool) -> int:
+    """A block saves 7·H + 5·Q + 5·K + 4·I numbers of each token: 4 bytes each, or 5/2 in mixed precision, norms being float32."""
+    block = tokens * (7 * shape.hidden + 5 * (shape.queries + shape.keys) + 4 * shape.intermediate) * (5 if mixed else 8) // 2
+    if checkpointing:  # the input of every block, and one block at a time
+        return tokens * shape.hidden * 4 * shape.layers + block
+    return block * shape.layers
+
+
+_QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+_MODELS = {
+    "Qwen3-0.6B": ModelShape.of(_QWEN3 | {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072, "tie_word_embeddings": True}),
+    "Qwen3-1.7B": ModelShape.of(_QWEN3 | {
+        "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144, "tie_word_embeddings": True}),
+    "Qwen3-4B": ModelShape.of(_QWEN3 | {
+        "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728, "tie_word_embeddings": True}),
+    "Qwen3-8B": ModelShape.of(_QWEN3 | {
+        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288}),
+    "Qwen3-14B": ModelShape.of(_QWEN3 | {
+        "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 17408}),
+    "Qwen3-32B": ModelShape.of(_QWEN3 | {
+        "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "intermediate_size": 25600}),
+    "Llama-3.1-70B": ModelShape.of({
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
+        "vocab_size": 128256}),
+}
+
+
+def memory_table(*, tokens: int = 16384, shards: tuple[int, ...] = (8, 32)) -> str:
+    """Return the table of docs/scaling.md: GiB by model, with activations of `tokens` tokens in mixed precision."""
+    heads = ["Model", "Parameters", "Weights", "Gradients", "Optimizer", "Together", *(f"Over {count} ranks" for count in shards),
+             "Activations", "with checkpointing", "Engine", "Cache of 100k tokens"]
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for name, shape in _MODELS.items():
+        whole = rank_memory(shape, tokens=tokens)
+        states = [rank_memory(shape, tokens=0, num_shards=count).total for count in shards]
+        saved = rank_memory(shape, tokens=tokens, checkpointing=True).activations
+        sizes = [whole.weights, whole.gradients, whole.optimizer, whole.total - whole.activations, *states, whole.activations, saved,
+                 engine_weights(shape), 100_000 * cache_bytes_per_token(shape)]
+        lines.append([name, f"{shape.num_parameters / 1e9:.2f}B", *(f"{size / _GIB:.1f}" for size in sizes)])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

@@ -1,0 +1,156 @@
+"""Endpoints of chats: an owner's samplers and the base model, as clients of OpenAI's and Anthropic's APIs ask them, with tools.
+
+A chat is rendered and read here, and sampled as `asample` samples it: by the same queue, at the same cost, within the same limits. Answers
+are whole; a stream is sent when its answer is complete. A client that goes gives its samples up.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable
+from functools import cached_property, partial
+from typing import Annotated, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.responses import Response
+
+from offbeat.chat.answering import Answering, Chat, answer_of
+from offbeat.chat.anthropic import Anthropic
+from offbeat.chat.completions import Completions
+from offbeat.chat.dialects import Dialect, check_harmless, list_models, read_body
+from offbeat.chat.messages import ChatAnswer, ChatRequest
+from offbeat.chat.responses import Responses
+from offbeat.chat.sending import ChatResponse
+from offbeat.data.tokenizer import Tokenizer
+from offbeat.errors import ModelError, RefusedError
+from offbeat.inference.sampling import Sample
+from offbeat.service.app.reply import Call, Endpoint, Served, explain
+from offbeat.service.errors import RequestError, outside
+from offbeat.service.ids import CheckpointPath
+from offbeat.service.library import Library
+from offbeat.service.sampling import Sampling
+from offbeat.service.tables import SamplerRow
+from offbeat.service.types import Caller, SampledSequence, SampleRequest
+from offbeat.service.wire.json_body import MAX_SAMPLE_BYTES, read_json
+from offbeat.service.wire.sample_body import SamplingParams
+from offbeat.telemetry.log import current_request
+
+T = TypeVar("T")
+_ANTHROPIC = Anthropic()
+
+
+class _Beyond(msgspec.Struct):
+    """Fields that the engine's endpoints of chats know besides, and that cannot be honoured here."""
+
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+
+
+class _Params(SamplingParams):
+    """A chat's settings, within the same bounds as those of `asample`."""
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+
+
+class ChatRoutes:
+    """Endpoints of chats."""
+
+    def __init__(self, sampling: Sampling, library: Library, served: Served, tokenizer: Tokenizer) -> None:
+        """`tokenizer` is that of the base model, under a name that clients may see."""
+        self._sampling = sampling
+        self._library = library
+        self._served = served
+        self._tokenizer = tokenizer
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """All endpoints; they need a key."""
+        answering: list[tuple[str, Dialect]] = [
+            ("/v1/chat/completions", Completions()), ("/v1/responses", Responses()), ("/v1/messages", _ANTHROPIC)]
+        limits = {"quiet": True, "max_body_bytes": MAX_SAMPLE_BYTES}
+        return [
+            *(Endpoint("POST", path, partial(self._answer, dialect), write_error=dialect.error, **limits) for path, dialect in answering),
+            Endpoint("POST", "/v1/messages/count_tokens", self._count, write_error=_ANTHROPIC.error, **limits),
+            Endpoint("GET", "/v1/models", self._models, write_error=Completions().error)]
+
+    @cached_property
+    def _answering(self) -> Answering:  # late, because a model without a chat template serves all but chats
+        if not self._tokenizer.has_chat_template:
+            raise ModelError(f"the model {self._served.base_model!r} has no chat template, so it cannot be asked in chats; use the SDK")
+        return Answering.of(self._tokenizer)
+
+    async def _answer(self, dialect: Dialect, call: Call) -> Response:
+        asked = await _said(call.read(lambda body: _read(dialect, body)))
+        row = await self._find(call.caller, asked)
+        # Always off the event loop, because a small body may take long to render.
+        chat = await _said(call.beside(lambda: self._answering.prepare(asked, dialect)))
+        samples = self._sampling.ask(call.caller, self._request(row, chat))
+        readers, caller = call.readers, call.caller
+
+        async def answer() -> ChatAnswer:
+            sampled = await samples
+            return await readers.run(caller.owner, self._read_answer, chat, row, sampled.sequences)
+
+        task = asyncio.create_task(answer(), name=f"chat {current_request.get()}")
+        task.add_done_callback(lambda _: samples.cancel())  # even if it never began to wait for them
+        return ChatResponse(task, dialect, asked, explain=partial(explain, what=f"POST {call.http.url.path}"))
+
+    async def _count(self, call: Call) -> Response:
+        asked = await _said(call.read(_ANTHROPIC.read_count))
+        await self._find(call.caller, asked)
+        prompt = await _said(call.beside(lambda: self._answering.renderer.prompt(asked.messages, asked.tools)))
+        return Response(_ANTHROPIC.count(len(prompt)), media_type="application/json")
+
+    async def _models(self, call: Call) -> Response:
+        """List the base model's names, and the paths of the caller's weights for sampling, newest first."""
+        checkpoints, _ = self._library.list_checkpoints(call.caller)
+        paths = {str(CheckpointPath(info.run_id, info.kind, info.name)): info.created for info in checkpoints if info.kind == "sampler"}
+        names = dict.fromkeys((self._served.base_model, *self._served.aliases), 0.0)
+        return Response(list_models(names | paths), media_type="application/json")
+
+    async def _find(self, caller: Caller, asked: ChatRequest) -> SamplerRow:
+        row = await self._sampling.samplers.of_model(caller, asked.model)
+        if row.base_model in self._served.sampled:
+            raise RequestError(
+                f"{row.base_model!r} cannot be asked in chats here, because its tokenizer is not known; sample it by token ids, or ask its"
+                " own engine")
+        return row
+
+    def _request(self, row: SamplerRow, chat: Chat) -> SampleRequest:
+        """Check a chat's settings and its length, and return them in the service's terms."""
+        asked, limits = chat.request, self._served.limits
+        given = {
+            "n": asked.n, "max_tokens": asked.max_new_tokens, "seed": asked.seed, "stop": chat.stops or None,
+            "temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
+        params = read_json(_Params, msgspec.json.encode({name: value for name, value in given.items() if value is not None}))
+        limits.check_length("the chat", len(chat.prompt))
+        return SampleRequest(
+            row.id, secrets.randbits(62), tuple(chat.prompt), num_samples=params.n, max_tokens=params.max_tokens, seed=params.seed,
+            stop=(*chat.stops, *chat.stop_token_ids) or None, temperature=params.temperature, top_k=max(params.top_k, 0),
+            top_p=params.top_p)
+
+    def _read_answer(self, chat: Chat, row: SamplerRow, sequences: tuple[SampledSequence, ...]) -> ChatAnswer:
+        replies = [self._answering.reply(chat, _sample(sequence, row)) for sequence in sequences]
+        return answer_of(chat.request, chat.prompt, replies, model=chat.request.model)
+
+
+def _read(dialect: Dialect, body: bytes) -> ChatRequest:
+    beyond = read_body(_Beyond, body)
+    check_harmless(ignore_eos=(beyond.ignore_eos, False), stop_token_ids=(beyond.stop_token_ids, []))
+    return dialect.read(body)
+
+
+async def _said(work: Awaitable[T]) -> T:
+    """Wait for work on a chat, whose own errors say what is wrong with the chat."""
+    try:
+        return await work
+    except RefusedError as exc:
+        raise RequestError(str(exc)) from exc
+    except ModelError as exc:
+        raise RequestError(outside(str(exc), name=current_request.get())) from exc
+
+
+def _sample(sequence: SampledSequence, row: SamplerRow) -> Sample:
+    """Return a sample of a sampler, all of whose tokens are of one version."""
+    versions = np.full(len(sequence.tokens), row.version, np.int32)
+    return Sample(sequence.tokens, sequence.logprobs, versions, "", sequence.stop_reason)

@@ -1,0 +1,280 @@
+"""Estimates the device memory of a train rank by running one micro-batch on tensors without numbers.
+
+Called by train ranks on an accelerator before they load a model, and as a program by `offbeat config check --memory`: it reads a
+configuration as JSON and prints an estimate as JSON. Counted are all tensors that live at a time, by their sizes; not what the device's
+libraries take, about a gigabyte, nor what an allocator loses between tensors, a few percent.
+"""
+
+import json
+import logging
+import sys
+import weakref
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from offbeat.config.root import Config
+from offbeat.data.batch import Batch
+from offbeat.data.model_folder import check_model_folder
+from offbeat.data.packing import PackedRow, pack_row
+from offbeat.errors import ConfigError, ModelError, first_line
+from offbeat.model.attention import PACKED
+from offbeat.model.blocks import checkpoint_activations, decoder_layers
+from offbeat.model.logprobs import token_logprobs
+from offbeat.model.lora import find_targets
+from offbeat.model.rows import RAW_ERRORS
+from offbeat.sync.mesh import ProcessGroups
+
+_SEQUENCE = 1024
+"""Tokens of each of the sequences that the micro-batch is made of; memory depends on their sum alone."""
+
+_USABLE = 0.92
+"""Share of a device's memory that tensors may take; the rest is for the context, libraries, and gaps between tensors."""
+
+_BESIDE_ENGINES = 0.6
+"""Share of a device that a rank has beside engines, which are told to take 0.4."""
+
+_AUTOCAST = 1.2
+"""Activations under autocast, where what lies between matrix products is float32, by those in bfloat16: 70 and 57.5 GiB were counted on
+Qwen3-1.7B."""
+
+_FAILURES = (*RAW_ERRORS, AssertionError)
+"""What code raises that does not suit tensors without numbers."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the device of one train rank, at their peak.
+
+    Attributes:
+        weights: the model's own, or this rank's part of them.
+        gathered: whole layers that run, in the format of the computation, where weights are in shards or float32 masters.
+        gradients: kept until the optimizer's step.
+        optimizer: moments.
+        reference: frozen copy of the model, or this rank's part of it.
+        critic: weights, gradients and moments of the value model.
+        teacher: weights of the frozen teacher.
+        activations: all else that a forward and backward pass over one micro-batch holds at once, logits included.
+    """
+
+    weights: int
+    gathered: int
+    gradients: int
+    optimizer: int
+    reference: int
+    critic: int
+    teacher: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all."""
+        return sum(asdict(self).values())
+
+
+def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu: bool = False) -> MemoryEstimate:
+    """Estimate the memory of one rank.
+
+    What is done to a layer by a tensor group is not imitated: weights and activations are counted as if it divided all of them evenly,
+    though a rank keeps norms and the states between layers whole. A critic or teacher whose model is not on this machine counts as large as
+    the policy; neither computes while the policy's activations are there.
+
+    Args:
+        model_config: transformers' configuration of the model.
+        num_ranks: number of train ranks, which [train.parallel] lays out.
+        on_cpu: whether the rank computes on a CPU; kernels and chunks are others there.
+    """
+    train, lora, parallel = config.train, config.model.lora, config.train.parallel
+    mixed, bases_half = train.precision == "bf16_mixed", lora.rank > 0 and config.model.dtype == "bfloat16"
+    # As `offbeat.trainer.strategies` chooses.
+    sharded = not lora.rank and (parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp) or (mixed and num_ranks == 1))
+    autocasts = mixed and not sharded and not bases_half
+    parts = parallel.tp * (parallel.shard * parallel.cp if sharded else 1)
+    model = _build(model_config, torch.bfloat16 if mixed or bases_half else torch.float32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu" if on_cpu else "meta").tie_weights()
+        checkpoint_activations(model, train.gradient_checkpointing)
+        activations = _peak(model, -(-train.max_tokens_per_microbatch // parallel.cp)) // parallel.tp
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if lora.rank:
+        trained = sum(lora.rank * (layer.in_features + layer.out_features) for layer in find_targets(model, lora.targets).values())
+        weights = (2 if bases_half else 4) * count + 4 * trained
+    else:
+        trained, weights = count, 4 * count // parts
+    copies = 2 * count // parallel.tp if autocasts else 0  # of all weights, which autocast keeps for a pass
+    algorithm, teacher = config.algorithm, config.teacher.path if config.algorithm.teacher == "model" else ""
+    return MemoryEstimate(
+        weights=weights, gathered=_largest_units(model) // parallel.tp if sharded else copies, gradients=4 * trained // parts,
+        optimizer=8 * trained // parts, reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0,
+        critic=16 * _count(config.critic.path, count) // parts if algorithm.needs_critic else 0,
+        teacher=(2 if config.model.dtype == "bfloat16" else 4) * _count(teacher, count) // parts if teacher else 0,
+        activations=int(activations * _AUTOCAST) if autocasts else activations)
+
+
+def _build(model_config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=PACKED)
+
+
+def _count(folder: str, unknown: int) -> int:
+    """Return the number of weights of another model, or `unknown` if it cannot be read here."""
+    if not folder:
+        return unknown
+    try:
+        return sum(parameter.numel() for parameter in _build(_config_of(folder), torch.float32).parameters())
+    except (ModelError, OSError, *_FAILURES):
+        return unknown
+
+
+def advise(model_config: Any, config: Config, *, num_ranks: int, available: int) -> str:
+    """Return "" if a rank fits into `available` bytes of a device; otherwise a sentence with the first setting that would make it fit."""
+    needed = estimate_memory(model_config, config, num_ranks=num_ranks)
+    if needed.total <= _USABLE * available:
+        return ""
+    train = config.train
+    changes: list[dict[str, Any]] = [] if train.precision == "bf16_mixed" else [{"precision": "bf16_mixed"}]
+    recompute = {"gradient_checkpointing": "full"} | ({"compile": False} if train.compile else {})  # which exclude each other
+    changes += [recompute, *(
+        recompute | {"max_tokens_per_microbatch": train.max_tokens_per_microbatch // part} for part in (2, 4, 8))]
+    most = num_ranks // train.parallel.ranks_per_share
+    if most > train.parallel.shard and not config.model.lora.rank:
+        sharded = {"parallel.shard": most}
+        changes += [sharded, sharded | {"precision": "bf16_mixed"} | recompute]
+    for change in changes:
+        shard = change.get("parallel.shard", train.parallel.shard)
+        own = {name: value for name, value in change.items() if name in type(train).model_fields}
+        changed = {"parallel": train.parallel.model_copy(update={"shard": shard}), **own}
+        other = config.model_copy(update={"train": train.model_copy(update=changed)})
+        if estimate_memory(model_config, other, num_ranks=num_ranks).total <= _USABLE * available:
+            settings = " and ".join(f"train.{name} = {json.dumps(value)}" for name, value in change.items())
+            break
+    else:
+        settings = 'more ranks with train.parallel.shard, model.lora.rank, or a smaller model'
+    return (
+        f"a training step needs about {_gib(needed.total)} GiB on each device, of which {_gib(needed.activations)} GiB are activations, and"
+        f" {_gib(available)} GiB are there; use {settings}")
+
+
+def check_memory(folder: str, config: Config, *, groups: ProcessGroups, device: int) -> None:
+    """Check that a run fits, before anything is loaded; collective. A model that cannot be estimated is let through.
+
+    Args:
+        device: bytes of this rank's device; what the smallest device of all ranks has decides. Engines that share them take their part.
+
+    Raises:
+        ConfigError: it does not; the message names a setting with which it would.
+        ModelError: there is no such model.
+    """
+    least = -groups.sync.max_scalars("device_memory", {"bytes": -float(device)})["bytes"]
+    available = int(least * (_BESIDE_ENGINES if config.cluster.share_devices else 1))
+    model_config = _config_of(folder)
+    try:
+        reason = advise(model_config, config, num_ranks=groups.world, available=available)
+    except (ModelError, *_FAILURES) as exc:  # a model whose rows cannot be packed, or whose code looks at numbers
+        if groups.rank == 0:
+            _LOG.warning("the memory of a training step was not estimated: %s", first_line(exc))
+        return
+    if reason:
+        raise ConfigError(reason)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the memory of all tensors that operations make.
+
+    Attributes:
+        peak: most bytes that lived at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live = 0
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and count what is new in its results."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage())
+        return result
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Leave a tensor that is there already out of the count."""
+        storage = tensor.untyped_storage()
+        self._known[storage._cdata] = weakref.ref(storage)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+
+        def forget(_ref: object) -> None:
+            del self._known[key]
+            self._live -= size
+
+        self._known[key] = weakref.ref(storage, forget)
+        self._live += size
+        self.peak = max(self.peak, self._live)
+
+
+def packed_tokens(num_tokens: int, vocab_size: int) -> PackedRow:
+    """Return a row of sequences of 1,024 tokens, all scored but their first."""
+    lengths = [_SEQUENCE] * (num_tokens // _SEQUENCE) + ([num_tokens % _SEQUENCE] if num_tokens % _SEQUENCE else [])
+    tokens = np.arange(num_tokens, dtype=np.int32) % vocab_size
+    trained = np.arange(num_tokens) % _SEQUENCE > 0
+    return pack_row(Batch.of_next_tokens(tokens, trained, lengths=lengths, columns={}, losses=()), share_prefix=False)
+
+
+def _largest_units(model: PreTrainedModel) -> int:
+    """Bytes of the units that FSDP2 holds whole at a time: the one that runs, the next one, and that which begins and ends a pass."""
+    layers = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in decoder_layers(model)]
+    rest = sum(parameter.nbytes for parameter in model.parameters()) - sum(layers)
+    return 2 * max(layers, default=0) + rest
+
+
+def _peak(model: PreTrainedModel, num_tokens: int) -> int:
+    """Run a forward and backward pass; gradients of weights vanish as soon as they are there, as they are counted elsewhere."""
+    counted = LiveBytes()
+    row = packed_tokens(num_tokens, model.config.get_text_config().vocab_size)
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        counted.ignore(tensor)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+    with counted:
+        logprobs, _ = token_logprobs(model, row, with_entropy=True)
+        logprobs.sum().backward()
+    return counted.peak
+
+
+def _config_of(folder: str) -> Any:
+    return AutoConfig.from_pretrained(check_model_folder(folder), local_files_only=True)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"
+
+
+def main() -> None:
+    """Read a configuration from standard input, and print its estimate."""
+    config = Config.model_validate_json(sys.stdin.read())
+    estimate = estimate_memory(_config_of(config.model.path), config, num_ranks=config.train.num_ranks)
+    print(json.dumps(asdict(estimate)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What a model takes: its parameters, a rank's states and activations, an engine's weights and cache, and the table in the docs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from offbeat.runs.memory import _MODELS, ModelShape, cache_bytes_per_token, engine_weights, memory_table, rank_memory
+
+PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+GIB = 2**30
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_the_model(tied: bool) -> None:
+    config = Qwen3Config(
+        hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=1024,
+        vocab_size=5000, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = sum(parameter.numel() for parameter in set(model.parameters()))
+    assert ModelShape.of(config.to_dict()).num_parameters == counted - 3 * 2 * 32  # the norms of heads
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Qwen3-0.6B", 0.596), ("Qwen3-1.7B", 1.72), ("Qwen3-8B", 8.19), ("Llama-3.1-70B", 70.55)])
+def test_shapes_in_the_table_have_the_published_sizes(name: str, billions: float) -> None:
+    assert _MODELS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_activations_are_near_what_was_counted_on_a_model() -> None:
+    shape = _MODELS["Qwen3-1.7B"]  # counted for 16,384 tokens, logits included: see docs/gpu.md
+    assert rank_memory(shape, tokens=16384, mixed=False).activations / GIB == pytest.approx(92.5, rel=0.03)
+    assert rank_memory(shape, tokens=16384).activations / GIB == pytest.approx(57.5, rel=0.03)
+
+
+def test_states_are_sixteen_bytes_a_parameter_and_divided_among_shards() -> None:
+    shape = _MODELS["Qwen3-8B"]
+    whole, sharded = rank_memory(shape, tokens=0), rank_memory(shape, tokens=0, num_shards=8)
+    assert whole.total == 16 * shape.num_parameters and not whole.gathered
+    assert sharded.weights + sharded.gradients + sharded.optimizer == 2 * shape.num_parameters
+    block = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288
+    assert sharded.gathered == 4 * (2 * block + 151936 * 4096)
+
+
+def test_an_engine_holds_two_bytes_a_parameter_and_keys_and_values_of_every_layer() -> None:
+    shape = _MODELS["Qwen3-32B"]
+    assert engine_weights(shape, num_devices=4) * 4 == pytest.approx(2 * shape.num_parameters, abs=8)
+    assert cache_bytes_per_token(shape) == 2 * 64 * 8 * 128 * 2
+
+
+def test_the_table_in_the_docs_is_what_the_formulas_say() -> None:
+    assert memory_table() in PAGE.read_text(), "put the output of offbeat.runs.memory.memory_table() into docs/scaling.md"
