@@ -7,7 +7,7 @@ import asyncio
 import os
 import re
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,11 +147,16 @@ class Engine:
 
         return asyncio.run(main())
 
-    async def until_it_samples(self, *calls: "asyncio.Task[Any]") -> None:
-        """Wait for requests to run; not all may be answered before that is seen."""
+    async def sampling(self, *starts: Callable[[], Coroutine[Any, Any, T]]) -> list["asyncio.Task[T]"]:
+        """Start calls, and return once the engine was seen to run samples; calls that were all answered before that are made again."""
         async with asyncio.timeout(120):
-            while not await asyncio.to_thread(self.num_running):
-                assert not all(call.done() for call in calls), "answered before they were seen running"
+            while True:
+                calls = [asyncio.create_task(start()) for start in starts]
+                while not all(call.done() for call in calls):
+                    if await asyncio.to_thread(self.num_running):
+                        return calls
+                for call in calls:
+                    call.result()
 
     def num_running(self) -> int:
         """Samples under way."""

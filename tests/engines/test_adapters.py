@@ -79,8 +79,8 @@ def test_an_unloaded_adapter_is_unknown_but_what_runs_on_it_finishes(engine: Eng
 
     async def body(client: EngineClient) -> Sample:
         await client.load_adapter("alice@7", models.adapter(1), timeout_s=TIMEOUT_S)
-        running = asyncio.create_task(client.generate(PROMPT, Sampling(400, ignore_eos=True), n=1, timeout_s=TIMEOUT_S, adapter="alice@7"))
-        await engine.until_it_samples(running)
+        (running,) = await engine.sampling(
+            lambda: client.generate(PROMPT, Sampling(400, ignore_eos=True), n=1, timeout_s=TIMEOUT_S, adapter="alice@7"))
         for _ in range(2):  # unknown the second time, which is no error
             await client.unload_adapter("alice@7", timeout_s=TIMEOUT_S)
         with pytest.raises(RefusedError, match="alice@7"):

@@ -4,6 +4,7 @@ import asyncio
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 import pytest
@@ -94,8 +95,8 @@ def test_closing_the_connection_aborts(engine: Engine, models: Models) -> None:
     engine.serve(models.folder())
 
     async def body(client: EngineClient) -> None:
-        calls = [asyncio.create_task(client.generate((5, 6, n), Sampling(480), n=8, timeout_s=TIMEOUT_S)) for n in range(7, 15)]
-        await engine.until_it_samples(*calls)
+        calls = await engine.sampling(*(
+            partial(client.generate, (5, 6, n), Sampling(480), n=8, timeout_s=TIMEOUT_S) for n in range(7, 15)))
         for call in calls:
             call.cancel()
         await asyncio.wait(calls)
@@ -168,8 +169,7 @@ def test_what_comes_while_an_engine_is_paused_waits(engine: Engine, models: Mode
     reference = models.reference(engine.serve(models.folder()).folder)
 
     async def body(client: EngineClient) -> list[Sample]:
-        early = asyncio.create_task(client.generate(PROMPT, Sampling(400, ignore_eos=True), n=1, timeout_s=TIMEOUT_S))
-        await engine.until_it_samples(early)
+        (early,) = await engine.sampling(lambda: client.generate(PROMPT, Sampling(400, ignore_eos=True), n=1, timeout_s=TIMEOUT_S))
         await client.call("POST", "/pause?mode=keep", {"mode": "keep"})
         late = asyncio.create_task(client.generate((7, 8), Sampling(5), n=1, timeout_s=TIMEOUT_S))
         await asyncio.sleep(0.3)

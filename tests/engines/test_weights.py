@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -31,9 +32,8 @@ def gaps(sample: Sample, expected: list[float]) -> list[float]:
 
 async def switched_in_mid_stream(engine: Engine, client: EngineClient, folder: str, *, interrupt: Interrupt) -> list[Sample]:
     """Samples that were running when the engine switched."""
-    calls = [asyncio.create_task(client.generate((*PROMPT, n), Sampling(400, ignore_eos=True), n=8, timeout_s=TIMEOUT_S))
-             for n in range(7, 11)]
-    await engine.until_it_samples(*calls)
+    calls = await engine.sampling(*(
+        partial(client.generate, (*PROMPT, n), Sampling(400, ignore_eos=True), n=8, timeout_s=TIMEOUT_S) for n in range(7, 11)))
     await engine.publish(client, folder, interrupt=interrupt)
     return [sample for call in calls for sample in await call]
 
@@ -105,8 +105,8 @@ def test_a_drain_lets_running_requests_finish_and_later_ones_wait(engine: Engine
     old, new, before = models.reference(models.folder(0)), models.reference(models.folder(1)), engine.version
 
     async def body(client: EngineClient) -> tuple[Sample, Sample]:
-        early = asyncio.create_task(client.generate(PROMPT, Sampling(300, seed=3, ignore_eos=True), n=8, timeout_s=TIMEOUT_S))
-        await engine.until_it_samples(early)
+        (early,) = await engine.sampling(
+            lambda: client.generate(PROMPT, Sampling(300, seed=3, ignore_eos=True), n=8, timeout_s=TIMEOUT_S))
         switch = asyncio.create_task(engine.publish(client, models.folder(1), interrupt="drain"))
         await asyncio.sleep(0.1)
         late = asyncio.create_task(client.generate(PROMPT, Sampling(10), n=1, timeout_s=TIMEOUT_S))
@@ -218,8 +218,7 @@ def test_a_load_that_fails_half_way_serves_nobody_until_the_next(untied: Engine,
     (broken / "model.safetensors").write_bytes(data.replace(b'"F32"', b'"F16"', 1))  # found only when the file is read
 
     async def body(client: EngineClient) -> None:
-        running = asyncio.create_task(client.generate(PROMPT, Sampling(480, ignore_eos=True), n=16, timeout_s=TIMEOUT_S))
-        await untied.until_it_samples(running)
+        (running,) = await untied.sampling(lambda: client.generate(PROMPT, Sampling(480, ignore_eos=True), n=16, timeout_s=TIMEOUT_S))
         with pytest.raises(EngineError, match="deserializing header"):
             await untied.publish(client, str(broken))
         with pytest.raises(EngineError, match="abort"):
