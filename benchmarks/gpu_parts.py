@@ -24,9 +24,6 @@ from offbeat.sync.mesh import host_store, join, leave
 from offbeat.sync.platform import current_platform
 from offbeat.trainer.memory import estimate_memory, packed_tokens
 
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12, "GB200": 2500e12}
-"""Dense bfloat16 products per second, by what a device's name contains, from the makers' data sheets."""
-
 
 def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
     """Return the parts by name; on a CPU all are tiny."""
@@ -150,7 +147,7 @@ def timed_pass(
     found = {
         "seconds": median_s, "tokens_per_s": num_tokens / median_s, "model_flop_per_s": flops / median_s, "estimated_bytes": estimated,
         "peak_bytes": current_platform.memory(), "first_seconds": seconds[0]}
-    if peak := next((peak for part, peak in PEAKS.items() if device.type == "cuda" and part in torch.cuda.get_device_name()), 0):
+    if peak := current_platform.peak_flop_per_s:
         found["mfu"] = flops / median_s / peak
     del model
     if device.type != "cpu":

@@ -54,6 +54,16 @@ def test_plain_shows_one_aligned_line_per_step_with_a_dash_for_what_is_missing()
     assert "held-out accuracy  0.88" in lines[4]
 
 
+def test_the_use_of_devices_is_shown_where_their_peak_is_known():
+    used = METRICS | {"train/mfu": 0.384, "train/peak_memory_bytes": 1.5 * 2**30}
+    assert plain_line(1, 100, used).endswith("MFU 38%") and "MFU" not in plain_line(1, 100, METRICS)
+    stream = Terminal()
+    with Console("live", stream=stream) as console:
+        console.start("run", 100)
+        console.update(1, used)
+    assert re.search(r"memory +1\.5 GiB peak +MFU +38%", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()))
+
+
 def test_json_shows_one_object_per_line():
     events = [json.loads(line) for line in play("json", io.StringIO()).splitlines()]
     assert [event["event"] for event in events] == ["start", "step", "note", "step", "finish"]

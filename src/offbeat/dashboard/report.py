@@ -96,6 +96,10 @@ def _key_figures(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     tokens_per_s = run.values("throughput/generated_tokens_per_s")
     if tokens_per_s:
         yield "tokens/s", f"{sum(tokens_per_s) / len(tokens_per_s):,.0f}", "generated, mean"
+    if used := run.values("train/mfu"):
+        yield "MFU", f"{sorted(used)[len(used) // 2]:.0%}", "of the devices' peak in training steps, median"
+    if memory := run.values("train/peak_memory_bytes"):
+        yield "memory", f"{max(memory) / 2**30:.1f} GiB", "most that a train rank has taken"
     share = timeline.overlap(run.spans)
     if share is not None:
         yield "overlap", f"{share:.0%}", "of training time also generates"
@@ -199,6 +203,15 @@ def _cards(run: RunFiles) -> list[Card]:
                 y_range=(0, None),
             ),
             "A short wait for rollouts means that the engines keep up.",
+        ),
+        (
+            Chart(
+                "Use of the train ranks' devices",
+                "",
+                [Series("busy", run.points("train/busy_share")), Series("MFU", run.points("train/mfu"), "c2")],
+                y_range=(0, 1),
+            ),
+            "Share of training steps in which ranks computed; and the model's operations by what the devices could have done, where known.",
         ),
         (
             Chart("Loss", "", [Series("this step", loss, style="faint"), Series("mean of 8 steps", smoothed(loss, window=8))]),

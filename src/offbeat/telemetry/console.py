@@ -132,8 +132,8 @@ class Console:
         table = Table.grid(padding=(0, 2))
         for style in ("dim", "bold", "cyan", "dim", "bold"):
             table.add_column(style=style)
-        left = [("reward", "reward/mean"), ("held-out", _HELD_OUT), ("tokens/s", ""), ("s/step", "")]
-        right = ["staleness", "log-prob gap", "loss", "grad norm"]
+        left = [("reward", "reward/mean"), ("held-out", _HELD_OUT), ("tokens/s", ""), ("s/step", ""), ("memory", "")]
+        right = ["staleness", "log-prob gap", "loss", "grad norm", "MFU"]
         for (label, history), other in zip(left, right, strict=True):
             table.add_row(label, values[label], sparkline(self._history.get(history, ())), other, values[other])
         return Group(Rule(Text(self._title, style="bold"), align="left", style="cyan"), self._progress, table)
@@ -144,6 +144,8 @@ def plain_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str
     widths = {"reward": 6, "held-out": 6, "staleness": 6, "tokens/s": 6, "log-prob gap": 15, "loss": 8, "grad norm": 6, "s/step": 5}
     short = {"staleness": "stale", "tokens/s": "tok/s", "log-prob gap": "gap", "grad norm": "grad"}
     figures = _figures(metrics, between="/")
+    if "train/mfu" in metrics:  # of devices whose peak is known
+        widths["MFU"] = 4
     columns = (f"{short.get(label, label)} {figures[label]:<{width}}" for label, width in widths.items())
     return f"step {step:>{len(str(total_steps))}}/{total_steps}  {'  '.join(columns)}".rstrip()
 
@@ -176,6 +178,7 @@ def _figures(metrics: Mapping[str, float], *, between: str = " max ") -> dict[st
     """Return the figures shown for a step, by label; `between` separates a mean from its maximum."""
     get = metrics.get
     total_s, wait_s = get("step/total_s"), get("step/rollout_wait_s")
+    mfu, memory = get("train/mfu"), get("train/peak_memory_bytes")
     waiting = f" ({wait_s / total_s:.0%} wait)" if total_s and wait_s is not None else ""
     return {
         "reward": compact(get("reward/mean")),
@@ -186,6 +189,8 @@ def _figures(metrics: Mapping[str, float], *, between: str = " max ") -> dict[st
         "loss": compact(get("train/loss"), 4),
         "grad norm": compact(get("train/grad_norm")),
         "s/step": compact(total_s, 2) + waiting,
+        "memory": "-" if memory is None else f"{memory / 2**30:.1f} GiB peak",
+        "MFU": "-" if mfu is None else f"{mfu:.0%}",
     }
 
 
