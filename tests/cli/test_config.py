@@ -45,6 +45,9 @@ def test_check_estimates_memory_in_another_process(tmp_path, capsys):
     assert table[0] == "on a GPU, each of 2 train ranks takes about"
     assert [line.split()[0] for line in table[1:]] == [
         "weights", "gathered", "gradients", "optimizer", "reference", "critic", "teacher", "activations", "total"]
+    assert call("check", "--memory", "--model.path", folder, "--train.offload_optimizer", "true") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "  and 0.0 GiB of host memory, where train.offload_optimizer keeps the optimizer's moments")
     with pytest.raises(ConfigError, match="model.path must name a model for --memory"):
         call("check", "--memory")
 

@@ -111,8 +111,11 @@ def _memory(config: Config) -> Iterator[str]:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigError(f"the memory of {config.model.path} cannot be estimated: {last}; see that the model can be loaded")
     sizes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    host = sizes.pop("host")
     yield f"on a GPU, each of {config.train.num_ranks} train ranks takes about"
     yield from (f"  {name:<12}{size / 2**30:8.1f} GiB" for name, size in (sizes | {"total": sum(sizes.values())}).items())
+    if host:
+        yield f"  and {host / 2**30:.1f} GiB of host memory, where train.offload_optimizer keeps the optimizer's moments"
 
 
 def _teacher(config: Config) -> str:

@@ -38,8 +38,8 @@ _ALGORITHM_CODE = _of("algorithm", "objective credit")
 _TABLE: dict[Change, list[str]] = {
     Change.FREE: [
         *_of("run", "name dir private mode warm_up resume"),
-        *_of("train", "num_ranks devices_per_rank max_tokens_per_microbatch share_prefix gradient_checkpointing compile threads"
-             " step_timeout_s"),
+        *_of("train", "num_ranks devices_per_rank max_tokens_per_microbatch share_prefix gradient_checkpointing offload_optimizer compile"
+             " threads step_timeout_s"),
         *_of("train.parallel", "shard tp ep cp"),
         *(f"{section}.evaluate_every_steps" for section in ("sft", "preference", "reward_model")),
         # For single_rank_load, what matters is the number of processes that draw data, which is compared separately.

@@ -119,6 +119,9 @@ class Config(Section):
         if self.cluster.share_devices and self.cluster.launcher == "ray":
             raise ValueError(
                 "cluster.share_devices must be false with cluster.launcher = 'ray', got true; Ray gives every process devices of its own")
+        if self.model.lora.rank and self.train.offload_optimizer:
+            raise ValueError(
+                "train.offload_optimizer must be false with model.lora.rank > 0, got true; an adapter's moments are small, so leave it out")
         if self.model.lora.rank and not self.rollout.single_rank_load:
             raise ValueError(
                 "rollout.single_rank_load must be true with model.lora.rank > 0, got false; one process routes to the engines that hold an"

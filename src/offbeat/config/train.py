@@ -66,6 +66,9 @@ class TrainConfig(Section):
     gradient_checkpointing: Literal["off", "selective", "full"] = field(
         "off", 'Whether activations are computed again in the backward pass to save memory; "selective" keeps the results of matrix'
         ' products and attention, "full" keeps the inputs of layers alone, which costs a third more computation.')
+    offload_optimizer: bool = field(
+        False, "Keep AdamW's moments in host memory and bring them to the device for each update, a part at a time; frees 8 bytes of it for"
+        " each parameter of a rank, and costs their way there and back in every update. The numbers are the same.")
     compile: bool = field(
         False, "Compile each decoder layer with torch.compile; pays on a GPU, after a minute for the first step, and seldom on a CPU.")
     threads: int = field(

@@ -31,6 +31,7 @@ from offbeat.model.logprobs import token_logprobs
 from offbeat.model.lora import find_targets
 from offbeat.model.rows import RAW_ERRORS
 from offbeat.sync.mesh import ProcessGroups
+from offbeat.trainer.offload import PART_SIZE
 
 _SEQUENCE = 1024
 """Tokens of each of the sequences that the micro-batch is made of; memory depends on their sum alone."""
@@ -53,17 +54,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the device of one train rank, at their peak.
+    """Bytes of one train rank, at their peak: on the device, except for the last.
 
     Attributes:
         weights: the model's own, or this rank's part of them.
         gathered: whole layers that run, in the format of the computation, where weights are in shards or float32 masters.
         gradients: kept until the optimizer's step.
-        optimizer: moments.
+        optimizer: moments, or with `train.offload_optimizer` those of one part.
         reference: frozen copy of the model, or this rank's part of it.
         critic: weights, gradients and moments of the value model.
         teacher: weights of the frozen teacher.
         activations: all else that a forward and backward pass over one micro-batch holds at once, logits included.
+        host: moments in host memory.
     """
 
     weights: int
@@ -74,11 +76,12 @@ class MemoryEstimate:
     critic: int
     teacher: int
     activations: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of all."""
-        return sum(asdict(self).values())
+        """Sum of all that is on the device."""
+        return sum(asdict(self).values()) - self.host
 
 
 def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu: bool = False) -> MemoryEstimate:
@@ -111,13 +114,17 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
     else:
         trained, weights = count, 4 * count // parts
     copies = 2 * count // parallel.tp if autocasts else 0  # of all weights, which autocast keeps for a pass
+    count_critic = _count(config.critic.path, count) // parts if config.algorithm.needs_critic else 0
+    moments = [8 * trained // parts, 8 * count_critic]
+    kept = [min(size, 8 * PART_SIZE) for size in moments] if train.offload_optimizer else moments
     algorithm, teacher = config.algorithm, config.teacher.path if config.algorithm.teacher == "model" else ""
     return MemoryEstimate(
         weights=weights, gathered=_largest_units(model) // parallel.tp if sharded else copies, gradients=4 * trained // parts,
-        optimizer=8 * trained // parts, reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0,
-        critic=16 * _count(config.critic.path, count) // parts if algorithm.needs_critic else 0,
+        optimizer=kept[0], reference=4 * count // parts if algorithm.needs_reference and not lora.rank else 0,
+        critic=8 * count_critic + kept[1],
         teacher=(2 if config.model.dtype == "bfloat16" else 4) * _count(teacher, count) // parts if teacher else 0,
-        activations=int(activations * _AUTOCAST) if autocasts else activations)
+        activations=int(activations * _AUTOCAST) if autocasts else activations,
+        host=sum(moments) if train.offload_optimizer else 0)
 
 
 def _build(model_config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -149,6 +156,9 @@ def advise(model_config: Any, config: Config, *, num_ranks: int, available: int)
     if most > train.parallel.shard and not config.model.lora.rank:
         sharded = {"parallel.shard": most}
         changes += [sharded, sharded | {"precision": "bf16_mixed"} | recompute]
+    if not config.model.lora.rank:
+        offload = {"offload_optimizer": True}
+        changes += [recompute | offload, recompute | offload | {"precision": "bf16_mixed"}]
     for change in changes:
         shard = change.get("parallel.shard", train.parallel.shard)
         own = {name: value for name, value in change.items() if name in type(train).model_fields}
