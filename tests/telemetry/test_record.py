@@ -33,6 +33,15 @@ def test_everything_that_is_recorded_is_in_the_folder(tmp_path: Path) -> None:
     assert run.log_dir.is_dir()
 
 
+def test_empty_logs_are_gone_at_the_end_and_others_stay(tmp_path: Path) -> None:
+    with record(tmp_path / "a") as run:
+        (run.log_dir / "sums").mkdir()
+        for name in ("rank-0.log", "sums/reward-0.log"):
+            (run.log_dir / name).touch()
+        (run.log_dir / "engine-0.log").write_text("a warning\n")
+    assert [path.name for path in run.log_dir.rglob("*.log")] == ["engine-0.log"]
+
+
 def test_rollouts_are_stored_beside_the_run_one_sample_after_another_and_a_full_disk_is_told_by_the_next(tmp_path: Path) -> None:
     told, main = [], threading.get_ident()
 

@@ -24,17 +24,16 @@ class Result(Protocol):
 
 
 def add_training_command(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, train: Callable[..., Result | None], *, summary: str,
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, train: Callable[..., Result | None], *,
     description: str, examples: str,
 ) -> None:
     """Add a command that trains as CONFIG says.
 
     Args:
         train: called with the configuration, a console and `debug`; returns None on a rank of SPMD mode that does not lead.
-        summary: what the list of commands says.
     """
     parser = subparsers.add_parser(
-        name, help=summary, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+        name, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_argument(parser)
     parser.set_defaults(run=partial(_train, train))
 

@@ -12,6 +12,7 @@ from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config
 from offbeat.controller.own_code import check_own_code
 from offbeat.errors import ConfigError
+from offbeat.extras import TRAIN, require
 
 _MEMORY_TIMEOUT_S = 300
 
@@ -38,7 +39,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `config` to the parser."""
     parser = subparsers.add_parser(
         "config",
-        help="show, check or explain configurations",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -101,7 +101,9 @@ def _memory(config: Config) -> Iterator[str]:
 
     Raises:
         ConfigError: there is no model to count, or it cannot be read.
+        MissingExtraError: torch is not installed.
     """
+    require("train", TRAIN, wanted_by="offbeat config check --memory")
     if not config.model.path:
         raise ConfigError("model.path must name a model for --memory, got none; the tiny model fits anywhere")
     done = subprocess.run(

@@ -75,7 +75,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command `doctor` to the parser."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check that this machine is ready",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -126,7 +125,7 @@ def check_torch() -> Check:
         return Check("torch", "fail", f"did not import within {_TORCH_TIMEOUT_S} s", "try again when the machine is less busy")
     except subprocess.CalledProcessError as exc:
         last = (exc.stderr.strip().splitlines() or [f"exit status {exc.returncode}"])[-1]
-        return Check("torch", "fail", last, "install torch 2.10 or newer in this environment")
+        return Check("torch", "fail", last, "needed to train and serve: pip install 'offbeat[train]'")
     devices = f"{answer['count']} × {', '.join(sorted(set(answer['names']))) or answer['type']}" if answer["count"] else "CPU only"
     return Check("torch", "ok", f"{answer['version']}, {devices}")
 

@@ -30,5 +30,4 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `dpo` to the parser."""
     add_training_command(
-        subparsers, "dpo", run_preference, summary="train on chosen and rejected answers",
-        description=_DESCRIPTION, examples=_EXAMPLES)
+        subparsers, "dpo", run_preference, description=_DESCRIPTION, examples=_EXAMPLES)

@@ -26,8 +26,7 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `eval` to the parser."""
     parser = subparsers.add_parser(
-        "eval", help="measure held-out accuracy",
-        description="Evaluate the model at model.path on the configured held-out prompts and evaluation sets.",
+        "eval", description="Evaluate the model at model.path on the configured held-out prompts and evaluation sets.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_argument(parser)
     parser.set_defaults(run=run)

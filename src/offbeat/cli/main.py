@@ -7,15 +7,45 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
 from offbeat.config.load import split_overrides
 from offbeat.errors import OffbeatError
+from offbeat.extras import TRAIN, require
 from offbeat.loading import load_module
 
-_COMMANDS = {
-    "quickstart": "quickstart", "train": "train", "sft": "sft", "dpo": "dpo", "reward-model": "reward_model", "eval": "evaluate",
-    "engine": "engine", "serve": "serve", "launch": "launch", "config": "config", "doctor": "doctor", "report": "report"}
-"""Module of each command."""
+
+@dataclass(frozen=True)
+class Command:
+    """A command in the list that `offbeat --help` shows.
+
+    Attributes:
+        module: module of `offbeat.cli` that adds its arguments and runs it.
+        summary: what the list says of it.
+        needs_train: whether it loads models or runs workers, for which the extra `train` must be installed.
+    """
+
+    module: str
+    summary: str
+    needs_train: bool = False
+
+
+COMMANDS = {
+    "quickstart": Command("quickstart", "learn to sort digits from scratch, in about a minute", needs_train=True),
+    "train": Command("train", "train with reinforcement learning", needs_train=True),
+    "sft": Command("sft", "fine-tune on a dataset's answers", needs_train=True),
+    "dpo": Command("dpo", "train on chosen and rejected answers", needs_train=True),
+    "reward-model": Command("reward_model", "train a reward model on pairs of answers", needs_train=True),
+    "eval": Command("evaluate", "measure held-out accuracy", needs_train=True),
+    "engine": Command("engine", "serve a model over HTTP", needs_train=True),
+    "serve": Command("serve", "let many clients train and sample adapters over HTTP", needs_train=True),
+    "launch": Command("launch", "write a batch script for a cluster", needs_train=True),
+    "config": Command("config", "show, check or explain configurations"),
+    "doctor": Command("doctor", "check that this machine is ready"),
+    "report": Command("report", "write a run's report as one HTML file"),
+}
 
 _DESCRIPTION = """\
 Asynchronous reinforcement-learning post-training for language models.
@@ -53,16 +83,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of one command, or of all commands if the name is none of them.
+    """Return the parser of one command, or a list of all commands if the name is none of them.
 
     Importing what the other commands need takes longer than most commands run.
+
+    Raises:
+        MissingExtraError: the command trains, and what that needs is not installed.
     """
     parser = argparse.ArgumentParser(prog="offbeat", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action=_Version, help="print the version and end")
     parser.add_argument("--debug", action="store_true", help="show tracebacks, and log in detail")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in [_COMMANDS[command]] if command in _COMMANDS else _COMMANDS.values():
-        load_module(f"offbeat.cli.{module}").add_parser(commands)
+    if command not in COMMANDS:
+        for name, known in COMMANDS.items():
+            commands.add_parser(name, help=known.summary)
+        return parser
+    if COMMANDS[command].needs_train:
+        require("train", TRAIN, wanted_by=f"offbeat {command}")
+    load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version of the installed package; looked up only when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"offbeat {version('offbeat')}")
+        parser.exit()
 
 
 def print_error(exc: OffbeatError) -> None:

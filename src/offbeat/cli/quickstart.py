@@ -24,8 +24,7 @@ curves and a time line to runs/quickstart/report.html. Exit code 1 if it did not
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `quickstart` to the parser."""
     parser = subparsers.add_parser(
-        "quickstart", help="learn to sort digits from scratch, in about a minute", description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        "quickstart", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling (default: 0)")
     add_json_argument(parser)
     parser.set_defaults(run=run)

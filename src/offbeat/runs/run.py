@@ -39,6 +39,7 @@ from offbeat.runs.devices import choose_devices, describe_devices, usable_device
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
+from offbeat.telemetry.jsonl import read_json_lines
 from offbeat.telemetry.log import set_up_logging
 from offbeat.telemetry.record import RunRecord, SilentRecord, lock_run
 from offbeat.telemetry.sinks import check_installed
@@ -316,7 +317,7 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
     if not any((run_dir / name).exists() for name in ("config.toml", "checkpoints")):
         return None
     if fresh:
-        return move_aside(config)
+        return move_aside(config) if got_anywhere(run_dir) else None
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
     if done := _KINDS[kind].done(config):
@@ -326,7 +327,17 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
         return None
     if damages := [damage for index in indexes for damage in index.damaged()]:
         raise none_sound(damages)
-    return move_aside(config) if (run_dir / "metrics.jsonl").exists() else None
+    return move_aside(config) if got_anywhere(run_dir) else None
+
+
+def got_anywhere(run_dir: Path) -> bool:
+    """Whether a run has trained or saved anything; the folder of a start that failed before that is used again."""
+    if any((run_dir / name).exists() for name in ("checkpoints", "export", "best", "rollouts", "result.json")):
+        return True
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
+        return True
+    return any(str(event.get("kind", "")).endswith("_step") for event in read_json_lines(run_dir / "events.jsonl"))
 
 
 def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING) -> None:

@@ -5,6 +5,7 @@ import fcntl
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
@@ -110,6 +111,7 @@ class RunRecord:
         if self._stored is not None and (failure := self._stored.exception()) not in (None, error):
             _log.error("the last rollouts could not be stored: %s", failure)
         self.console.close()
+        remove_empty_logs(self.log_dir)
         self.tracer.close()
         self.stats.close()
         self.events.close()
@@ -136,6 +138,14 @@ class SilentRecord(RunRecord):
 
     async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
         """Store nothing."""
+
+
+def remove_empty_logs(folder: Path) -> None:
+    """Remove the logs, in a folder and those below it, of processes that have ended and had nothing to say."""
+    for log in folder.rglob("*.log"):
+        with suppress(FileNotFoundError):
+            if not log.stat().st_size:
+                log.unlink()
 
 
 def lock_run(run_dir: Path) -> IO[str]:
