@@ -19,8 +19,8 @@ from offbeat.errors import DataError, StorageError
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSample, EvaluatedSet
 from offbeat.telemetry.evaluation_log import stored_evaluations
 
-SAMPLES_SUFFIX = ".samples.jsonl"
-"""Ends the name of the file of answers beside a result."""
+RESULT_NAME = "evaluation.json"
+"""Name of the result of `offbeat eval` in its folder."""
 _COMPRESSED = ".zst"
 
 
@@ -60,6 +60,11 @@ def encode_lines(played: EvaluatedSet, *, model: str = "") -> Iterator[bytes]:
 def _full(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that hold something, and `text` and `reward` in any case."""
     return {name: value for name, value in fields.items() if name in ("text", "reward") or value not in ("", (), {}, [])}
+
+
+def samples_beside(result: Path) -> Path:
+    """Return the file of answers that belongs to a result, such as before.samples.jsonl to before.json."""
+    return result.with_name(f"{result.name.removesuffix('.json')}.samples.jsonl")
 
 
 def write_samples(path: Path, lines: Iterable[bytes]) -> None:
