@@ -273,7 +273,8 @@ class Ring:
         return outcome
 
     async def _evaluate(self, config: Config, rollouts: Rollouts, outcome: Outcome) -> None:
-        evaluation = await Evaluator(rollouts, self._parts.inputs.heldout, config.evaluate, SingleProcess()).run()
+        evaluation = await Evaluator(
+            rollouts, self._parts.inputs.heldout, config.evaluate, SingleProcess(), tokenizer=self._parts.inputs.tokenizer).run()
         outcome.accuracy, outcome.failed_prompts = evaluation.accuracy, evaluation.num_failed
         groups = await rollouts.rollout_batch(
             [self._parts.inputs.heldout.row(i) for i in range(20)], group_size=1, sampling=rollouts.sampling)

@@ -39,6 +39,7 @@ COMMANDS = {
     "dpo": Command("dpo", "train on chosen and rejected answers", needs_train=True),
     "reward-model": Command("reward_model", "train a reward model on pairs of answers", needs_train=True),
     "eval": Command("evaluate", "measure held-out accuracy", needs_train=True),
+    "compare": Command("compare", "compare two evaluations or runs, prompt by prompt"),
     "engine": Command("engine", "serve a model over HTTP", needs_train=True),
     "serve": Command("serve", "let many clients train and sample adapters over HTTP", needs_train=True),
     "launch": Command("launch", "write a batch script for a cluster", needs_train=True),

@@ -32,6 +32,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offbeat.aio import run_beside
 from offbeat.algorithms.coefficients import Coefficients
@@ -48,6 +49,8 @@ from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.functions import at_step
 from offbeat.data.trajectory import Group
+from offbeat.evaluation.files import encode_lines
+from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.fleet.publication import PublishReport
 from offbeat.telemetry.advice import PublishingAdvice
 from offbeat.telemetry.tracker import StatsPart, combine
@@ -207,7 +210,7 @@ class _Training:
                 continue
             await self._parts.publisher.settle()
             with self._record.tracer.span("evaluate", "controller"):
-                evaluation = await evaluator.run()
+                evaluation = await evaluator.run(keep=partial(self._keep, global_step) if self._config.evaluate.keep_samples else None)
             self._record.events.record("evaluation", global_step=global_step, **evaluation.metrics())
             prompts = f"{evaluation.num_prompts} prompts"
             told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
@@ -215,13 +218,16 @@ class _Training:
             self._highlights = self._highlights.evaluated(evaluation.name, evaluation.accuracy, first=global_step == 0)
             if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
                 self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)
-            stats |= evaluation.step_metrics
+            stats |= evaluation.metrics()
         best = self._highlights.best
         if best is not None and best.is_final(self._config.evaluate) and not last:
             self._record.note("no_gain", f"{best.metric} has not risen above {best.value:.3f}, of step {best.global_step}, in"
                               f" {best.num_since} evaluations, so step {global_step} is the last")
             self._state.total_steps = global_step
         return stats
+
+    async def _keep(self, global_step: int, played: EvaluatedSet) -> None:
+        await self._record.evaluation(global_step, played.name, encode_lines(played))
 
     def _is_best(self, global_step: int) -> bool:
         """Whether the model after this step is the best one so far; the initial model is not exported."""

@@ -68,7 +68,9 @@ class Rollouts(Protocol):
 
     def take_stats(self) -> StatsPart: ...
 
-    async def rollout_batch(self, rows: Iterable[Row], *, group_size: int, sampling: Sampling) -> list[Group]: ...
+    async def rollout_batch(
+        self, rows: Iterable[Row], *, group_size: int, sampling: Sampling, on_group: Callable[[Group], None] = ...,
+    ) -> list[Group]: ...
 
 
 class RolloutSource(Protocol):

@@ -13,6 +13,7 @@ from typing import IO, Any, Self
 from offbeat.errors import ConfigError, StorageError
 from offbeat.telemetry.background import BackgroundSink
 from offbeat.telemetry.console import Console
+from offbeat.telemetry.evaluation_log import forget_evaluations, write_evaluation
 from offbeat.telemetry.events import EventLog
 from offbeat.telemetry.rollout_log import write_rollouts
 from offbeat.telemetry.sinks import JsonLines, check_installed, open_sink
@@ -71,6 +72,7 @@ class RunRecord:
     def resume_after(self, global_step: int) -> None:
         """Continue after this step: drop the records of later steps, which are repeated, and report how many earlier ones are missing."""
         self.stats.resume_at(global_step + 1)
+        forget_evaluations(self.run_dir, after=global_step)
         if num_lost := len(set(range(1, global_step + 1)) - self._metrics.steps):
             self.note("rows_lost", f"metrics.jsonl has no rows of {num_lost} of the {global_step} steps that are done")
 
@@ -86,8 +88,21 @@ class RunRecord:
         await self.stored()
         self._stored = self._writer.submit(write_rollouts, self.run_dir / "rollouts", step=step, lines=lines)
 
+    async def evaluation(self, step: int, name: str, lines: Iterable[bytes]) -> None:
+        """Store the answers to an evaluation set on a thread, as `rollouts` does.
+
+        Args:
+            name: of the set; "" for held-out prompts.
+            lines: JSON lines; they are made on the thread, too.
+
+        Raises:
+            StorageError: what was stored before could not be.
+        """
+        await self.stored()
+        self._stored = self._writer.submit(write_evaluation, self.run_dir, step=step, name=name, lines=lines)
+
     async def stored(self) -> None:
-        """Wait until all rollouts are stored.
+        """Wait until all rollouts and answers are stored.
 
         Raises:
             StorageError: they could not be.
@@ -137,6 +152,9 @@ class SilentRecord(RunRecord):
         """Do nothing, since there is nothing to forget."""
 
     async def rollouts(self, step: int, lines: Iterable[bytes]) -> None:
+        """Store nothing."""
+
+    async def evaluation(self, step: int, name: str, lines: Iterable[bytes]) -> None:
         """Store nothing."""
 
 
