@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := passive
 export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 check bench gpu-check faults soak clean
+.PHONY: help quickstart test test-runs test-ray vllm test-vllm test-tinker test-tinker-newest test-tinker-oldest probes test-real cookbook verifiers test-verifiers test-agents smollm2 check docs bench gpu-check faults soak clean
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | sort
 
@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offbeat needs Python 3.11 or later; set PYTHON=/path/to/python")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,hub,reasoning,sinks,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,hub,reasoning,sinks,dev,docs]'
 	touch $(STAMP)
 
 quickstart: $(STAMP)  ## train a small model from scratch, in about a minute
@@ -110,6 +110,9 @@ check: $(STAMP)  ## lint, types, layers, and the table of models in docs/models.
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 	$(BIN)/python tests/families.py
+
+docs: $(STAMP)  ## build the documentation as a site, build/site/index.html; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP) $(TINKER_STAMP)  ## run the benchmarks; each prints one JSON line per figure
 	$(BIN)/python benchmarks/balance.py
