@@ -14,7 +14,8 @@ from offbeat.loading import load_module
 
 _COMMANDS = {
     "quickstart": "quickstart", "train": "train", "sft": "sft", "dpo": "dpo", "reward-model": "reward_model", "eval": "evaluate",
-    "engine": "engine", "serve": "serve", "launch": "launch", "config": "config", "doctor": "doctor", "report": "report"}
+    "engine": "engine", "serve": "serve", "launch": "launch", "config": "config", "doctor": "doctor", "report": "report",
+    "rollouts": "rollouts"}
 """Module of each command."""
 
 _DESCRIPTION = """\

@@ -18,6 +18,7 @@ from offbeat.errors import DataError
 
 FOLDER = "rollouts"
 _FILE = re.compile(r"(step|rejected)-(\d{6,})\.jsonl\.zst")
+_ADDRESS = re.compile(r"(\d{1,12})(r?)\.(\d{1,9})\.(\d{1,9})", re.ASCII)
 _CHUNK_BYTES = 1 << 20
 
 Numbers = list[float | None]
@@ -128,6 +129,49 @@ class KeptFile:
     step: int
     is_rejected: bool
     path: Path = field(compare=False)
+
+
+@dataclass(frozen=True, order=True)
+class Address:
+    """Where a trajectory is among a run's rollouts, written "12.3.0": step 12, group 3 of its file, trajectory 0 of the group.
+
+    "12r.3.0" is in the file of rejected groups.
+    """
+
+    step: int
+    is_rejected: bool
+    group: int
+    place: int
+
+    def __str__(self) -> str:
+        return f"{self.step}{'r' if self.is_rejected else ''}.{self.group}.{self.place}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Read an address.
+
+        Raises:
+            DataError: the text is none.
+        """
+        match = _ADDRESS.fullmatch(text)
+        if match is None:
+            raise DataError(
+                f"a rollout is named by step, group and sample, such as 12.3.0, or 12r.3.0 of a rejected group; got {text[:40]!r}")
+        return cls(int(match[1]), bool(match[2]), int(match[3]), int(match[4]))
+
+
+def find_group(run_dir: Path, address: Address) -> KeptGroup:
+    """Return the group in which a trajectory is.
+
+    Raises:
+        DataError: the run has not kept it, or its file cannot be read.
+    """
+    for file in kept_files(run_dir):
+        if (file.step, file.is_rejected) == (address.step, address.is_rejected):
+            group = group_at(file, address.group)
+            if group is not None and address.place < max(len(group.trajectories), 1):
+                return group
+    raise DataError(f"{run_dir} has no rollout {address}; steps may have been thinned out (telemetry.rollouts_max_bytes)")
 
 
 def kept_files(run_dir: Path) -> list[KeptFile]:
