@@ -1,5 +1,6 @@
 """What the loop does, read from the records of real runs."""
 
+from offbeat.data.kept import read_rollouts
 from offbeat.telemetry.trace import read_trace
 from small_run import SmallRun
 
@@ -16,6 +17,19 @@ def test_every_step_trains_on_full_groups_within_the_bound_and_publishes_the_nex
     assert all(event["canary_gap"] < 1e-3 and not event["quarantined"] for event in finished_run.events("publish"))
     assert [event["global_step"] for event in finished_run.events("evaluation")] == [0, 2]
     assert [event["global_step"] for event in finished_run.events("checkpoint")] == [2]
+
+
+def test_rollouts_are_kept_from_the_first_step_on_with_their_texts_and_advantages(finished_run: SmallRun) -> None:
+    groups = list(read_rollouts(finished_run.folder))
+    assert [group.step for group in groups] == [1, 1, 2, 2]
+    for trajectory in (t for group in groups for t in group.trajectories):
+        assert trajectory.text.startswith(next(group.prompt for group in groups if trajectory in group.trajectories))
+        assert "".join(trajectory.pieces) == trajectory.text and len(trajectory.pieces) == len(trajectory.tokens)
+    for group in groups:
+        rewards = {t.reward for t in group.trajectories}
+        assert all(t.trained == (len(rewards) > 1) for t in group.trajectories)
+    (better, worse), = [sorted(group.trajectories, key=lambda t: -(t.reward or 0)) for group in groups if group.trajectories[0].trained][:1]
+    assert better.advantage is not None and worse.advantage is not None and better.advantage > 0 > worse.advantage
 
 
 def test_staleness_stays_within_the_bound_over_many_steps(stopped_run: SmallRun) -> None:

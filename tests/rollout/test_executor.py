@@ -292,6 +292,7 @@ def test_what_should_accept_refuses_is_recorded_and_replaced() -> None:
             assert [int(group.prompt_id.split(":")[1]) % 2 for group in groups] == [0, 0, 0]
         assert play.rejected
         assert {settled.rejected for settled in play.rejected} == {"not accepted by should_accept"}
+        assert all(settled.played is not None and len(settled.played.trajectories) == 2 for settled in play.rejected)
 
     run(body)
 

@@ -46,6 +46,7 @@ COMMANDS = {
     "config": Command("config", "show, check or explain configurations"),
     "doctor": Command("doctor", "check that this machine is ready"),
     "report": Command("report", "write a run's report as one HTML file"),
+    "rollouts": Command("rollouts", "read a run's rollouts"),
 }
 
 _DESCRIPTION = """\

@@ -37,6 +37,7 @@ HINTS = {
     "checkpoint.every_steps": "use 0 to save only at the end",
     "evaluate.every_steps": "use 0 to evaluate only before the first and after the last step",
     "telemetry.rollouts_every_steps": "use 0 to write no rollouts",
+    "telemetry.rollouts_max_bytes": "use 0 to keep all rollouts",
     "data.heldout_size": "use 0 to hold no prompts out",
 }
 

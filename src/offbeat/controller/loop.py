@@ -44,10 +44,11 @@ from offbeat.controller.evaluate import Evaluator, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
-from offbeat.data import wire
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream
 from offbeat.data.functions import at_step
+from offbeat.data.keeping import keep_lines
+from offbeat.data.pieces import Pieces
 from offbeat.data.trajectory import Group
 from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedSet
@@ -93,6 +94,7 @@ class _Training:
         self._proof: dict[str, float] = {}
         self._advice = PublishingAdvice(parts.config)
         self._coefficients = Coefficients.of(parts.config.algorithm)
+        self._pieces = Pieces(parts.inputs.tokenizer)
 
     async def run(self) -> TrainResult:
         parts, state, config = self._parts, self._state, self._config
@@ -118,12 +120,12 @@ class _Training:
         async with rollouts:
             for step in state.steps():
                 start = time.monotonic()
-                groups, stats = await self._step(step, rollouts)
+                groups, batch, stats = await self._step(step, rollouts)
                 await state.agree(parts.peers)
                 if not state.stopping:
                     stats |= await self._evaluate(evaluators, step.global_step, last=step.global_step == state.total_steps)
                 is_best, last = self._is_best(step.global_step), step.global_step == state.total_steps
-                await self._commit(step, groups, stats, time.monotonic() - start)
+                await self._commit(step, groups, batch, stats, time.monotonic() - start)
                 await parts.peers.meet("commit_stats")
                 await self._checkpoints.export_step(step.global_step)
                 if self._checkpoints.due(step.global_step, last=last or state.stopping or is_best):
@@ -134,7 +136,7 @@ class _Training:
         await self._record.stored()
         return TrainResult(state.global_step, self._highlights, state.stopped_early)
 
-    async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], dict[str, float]]:
+    async def _step(self, step: Step, rollouts: Rollouts) -> tuple[list[Group], Batch, dict[str, float]]:
         """Rollouts to weights: the design's loop."""
         config, span = self._config, self._record.tracer.span
         algorithm = self._coefficients.applied(config.algorithm)
@@ -166,7 +168,7 @@ class _Training:
         parts = await self._parts.peers.gather("export_stats", part)
         stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)
         self._coefficients = self._coefficients.after(stats, config.algorithm)
-        return groups, stats
+        return groups, batch, stats
 
     def _flatten(self, groups: Sequence[Group], algorithm: AlgorithmConfig, step: Step) -> tuple[Batch, StatsPart]:
         """Return the batch of these groups and its statistics; on a thread, as it would hold up the rollouts."""
@@ -256,7 +258,7 @@ class _Training:
         self._record.events.record("resumed", global_step=saved.global_step, version=saved.version, prompts_in_flight=in_flight)
         self._record.console.note(f"resumed after step {saved.global_step}")
 
-    async def _commit(self, step: Step, groups: Sequence[Group], stats: dict[str, float], total_s: float) -> None:
+    async def _commit(self, step: Step, groups: Sequence[Group], batch: Batch, stats: dict[str, float], total_s: float) -> None:
         stats |= {
             "step/total_s": total_s,
             "throughput/generated_tokens_per_s": stats["rollout/generated_tokens"] / total_s,
@@ -271,7 +273,8 @@ class _Training:
             self._record.console.note(advice)
         every = self._config.telemetry.rollouts_every_steps
         if every and step.global_step % every == 0:
-            await self._record.rollouts(step.global_step, (wire.encode_json(group) for group in groups))
+            rows = [self._stream.row(group.prompt_id) for group in groups]
+            await self._record.rollouts(step.global_step, keep_lines(groups, rows, batch, self._pieces, step=step.global_step))
 
 
 class _Clock:

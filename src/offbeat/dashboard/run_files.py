@@ -52,10 +52,7 @@ def read_run(run_dir: Path) -> RunFiles:
     Raises:
         DataError: there is no such folder, or it contains neither `config.toml` nor `metrics.jsonl`.
     """
-    if not run_dir.is_dir():
-        raise DataError(f"run folder {run_dir} does not exist; give a folder such as runs/NAME")
-    if not (run_dir / "config.toml").is_file() and not (run_dir / "metrics.jsonl").is_file():
-        raise DataError(f"{run_dir} is no run: it holds neither config.toml nor metrics.jsonl; give a folder such as runs/NAME")
+    check_run(run_dir)
     config_text = _text(run_dir / "config.toml")
     return RunFiles(
         name=run_dir.resolve().name,
@@ -66,6 +63,19 @@ def read_run(run_dir: Path) -> RunFiles:
         spans=read_trace(run_dir / "trace.json"),
         result=_json_object(_text(run_dir / "result.json")),
     )
+
+
+def check_run(run_dir: Path) -> None:
+    """Check that a folder is a run's; errors are those of `read_run`."""
+    if not run_dir.is_dir():
+        raise DataError(f"run folder {run_dir} does not exist; give a folder such as runs/NAME")
+    if not is_run(run_dir):
+        raise DataError(f"{run_dir} is no run: it holds neither config.toml nor metrics.jsonl; give a folder such as runs/NAME")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's."""
+    return (folder / "config.toml").is_file() or (folder / "metrics.jsonl").is_file()
 
 
 def _finite(value: Any) -> bool:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -59,12 +59,14 @@ class Settled:
     Attributes:
         kind: the reason in two words.
         drawn_again: whether its prompt is drawn again.
+        played: the group as it was played; None if it was cancelled before its end.
     """
 
     prompt_id: str
     rejected: str
     kind: Kind | Literal["too stale"]
     drawn_again: bool = False
+    played: Group | None = field(default=None, compare=False, repr=False)
 
 
 class RolloutExecutor:
@@ -258,10 +260,10 @@ class RolloutExecutor:
         group, failure = await self._settle(prompt_id, row, self._config.group_size, self.sampling, self._accounts)
         if self._tasks.get(prompt_id) is not asyncio.current_task():
             return  # cancelled, but user code swallowed that; by now this prompt belongs to another task
-        group, failure = screen(self._check(group), failure)
+        played = self._check(group)
+        group, failure = screen(played, failure)
         refused: Kind | None = None
         if failure is None:
-            played = group
             group, failure, refused = self._judge(group)
             if refused is not None:
                 self._stream.note(played)
@@ -271,9 +273,9 @@ class RolloutExecutor:
             self._failures.clear()
         del self._tasks[prompt_id]
         if failure is not None:
-            self._drop(group, failure.kind, again=failure.again)
+            self._drop(group, failure.kind, played=played, again=failure.again)
         elif refused is not None:
-            self._drop(group, refused, again=False)
+            self._drop(group, refused, played=played, again=False)
         else:
             self._keep(group)
         if len(self._failures) < self._config.max_failures_in_a_row:
@@ -295,7 +297,7 @@ class RolloutExecutor:
         if unusable := [t.reason for t in group.verdicts if t.unusable is not None]:
             self._on_unusable(group.prompt_id, unusable)
 
-    def _drop(self, group: Group, kind: Kind, *, again: bool) -> None:
+    def _drop(self, group: Group, kind: Kind, *, played: Group, again: bool) -> None:
         """Draw the prompt of a group again if that may help and has not been done too often; otherwise reject it for good."""
         prompt_id, reason = group.prompt_id, str(group.rejected)
         self._gate.release(prompt_id)
@@ -303,14 +305,14 @@ class RolloutExecutor:
         if again and self._num_tries[prompt_id] <= self._config.max_retries:
             self._stream.give_back(prompt_id)
             self._outcomes.drawn_again()
-            self._on_rejected(Settled(prompt_id, reason, kind, drawn_again=True))
+            self._on_rejected(Settled(prompt_id, reason, kind, drawn_again=True, played=played))
             return
         if self._num_tries[prompt_id] > 1:
             reason = f"{reason} (the last of {self._num_tries[prompt_id]} tries)"
         del self._num_tries[prompt_id]
         self._num_rejected += 1
         self._outcomes.settled(prompt_id, kind, reason)
-        self._on_rejected(Settled(prompt_id, reason, kind))
+        self._on_rejected(Settled(prompt_id, reason, kind, played=played))
 
     async def _settle(
         self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, accounts: Accounts,

@@ -19,6 +19,8 @@ from offbeat.controller.parts import Rollouts
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.functions import resolve
+from offbeat.data.keeping import keep_rejected_line
+from offbeat.data.pieces import Pieces
 from offbeat.data.reward_model import PREFIX
 from offbeat.data.row import Row
 from offbeat.engine.reward_options import RewardModelOptions
@@ -80,10 +82,16 @@ class EngineRollouts:
                 algorithm, batch_size=config.consumer_batch_size, num_rejected=num_flat_rejected,
                 warn=partial(record.note, "dynamic_sampling"))
 
+        pieces = Pieces(self.inputs.tokenizer)
+
         def on_rejected(settled: Settled) -> None:
             record.events.record(
                 "drawn_again" if settled.drawn_again else "rejected", prompt_id=settled.prompt_id, why=settled.kind,
                 reason=settled.rejected)
+            if settled.played is not None and self.config.telemetry.rollouts_every_steps:
+                record.reject(settled.played.num_tokens, partial(
+                    keep_rejected_line, group=settled.played, row=stream.row(settled.prompt_id), pieces=pieces, reason=settled.rejected,
+                    why=settled.kind, drawn_again=settled.drawn_again))
 
         executor = RolloutExecutor(
             gate=gate, stream=stream, workflow=self.user_code.workflow, make_episode=self._episode, config=config,

@@ -260,7 +260,7 @@ def _open_record(
     check_resumption(config, identity, kind=kind)
     record = RunRecord(
         config.run_dir, trace=config.telemetry.trace, console=console, sinks=config.telemetry.sinks,
-        settings=config.model_dump(mode="json"))
+        settings=config.model_dump(mode="json"), rollouts_max_bytes=config.telemetry.rollouts_max_bytes or None)
     set_up_logging(record.log_dir / ("controller.log" if rank_info.world == 1 else "rank-0.log"), debug=debug)
     if aside is not None and not fresh:
         record.note("begun_anew", f"no checkpoint was there to go on from, so the run begins anew; what it had is kept in {aside}")
