@@ -87,7 +87,7 @@ def test_what_a_curriculum_needs_of_the_data_does_not_bind_a_set() -> None:
      "evaluate.sets.a.every_steps must be >= 0, got -1; use 0 to evaluate only before the first and after the last step"),
     ("a.rollout.max_new_tokens", "many", "evaluate.sets.a.rollout.max_new_tokens must be an integer, got 'many'"),
     ("a.data.format", "gsm9k",
-     "evaluate.sets.a.data.format must be one of 'prompt_answer', 'gsm8k', 'messages', got 'gsm9k'; did you mean 'gsm8k'?"),
+     "evaluate.sets.a.data.format must be one of 'auto', 'prompt_answer', 'gsm8k', 'messages', got 'gsm9k'; did you mean 'gsm8k'?"),
     ("a.max_new_tokens", "5",
      "evaluate.sets.a.max_new_tokens is not a setting of an evaluation set; did you mean evaluate.sets.a.rollout.max_new_tokens?"),
     ("a.num_prompt", "5", "evaluate.sets.a.num_prompt is not a setting of an evaluation set; did you mean evaluate.sets.a.num_prompts?"),

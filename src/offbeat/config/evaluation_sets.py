@@ -18,13 +18,15 @@ _PLAYED = ("program", "command", "environment", "tools")
 _TABLES: dict[str, tuple[str, ...]] = {
     "evaluate": ("every_steps", "num_prompts", "samples_per_prompt", "pass_at", "temperature", "timeout_s"),
     "data": (
-        "task", "task_size", "task_options", "path", "split", "format", "prompt_field", "answer_field", "chat_template", "system_prompt",
-        "max_prompt_tokens"),
+        "task", "task_size", "task_options", "path", "split", "format", "prompt", "prompt_field", "answer_field", "system_field",
+        "max_unusable_rows", "chat_template", "chat_template_kwargs", "system_prompt", "max_prompt_tokens"),
     "rollout": (
         "workflow", "reward", "reward_workers", "reward_timeout_s", "reward_memory_bytes", "reward_env", "max_concurrent_rollouts",
         "episode_timeout_s", "max_retries", "max_new_tokens", "top_p", "top_k", "stop", "stop_token_ids"),
     "agent": tuple(AgentConfig.model_fields),
 }
+_OF_RECORDS = ("prompt", "prompt_field", "answer_field", "system_field")
+"""Settings of [data] that say how a record becomes a row, and that a task does not have."""
 _OF_RUN = {"sets": {}, "keep_best": "", "stop_after_no_gain": 0}
 """Settings of [evaluate] that are about all sets."""
 _KEYS = tuple(f"{section}.{name}".removeprefix("evaluate.") for section, names in _TABLES.items() for name in names)
@@ -131,8 +133,13 @@ def _replace_what_excludes(own: dict[str, dict[str, Any]], run: Mapping[str, Any
     data, rollout, agent = own["data"], own["rollout"], own["agent"]
     if "task" in data or "path" in data:
         own["data"] = {"task": "", "path": "", "task_options": (), "heldout_path": "", "heldout_split": "", **data}
+        if data.get("task"):
+            own["data"] = {**dict.fromkeys(_OF_RECORDS, ""), **own["data"]}
     elif "split" in data:
         own["data"] = {"heldout_path": "", "heldout_split": "", **data}
+    for name, other in (("prompt", "prompt_field"), ("prompt_field", "prompt")):
+        if own["data"].get(name):
+            own["data"].setdefault(other, "")
     other_workflow = "workflow" in rollout and rollout["workflow"] != run["rollout"]["workflow"]
     if other_workflow or any(name in agent for name in _PLAYED):
         own["agent"] = {name: () if name in ("command", "tools") else "" for name in _PLAYED} | {"options": ()} | agent

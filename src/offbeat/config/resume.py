@@ -62,7 +62,7 @@ _TABLE: dict[Change, list[str]] = {
     Change.TOLD: [
         "run.total_steps",
         *_of("model", "dtype lora.dropout"),
-        *_of("data", "chat_template system_prompt max_prompt_tokens"),
+        *_of("data", "chat_template chat_template_kwargs system_prompt max_prompt_tokens"),
         *(key for key, _ in settings() if key.startswith(("algorithm.", "critic.", "curriculum.")) and key not in _ALGORITHM_CODE),
         "train.precision", *(f"train.optimizer.{name}" for name in _OPTIMIZER),
         *_of("sft", "total_steps batch_size assistant_turns too_long stop_at_accuracy"), *(f"sft.optimizer.{name}" for name in _OPTIMIZER),
@@ -81,7 +81,7 @@ _TABLE: dict[Change, list[str]] = {
     Change.CONTENT: [
         *_of("model", "path tokenizer"),
         *_of("model.tiny", "hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size max_positions"),
-        *_of("data", "task task_size task_options path split format prompt_field answer_field"),
+        *_of("data", "task task_size task_options path split format prompt prompt_field answer_field system_field max_unusable_rows"),
     ],
     Change.HELD_OUT: _of("data", "heldout_path heldout_split heldout_size"),
     Change.CODE: [*_of("rollout", "workflow reward should_accept"), *_of("agent", "program command environment tools"), *_ALGORITHM_CODE],

@@ -190,11 +190,11 @@ async def open_user_code(
 
     What a set has in common with the run, or with a set before it, is started once.
     """
-    def workflow_of(own: Config, folder: Path) -> Awaitable[Workflow]:
-        return open_workflow(stack, own, tokenizer=inputs.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
+    def workflow_of(own: Config, of_set: RunInputs, folder: Path) -> Awaitable[Workflow]:
+        return open_workflow(stack, own, tokenizer=of_set.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
 
     code = UserCode(*await both(
-        open_rewards(stack, inputs, config, record, launcher=launcher), workflow_of(config, record.log_dir)))
+        open_rewards(stack, inputs, config, record, launcher=launcher), workflow_of(config, inputs, record.log_dir)))
     rewards, workflows = {_what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
     sets: dict[str, UserCode] = {}
     for name, of_set in inputs.sets.items():
@@ -203,7 +203,7 @@ async def open_user_code(
         if judges not in rewards:
             rewards[judges] = await open_rewards(stack, of_set, own, record, launcher=launcher, of_set=name)
         if plays not in workflows:
-            workflows[plays] = await workflow_of(own, _log_dir(record, name))
+            workflows[plays] = await workflow_of(own, of_set, _log_dir(record, name))
         sets[name] = UserCode(rewards[judges], workflows[plays])
     return replace(code, sets=sets)
 
@@ -233,7 +233,7 @@ def _what_judges(config: Config) -> Hashable:
 
 def _what_plays(config: Config) -> Hashable:
     """Return everything that `open_workflow` reads and that may differ between a run and its evaluation sets."""
-    return config.rollout.workflow, config.agent, config.data.system_prompt
+    return config.rollout.workflow, config.agent, config.data.system_prompt, tuple(config.data.chat_template_kwargs.items())
 
 
 def _log_dir(record: RunRecord, of_set: str) -> Path:
@@ -254,8 +254,7 @@ async def open_rewards(
     rollout, reward, log_dir = config.rollout, choose_reward(config), _log_dir(record, of_set)
     if reward.startswith(PREFIX):
         options = RewardModelOptions(
-            reward.removeprefix(PREFIX), config.model.dtype, config.data.system_prompt if config.data.chat_template else "",
-            config.train.max_tokens_per_microbatch)
+            reward.removeprefix(PREFIX), config.model.dtype, config.data.system_prompt, config.train.max_tokens_per_microbatch)
         rewards = await stack.enter_async_context(ModelReward(
             launcher, options, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
             start_timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, threads=config.inference.threads or 1,

@@ -232,6 +232,12 @@ def execute(
     placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
     config = choose_threads(placed, cores=cores, rank_info=rank_info, serves=inputs.plays)
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
+        for reason in inputs.unusable:
+            record.events.record("unusable_row", reason=reason)
+        if inputs.unusable:
+            record.console.note(
+                f"rows that cannot be used and are left out: {len(inputs.unusable)}, with the reasons in events.jsonl; the first:"
+                f" {inputs.unusable[0]}")
         if devices:
             record.console.note(describe_devices(config, devices=devices))
         if config != placed:
