@@ -143,6 +143,7 @@ def test_an_engine_that_heals_finds_a_damaged_version_whole_again(tmp_path: Path
 
             async def publish_and(damage: Callable[[Path], object], version: int) -> None:
                 await publisher.publish(version)
+                await publisher.settle()
                 assert publisher.current is not None
                 damage(Path(publisher.current.folder) / "model.safetensors")
 
@@ -171,7 +172,11 @@ def test_engines_receive_what_they_would_read_and_one_that_dies_meanwhile_takes_
                 to = Channel(
                     config.weights_dir, keep=2, canary=CANARY, write=trainers.write_weights, incarnation="a",
                     num_receivers=lambda: len(clients) * (version % 2))
-                return await WeightsPublisher(pool, to, config.weights, judge=Judge(tolerance=1e-3)).publish(version)
+                reports: list[PublishReport] = []
+                async with WeightsPublisher(pool, to, config.weights, judge=Judge(tolerance=1e-3)) as publisher:
+                    await publisher.publish(version, on_served=reports.append)
+                    await publisher.settle()
+                return reports[0]
 
             proofs = []
             for version in (0, 1):

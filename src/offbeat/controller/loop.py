@@ -9,17 +9,19 @@
          │                            │                                        │ its micro-batches; the last one reduces
          │                            │                                        │ gradients over ranks; optimizer step
          │                            │◀── Trained: metrics of all ranks ──────┤
+         │                            │ gate: advance, the next step may begin │
          │                            ├── WriteRequest: version, canary ──────▶│ score the canary; rank 0 writes a folder,
          │                            │◀── Written: fingerprint, logprobs ─────┤ or offers a broadcast
-         │◀── stage and switch ───────┤ publisher: one Manifest to all         │
-         ├─── Proof ─────────────────▶│ judge: is it what the trainer wrote?   │
-         │                            │ gate: advance, which admits prompts    │
+         │◀── stage and switch ───────┤ publisher: one Manifest to each        │ the next step, where its groups are there
+         ├─── Proof ─────────────────▶│ judge: is it what the trainer wrote?   │ already
+         │                            │ gate: serve, which admits prompts      │
 
 What runs at the same time:
 
     train          consumes batches of groups; produces weights; waits for rollouts, ranks and engines, each under a named deadline
     the executor   (rollout/executor.py) generates all the while, as far ahead as the staleness bound allows
-    the publisher  may bring a version to the engines beside the loop; the next step, evaluation and checkpoint wait until they serve it
+    the publisher  brings versions to the engines beside the loop, each engine at its own pace; a step waits until none is more versions
+                   behind than the staleness bound allows, evaluation and checkpoint until all serve the newest
     watch          ends the run when too few engines are alive
 
 What computes on a whole batch runs on a thread, one such part after another, so that answers of engines are read meanwhile.
@@ -142,7 +144,8 @@ class _Training:
         algorithm = self._coefficients.applied(config.algorithm)
         clock = _Clock()
         with span("rollout", "controller", step=step.global_step):
-            await self._parts.publisher.settle()  # the gate opens when engines serve the version that this step trains
+            # Groups for this step can only be there when no engine is further behind the version that it trains.
+            await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
             groups = await rollouts.prepare_batch()
         waited_s = clock.lap()
@@ -159,7 +162,8 @@ class _Training:
             stats = await self._train(batch, step)
         trained_s = made_s + clock.lap()
         with span("publish", "controller", version=step.next_version):
-            await self._publish(step.next_version, rollouts.advance)
+            rollouts.advance(step.next_version)
+            await self._publish(step.next_version, rollouts.serve)
         times = {
             "step/rollout_wait_s": waited_s, **({"step/score_s": scored_s} if scored_s else {}), "step/train_s": trained_s,
             "step/publish_s": gate_s + clock.lap()}
@@ -189,7 +193,7 @@ class _Training:
         return stats | await self._parts.trainers.train_step(batch, num_minibatches=config.algorithm.num_minibatches)
 
     async def _publish(self, version: Version, on_serving: Callable[[Version], None] = lambda _version: None) -> None:
-        """Publish. When engines serve the version, which may be later, record how it went and tell `on_serving`."""
+        """Publish: return when the version is written. When engines serve it, record how it went and tell `on_serving`."""
 
         def served(report: PublishReport) -> None:
             self._proof = {

@@ -206,8 +206,12 @@ class RolloutExecutor:
                 f" {self._num_rejected} were rejected in this run, events.jsonl says why") from exc
 
     def advance(self, version: Version) -> None:
-        """Note that engines serve `version`, and admit groups for it unless the executor was left meanwhile."""
+        """Note that the step whose groups were taken last has made `version`: the next step may take groups."""
         self._gate.advance(version)
+
+    def serve(self, version: Version) -> None:
+        """Note that engines serve `version`, and admit groups for it unless the executor was left meanwhile."""
+        self._gate.serve(version)
         self._admit()
 
     def take_stats(self) -> StatsPart:
@@ -283,9 +287,8 @@ class RolloutExecutor:
         self._changed.set()
 
     def _check(self, group: Group) -> Group:
-        # A publish is verified on the engines a moment before the gate is told of it.
         checked = replace(group, trajectories=self._door.check(
-            group.trajectories, oldest=group.admitted_version, newest=self._gate.version + 1))
+            group.trajectories, oldest=group.admitted_version, newest=self._gate.version))
         self._outcomes.played(group.prompt_id, checked.verdicts)
         return checked
 
@@ -318,7 +321,7 @@ class RolloutExecutor:
         self, prompt_id: str, row: Row, group_size: int, sampling: Sampling, accounts: Accounts,
     ) -> tuple[Group, Failure | None]:
         """Play one group. A failure is data: the group carries the reason, and the failure is returned with it."""
-        version = self._gate.version
+        version = self._gate.served
         try:
             episode = self._make_episode(row, group_size, sampling)
         except Exception as exc:  # the tokenizer or the chat template cannot handle the prompt

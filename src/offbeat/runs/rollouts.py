@@ -162,7 +162,7 @@ class NoEngines:
     async def publish(self, version: Version, *, on_served: OnServed) -> None:
         """See `Publishing.publish`."""
 
-    async def settle(self) -> None:
+    async def settle(self, *, behind: int = 0) -> None:
         """See `Publishing.settle`."""
 
     async def watch(self) -> None:

@@ -62,6 +62,9 @@ class NoRollouts:
     def advance(self, version: Version) -> None:
         """Do nothing, since nothing is admitted."""
 
+    def serve(self, version: Version) -> None:
+        """Do nothing, since nothing is admitted."""
+
     def take_stats(self) -> StatsPart:
         """Return empty statistics."""
         return StatsPart()
