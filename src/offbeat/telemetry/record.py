@@ -176,6 +176,7 @@ def remove_empty_logs(folder: Path) -> None:
             if not log.stat().st_size:
                 log.unlink()
 
+
 def lock_run(run_dir: Path) -> IO[str]:
     """Lock a run's folder for this process until the returned file is closed.
 
