@@ -27,5 +27,6 @@ def test_one_interrupt_ends_after_the_step_and_saves(stopped_run: SmallRun) -> N
     events = printed(stopped_run)
     assert {"event": "note", "text": "stopping after this step; press Ctrl-C again to stop at once"} in events
     assert events[-1]["stopped_early"] is True
+    assert "to go on" not in stopped_run.done.stdout, "programs know how they have called it"
     last = stopped_run.metrics()[-1]["global_step"]
     assert (stopped_run.folder / "checkpoints" / f"step-{last:08d}" / "complete.json").exists()

@@ -6,7 +6,8 @@ Exit codes: 0 done, 1 a run failed, 2 user error, 130 interrupted.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -102,8 +103,24 @@ def build_parser(command: str) -> argparse.ArgumentParser:
         return parser
     if COMMANDS[command].needs_train:
         require("train", TRAIN, wanted_by=f"offbeat {command}")
-    load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
+    with _loading_hint(command):
+        load_module(f"offbeat.cli.{COMMANDS[command].module}").add_parser(commands)
     return parser
+
+
+@contextmanager
+def _loading_hint(command: str) -> Iterator[None]:
+    """Say on a terminal that libraries are loaded, which takes seconds where a command trains, and take it back."""
+    says = COMMANDS[command].needs_train and sys.stdout.isatty() and "--json" not in sys.argv
+    if says:
+        sys.stdout.write(f"offbeat {command}: loading")
+        sys.stdout.flush()
+    try:
+        yield
+    finally:
+        if says:
+            sys.stdout.write("\r\x1b[2K")
+            sys.stdout.flush()
 
 
 class _Version(argparse.Action):

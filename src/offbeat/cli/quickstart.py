@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.cli.common import add_json_argument, keep_private, make_console, report_line
+from offbeat.cli.common import add_json_argument, given_words, keep_private, make_console, report_line, telling_how_to_go_on
 from offbeat.config.load import load_config
 from offbeat.errors import NotLearnedError
 from offbeat.runs.run import run_training
@@ -38,10 +38,15 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """
     config = load_config(str(_CONFIG), [("run.name", "quickstart"), ("run.seed", str(args.seed)), *overrides])
     keep_private(config)
-    result = run_training(config, make_console(config, args, sys.stdout), debug=args.debug, fresh=True)
-    if result is None:  # a rank in SPMD mode; the leader reports for all
-        return 0
-    report_line(config, args)
+    # The quick start itself begins anew each time.
+    again = given_words("train", str(config.run_dir / "config.toml"))
+    with telling_how_to_go_on(config, args, again) as stopped, make_console(config, args, sys.stdout) as console:
+        result = run_training(config, console, debug=args.debug, fresh=True)
+        if result is None:  # a rank in SPMD mode; the leader reports for all
+            return 0
+        if result.stopped_early:
+            stopped()
+        report_line(config, args)
     if result.stopped_early:
         return 130
     before, after = result.heldout_before or 0.0, result.heldout_after or 0.0

@@ -44,6 +44,7 @@ from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.checkpoints import Checkpoints
 from offbeat.controller.evaluate import Evaluator, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
+from offbeat.controller.samples import best_and_worst
 from offbeat.controller.scoring import score_batch
 from offbeat.controller.state import HeadState, Highlights, RunState, SavedState, Step
 from offbeat.data.batch import Batch
@@ -55,6 +56,7 @@ from offbeat.data.trajectory import Group
 from offbeat.evaluation.files import encode_lines
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.fleet.publication import PublishReport
+from offbeat.phase import phase
 from offbeat.telemetry.advice import PublishingAdvice
 from offbeat.telemetry.tracker import StatsPart, combine
 from offbeat.types import Version
@@ -111,8 +113,9 @@ class _Training:
         await state.agree(parts.peers)
         if state.stopping:
             return TrainResult(state.global_step, self._highlights, state.stopped_early)
-        await self._publish(state.version)
-        await parts.publisher.settle()  # rollouts begin with it
+        with phase("publishing the initial weights"):
+            await self._publish(state.version)
+            await parts.publisher.settle()  # rollouts begin with it
         rollouts = parts.source.rollouts(
             self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
         evaluators = make_evaluators(rollouts, parts.source, parts.inputs, config, parts.peers)
@@ -273,6 +276,7 @@ class _Training:
         self._highlights = replace(self._highlights, max_staleness=staleness)
         self._record.stats.commit(self._stream.state().epoch, step.global_step, step.global_step, stats)
         self._record.console.update(step.global_step, stats)
+        self._record.console.offer(partial(best_and_worst, step.global_step, groups, self._parts.inputs.tokenizer))
         if advice := self._advice.look(stats):
             self._record.console.note(advice)
         every = self._config.telemetry.rollouts_every_steps

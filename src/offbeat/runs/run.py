@@ -227,11 +227,14 @@ def execute(
     """
     rank_info = read_rank_info(config)
     given, cores = resolve_ranks(config, rank_info), usable_cores()
+    if rank_info.leads:
+        console.hint(f"{config.run.name}: reading the model and the data")
     inputs = _KINDS[kind].read(given)
     devices = usable_devices()
     placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
     config = choose_threads(placed, cores=cores, rank_info=rank_info, serves=inputs.plays)
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
+        record.console.open(config.run.name)
         for reason in inputs.unusable:
             record.events.record("unusable_row", reason=reason)
         if inputs.unusable:
@@ -300,6 +303,7 @@ async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, re
 
     loop.add_signal_handler(signal.SIGINT, interrupted, "stopping after this step; press Ctrl-C again to stop at once")
     loop.add_signal_handler(signal.SIGTERM, interrupted, "asked to end, so this step is the last")
+    loop.add_signal_handler(signal.SIGUSR1, record.console.show_samples)
     async with open_run(config, rank_info, inputs, record) as parts:
         begun = True
         return await body(parts, state)
