@@ -1,0 +1,34 @@
+"""Every sentence on the page of troubleshooting is one that the source can say."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ELSEWHERE = {"`command not found`", "`offbeat: unexpected OutOfMemoryError`", "`….damaged`"}
+"""Said by the shell, by torch, and by a suffix of a folder's name."""
+
+ROWS = [line.split(" | ")[0].removeprefix("| ") for line in (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")]
+
+
+def texts() -> Iterator[str]:
+    """All strings of the source, with `…` for what is filled in."""
+    for path in sorted((ROOT / "src" / "offbeat").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+SOURCE = "\n".join(texts())
+
+
+@pytest.mark.parametrize("quoted", [row for row in ROWS if row not in ELSEWHERE])
+def test_a_quoted_sentence_can_be_said(quoted: str) -> None:
+    words = [re.escape(part.strip()) for part in quoted.strip("`").split("…") if part.strip(" ;,.")]
+    assert words and re.search(r"[^\n]*".join(words), SOURCE), f"nothing in the source says {quoted}"
