@@ -41,6 +41,7 @@ async def play(episode):
 """
 
 GIVEN: Mapping[str, str] = {
+    "data.chat_template_kwargs": "{loud = true}", "rollout.rewards": '{"code.py:score" = 1.0}',
     "data.task": "addition", "data.max_prompt_tokens": "20", "data.system_prompt": "be brief", "algorithm.preset": "dr_grpo",
     "algorithm.dual_clip": "3", "algorithm.gamma": "0.9", "algorithm.filters": '[{metric = "k2", high = 1.0}]',
     "sft.stop_at_accuracy": "0.5", "rollout.reward": f"{REWARDS}:equal", "rollout.top_p": "0.9",
@@ -65,6 +66,7 @@ WITH: Mapping[str, Mapping[str, str]] = {
     "algorithm.anchor": {"algorithm.weight": "none"}, "algorithm.constants": {"algorithm.objective": "sapo"},
     "algorithm.cov_control": {"algorithm.objective": "ppo"}, "algorithm.turn_gamma": {"algorithm.turn_credit": "return"},
     "algorithm.state_weight": {"algorithm.turn_credit": "state"}, "evaluate.samples_per_prompt": {"evaluate.temperature": "1"},
+    "data.system_prompt": {"data.chat_template": "true"}, "rollout.rewards": {"rollout.reward": ""},
     "evaluate.stop_after_no_gain": {"evaluate.keep_best": "eval/accuracy", "evaluate.every_steps": "1"},
 }
 """What is changed along with a setting that cannot be changed alone."""
@@ -222,6 +224,10 @@ def _file_cases() -> Iterator[Case]:
     yield Case("`data.path`: the same rows in another file", Change.FREE, {"data.path": "moved.jsonl"}, base="file", edit=move)
     yield Case("`data.prompt_field`", Change.CONTENT, {"data.prompt_field": "question"}, base="file", told="data.prompt_field")
     yield Case("`data.answer_field`", Change.CONTENT, {"data.answer_field": "result"}, base="file", told="data.answer_field")
+    yield Case("`data.prompt`", Change.CONTENT, {"data.prompt": "{question}"}, base="file", told="data.prompt")
+    yield Case("`data.max_unusable_rows`", Change.CONTENT, {"data.max_unusable_rows": "1"}, base="file", edit=lines(
+        lambda rows: ["no JSON\n", *rows[1:]]), told="data.max_unusable_rows")
+    yield Case("`data.max_unusable_rows`, of rows that can all be used", Change.FREE, {"data.max_unusable_rows": "1"}, base="file")
     yield Case("`data.format`", Change.CONTENT, {"data.format": "gsm8k"}, base="file", told="data.format")
     yield Case("`data.heldout_path`", Change.CONTENT, {"data.heldout_path": "rows.jsonl"}, base="file", told="other data")
     yield Case("`data.task` instead of `data.path`", Change.CONTENT, {"data.task": "addition", "data.path": ""}, base="file",

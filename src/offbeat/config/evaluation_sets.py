@@ -21,8 +21,8 @@ _TABLES: dict[str, tuple[str, ...]] = {
         "task", "task_size", "task_options", "path", "split", "format", "prompt", "prompt_field", "answer_field", "system_field",
         "max_unusable_rows", "chat_template", "chat_template_kwargs", "system_prompt", "max_prompt_tokens"),
     "rollout": (
-        "workflow", "reward", "reward_workers", "reward_timeout_s", "reward_memory_bytes", "reward_env", "max_concurrent_rollouts",
-        "episode_timeout_s", "max_retries", "max_new_tokens", "top_p", "top_k", "stop", "stop_token_ids"),
+        "workflow", "reward", "rewards", "reward_workers", "reward_timeout_s", "reward_memory_bytes", "reward_env",
+        "max_concurrent_rollouts", "episode_timeout_s", "max_retries", "max_new_tokens", "top_p", "top_k", "stop", "stop_token_ids"),
     "agent": tuple(AgentConfig.model_fields),
 }
 _OF_RECORDS = ("prompt", "prompt_field", "answer_field", "system_field")
@@ -137,9 +137,12 @@ def _replace_what_excludes(own: dict[str, dict[str, Any]], run: Mapping[str, Any
             own["data"] = {**dict.fromkeys(_OF_RECORDS, ""), **own["data"]}
     elif "split" in data:
         own["data"] = {"heldout_path": "", "heldout_split": "", **data}
-    for name, other in (("prompt", "prompt_field"), ("prompt_field", "prompt")):
-        if own["data"].get(name):
-            own["data"].setdefault(other, "")
+    for section, name, other, nothing in (
+        ("data", "prompt", "prompt_field", ""), ("data", "prompt_field", "prompt", ""), ("rollout", "reward", "rewards", {}),
+        ("rollout", "rewards", "reward", ""),
+    ):
+        if own[section].get(name):
+            own[section].setdefault(other, nothing)
     other_workflow = "workflow" in rollout and rollout["workflow"] != run["rollout"]["workflow"]
     if other_workflow or any(name in agent for name in _PLAYED):
         own["agent"] = {name: () if name in ("command", "tools") else "" for name in _PLAYED} | {"options": ()} | agent

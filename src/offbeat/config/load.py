@@ -24,6 +24,8 @@ Override = tuple[str, str]
 
 _OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
 
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
 # Advice about a refused value, where the bound alone does not suffice.
 HINTS = {
     "run.name": "use letters, digits, '.', '_' and '-', starting with a letter or digit",
@@ -268,11 +270,15 @@ def _annotation(key: str) -> Any:
 def _toml_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     leaves = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
     if leaves:
-        yield f"\n[{'.'.join(path)}]"
-        yield from (f"{name} = {toml_value(value)}" for name, value in leaves.items())
+        yield f"\n[{'.'.join(map(_toml_key, path))}]"
+        yield from (f"{_toml_key(name)} = {toml_value(value)}" for name, value in leaves.items())
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _toml_tables(value, (*path, name))
+
+
+def _toml_key(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else toml_value(name)
 
 
 def toml_value(value: bool | int | float | str | Mapping[str, Any] | Sequence[Any]) -> str:
@@ -285,5 +291,5 @@ def toml_value(value: bool | int | float | str | Mapping[str, Any] | Sequence[An
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {toml_value(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + "}"
     return f"[{', '.join(toml_value(item) for item in value)}]"

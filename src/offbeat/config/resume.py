@@ -84,7 +84,8 @@ _TABLE: dict[Change, list[str]] = {
         *_of("data", "task task_size task_options path split format prompt prompt_field answer_field system_field max_unusable_rows"),
     ],
     Change.HELD_OUT: _of("data", "heldout_path heldout_split heldout_size"),
-    Change.CODE: [*_of("rollout", "workflow reward should_accept"), *_of("agent", "program command environment tools"), *_ALGORITHM_CODE],
+    Change.CODE: [
+        *_of("rollout", "workflow reward rewards should_accept"), *_of("agent", "program command environment tools"), *_ALGORITHM_CODE],
 }
 
 CHANGES: dict[str, Change] = {key: change for change, keys in _TABLE.items() for key in keys}

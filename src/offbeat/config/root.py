@@ -382,6 +382,12 @@ class Config(Section):
         rollout = self.rollout
         if not all(rollout.stop):
             raise ValueError("rollout.stop must not hold an empty string, which every text ends with; leave it out")
+        weights = {abs(weight) for weight in rollout.rewards.values()}
+        if self.algorithm.separate_rewards and self.algorithm.scale != "none" and len(weights) > 1:
+            raise ValueError(
+                f"rollout.rewards must have equal weights with algorithm.separate_rewards and algorithm.scale = '{self.algorithm.scale}',"
+                f" got {', '.join(f'{weight:g}' for weight in sorted(weights))}; each reward is divided by its own deviation, which undoes"
+                " its weight")
         if rollout.reward_timeout_s >= rollout.episode_timeout_s:
             raise ValueError(
                 f"rollout.episode_timeout_s must be above rollout.reward_timeout_s = {rollout.reward_timeout_s:g}, got"

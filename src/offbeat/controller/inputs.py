@@ -8,6 +8,7 @@ from typing import Any
 
 from offbeat.config.agent import PLAYS
 from offbeat.config.resume import remembered
+from offbeat.config.rollout import REWARDS
 from offbeat.config.root import Config
 from offbeat.data.dataset import Dataset, ListDataset, PromptDataset, check_lengths, messages_of, open_datasets, sft_sequence
 from offbeat.data.ends import Ends, find_ends
@@ -27,8 +28,8 @@ from offbeat.trainer.messages import BuildRequest, Trainee
 _MAX_CANARY_TOKENS = 64
 _PROBE_TEXT = f"{string.printable} Offbeat goes on where it stopped: 3.14159 * 2 = 6.28318?\n\tÄpfel, 你好, naïve, don't, return x[0]"
 """Covers what tokenizers differ in; its encoding stands for the tokenizer in a run's identity."""
-_MATH_REWARD = "offbeat.rollout.rewards.math:math_reward"
-_EXACT_MATCH = "offbeat.rollout.rewards.exact_match:exact_match"
+_COMPARING = (REWARDS["exact_match"], REWARDS["math"])
+"""Rewards that compare with the row's answer."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def read_inputs(config: Config, *, trains: bool = True, supervised: bool = False
 def needs_answer(config: Config, *, supervised: bool) -> bool:
     """Whether a row without an answer cannot be used: it is imitated, or shown to a teacher, or compared with what the policy says."""
     shown = supervised or config.run.warm_up or config.algorithm.teaches_itself
-    return shown or choose_reward(config) in (_MATH_REWARD, _EXACT_MATCH)
+    return shown or any(name in _COMPARING for name in choose_rewards(config))
 
 
 def check_system_prompt(config: Config, base: Base, row: Row) -> None:
@@ -216,11 +217,14 @@ def read_pair_inputs(config: Config, *, unpaired: bool = False, rewards: bool = 
 
 
 def _identify(config: Config, base: Base, train: Dataset[Any]) -> Identity:
-    code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": choose_reward(config),
+    rewards = choose_rewards(config)
+    code = {"rollout.workflow": config.rollout.workflow, "rollout.reward": "" if config.rollout.rewards else next(iter(rewards)),
             "rollout.should_accept": config.rollout.should_accept, "algorithm.objective": config.algorithm.objective,
             "algorithm.credit": config.algorithm.credit, "agent.program": config.agent.program,
             "agent.environment": _module_of(config.agent.environment)}
     digests = {setting: _digest_of_code(name) for setting, name in code.items()}
+    several = [[_digest_of_code(name), weight] for name, weight in rewards.items()] if config.rollout.rewards else []
+    digests["rollout.rewards"] = digest_of(several) if several else ""
     digests["agent.command"] = command_digest(config.agent.command)
     digests["agent.tools"] = digest_of([_digest_of_tool(tool) for tool in config.agent.tools]) if config.agent.tools else ""
     return Identity(
@@ -312,13 +316,23 @@ def _rendering(tokenizer: Tokenizer, config: Config) -> Tokenizer:
     return replace(tokenizer, template_kwargs=config.data.chat_template_kwargs)
 
 
-def choose_reward(config: Config) -> str:
-    """Return the configured reward, or the one that suits the data."""
-    if config.rollout.reward:
-        return config.rollout.reward
+def choose_rewards(config: Config) -> dict[str, float]:
+    """Return the configured rewards, each with its weight: by dotted name, the folder of a model or the file of a judge.
+
+    It is the one that suits the data if none is configured.
+    """
+    rollout = config.rollout
+    if rollout.rewards or rollout.reward:
+        return {REWARDS.get(name, name): weight for name, weight in (rollout.rewards or {rollout.reward: 1.0}).items()}
     if config.data.task:
-        return find_task(config.data).reward
-    return _MATH_REWARD if config.data.format == "gsm8k" else _EXACT_MATCH
+        return {find_task(config.data).reward: 1.0}
+    return {REWARDS["math" if config.data.format == "gsm8k" else "exact_match"]: 1.0}
+
+
+def reward_model_of(config: Config) -> str:
+    """Return the folder or hub id of the reward model that judges; empty if functions do."""
+    name = next(iter(choose_rewards(config)))
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
 
 
 def choose_canary(inputs: RunInputs, config: Config) -> tuple[int, ...]:

@@ -14,14 +14,13 @@ from offbeat.aio import both
 from offbeat.algorithms.experience import sft_batch
 from offbeat.config.agent import PLAYS
 from offbeat.config.root import Config
-from offbeat.controller.inputs import RunInputs, choose_reward
+from offbeat.controller.inputs import RunInputs, choose_rewards, reward_model_of
 from offbeat.controller.parts import Rollouts
 from offbeat.data.batch import Batch
 from offbeat.data.dataset import PromptStream, check_length, render
 from offbeat.data.functions import resolve
 from offbeat.data.keeping import keep_rejected_line
 from offbeat.data.pieces import Pieces
-from offbeat.data.reward_model import PREFIX
 from offbeat.data.row import Row
 from offbeat.engine.reward_options import RewardModelOptions
 from offbeat.errors import TooLongError
@@ -210,7 +209,7 @@ async def open_user_code(
 
 def num_reward_models(config: Config) -> int:
     """Return how many processes of reward models `open_user_code` starts for the run itself."""
-    return config.rollout.reward_workers if choose_reward(config).startswith(PREFIX) else 0
+    return config.rollout.reward_workers if reward_model_of(config) else 0
 
 
 def num_set_reward_models(config: Config) -> int:
@@ -226,9 +225,10 @@ def devices_per_reward_model(config: Config) -> int:
 
 def _what_judges(config: Config) -> Hashable:
     """Return everything that `open_rewards` reads and that may differ between a run and its evaluation sets."""
-    rollout, reward, data = config.rollout, choose_reward(config), config.data
-    prompts = (data.chat_template, data.system_prompt) if reward.startswith(PREFIX) else ()
-    return reward, rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_memory_bytes, rollout.reward_env, prompts
+    rollout, data = config.rollout, config.data
+    prompts = (data.chat_template, data.system_prompt) if reward_model_of(config) else ()
+    rewards = (bool(rollout.rewards), *choose_rewards(config).items())
+    return rewards, rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_memory_bytes, rollout.reward_env, prompts
 
 
 def _what_plays(config: Config) -> Hashable:
@@ -251,17 +251,18 @@ async def open_rewards(
     Args:
         of_set: name of the evaluation set that they judge; "" for the run.
     """
-    rollout, reward, log_dir = config.rollout, choose_reward(config), _log_dir(record, of_set)
-    if reward.startswith(PREFIX):
+    rollout, log_dir = config.rollout, _log_dir(record, of_set)
+    if model := reward_model_of(config):
         options = RewardModelOptions(
-            reward.removeprefix(PREFIX), config.model.dtype, config.data.system_prompt, config.train.max_tokens_per_microbatch)
+            model, config.model.dtype, config.data.system_prompt, config.train.max_tokens_per_microbatch)
         rewards = await stack.enter_async_context(ModelReward(
             launcher, options, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
             start_timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, threads=config.inference.threads or 1,
             num_devices=devices_per_reward_model(config), of_set=of_set))
     else:
+        weights = choose_rewards(config)
         rewards = await stack.enter_async_context(RewardPool(
-            reward, num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s, log_dir=log_dir,
-            memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
+            weights if rollout.rewards else next(iter(weights)), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
+            log_dir=log_dir, memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
     await rewards.check(inputs.train.row(0))
     return rewards
