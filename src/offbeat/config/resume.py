@@ -50,7 +50,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("inference", "num_engines devices_per_engine min_engines urls python arguments max_running max_queued max_cache_bytes threads"
              " max_adapters max_adapter_rank start_timeout_s probe_interval_s probe_timeout_s heal_timeout_s request_timeout_s"
              " token_timeout_s"),
-        *_of("weights", "channel dir keep stage_timeout_s switch_timeout_s proof_tolerance"),
+        *_of("weights", "channel dir keep whole_every_versions stage_timeout_s switch_timeout_s proof_tolerance"),
         *_of("checkpoint", "every_steps keep export export_every_steps timeout_s"),
         *_of("evaluate", "every_steps timeout_s keep_samples"),
         *_of("cluster", "launcher ray_address share_devices start_timeout_s stop_timeout_s"),

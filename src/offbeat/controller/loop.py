@@ -200,13 +200,13 @@ class _Training:
 
         def served(report: PublishReport) -> None:
             self._proof = {
-                "publish/switch_s": report.switch_s, "publish/inconclusive_engines": len(report.inconclusive),
-                "policy/canary_gap": report.canary_gap}
+                "publish/switch_s": report.switch_s, "publish/written_bytes": report.num_bytes,
+                "publish/inconclusive_engines": len(report.inconclusive), "policy/canary_gap": report.canary_gap}
             self._highlights = replace(self._highlights, max_logprob_gap=max(self._highlights.max_logprob_gap, report.canary_gap))
             self._record.events.record(
                 "publish", version=version, total_s=report.total_s, write_s=report.write_s, stage_s=report.stage_s,
                 switch_s=report.switch_s, canary_gap=report.canary_gap, quarantined=dict(report.quarantined),
-                inconclusive=dict(report.inconclusive))
+                inconclusive=dict(report.inconclusive), num_bytes=report.num_bytes)
             on_serving(version)
 
         await self._parts.publisher.publish(version, on_served=served)

@@ -23,6 +23,7 @@ class PublishReport:
         serving: names of the engines that serve the version.
         quarantined: reasons of the engines that failed to take it, by name.
         inconclusive: engines that serve although their proof shows nothing, with the reason why it does not.
+        num_bytes: size of the tensors that were written, or offered by broadcast.
     """
 
     version: Version
@@ -34,6 +35,7 @@ class PublishReport:
     serving: tuple[str, ...]
     quarantined: Mapping[str, str]
     inconclusive: Mapping[str, str] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ class WeightsPublisher(Fanouts):
         return PublishReport(
             manifest.version, total_s=time.monotonic() - start_s, write_s=written_s - start_s, stage_s=publication.stage_s,
             switch_s=publication.switch_s, canary_gap=publication.largest_gap, serving=tuple(serving),
-            quarantined=dict(publication.reasons), inconclusive=dict(publication.unsure))
+            quarantined=dict(publication.reasons), inconclusive=dict(publication.unsure), num_bytes=manifest.num_bytes)
 
     async def _carry(self, engine: EngineControl, publication: WeightsPublication) -> None:
         """Bring an engine in service to what is current until it serves the publication's version or a newer one; if it fails, quarantine
@@ -381,6 +381,6 @@ class PolicyPublisher(Fanouts):
 
         async def fan_out() -> PublishReport:
             report = await self._publisher.publish(replace(written, adapter=self._adapter, num_bytes=num_bytes))
-            return replace(report, total_s=time.monotonic() - start, write_s=write_s)
+            return replace(report, total_s=time.monotonic() - start, write_s=write_s, num_bytes=num_bytes)
 
         self.begin(version, fan_out, on_served)

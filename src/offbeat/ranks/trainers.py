@@ -108,14 +108,18 @@ class Trainers:
             self._on_span(self._name("score"), f"rank {rank}", answer.start_s, answer.end_s)
         return await asyncio.to_thread(_put_together, batch, answers)
 
-    async def write_weights(self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+    async def write_weights(
+        self, version: Version, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "",
+    ) -> Manifest:
         """Write or offer the weights; see `offbeat.weights.channels.WriteVersion`. In SPMD mode only rank 0 gives a fingerprint."""
         self._held = version
         timeout_s = self._config.weights.stage_timeout_s
         broadcast = BroadcastRequest(self._ranks.host, num_receivers, timeout_s) if num_receivers else None
-        request = WriteRequest(str(folder), self._config.model.dtype, canary, broadcast=broadcast)
+        request = WriteRequest(str(folder), self._config.model.dtype, canary, broadcast=broadcast, base=base)
         written = await self._all("write_weights", request, Written, timeout_s=timeout_s)
-        return Manifest(version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast)
+        return Manifest(
+            version, str(folder), written.fingerprint, canary, written.canary_logprobs, written.broadcast, num_bytes=written.num_bytes,
+            base=written.base)
 
     def holds(self, version: Version) -> bool:
         """Tell whether the ranks have the weights of this version, and no call that changes them is on its way."""

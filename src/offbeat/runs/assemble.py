@@ -95,7 +95,8 @@ async def open_policy(
     broadcasts = config.weights.channel == "collective" and not lora
     channel = Channel(
         directory, keep=config.weights.keep, canary=choose_canary(inputs, config), write=write, incarnation=incarnation,
-        num_receivers=lambda: len(pool.healthy) if broadcasts else 0, holds=holds, on_rewrite=partial(fleet.record.note, "rewritten"))
+        num_receivers=lambda: len(pool.healthy) if broadcasts else 0, holds=holds, on_rewrite=partial(fleet.record.note, "rewritten"),
+        whole_every=config.weights.whole_every_versions)
     if lora:
         adapter = policy_adapter(incarnation)
         await fleet.unload_leftovers(directory)

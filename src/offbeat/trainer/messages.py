@@ -215,6 +215,7 @@ class WriteRequest:
         folder: will hold the whole model in Hugging Face's format, or an adapter in PEFT's.
         dtype: number format of a whole model; an adapter is always float32.
         name: name of the adapter; "" is everything that a run trains.
+        base: folder of the version written last, if what has changed since is enough; empty for whole weights.
     """
 
     folder: str
@@ -222,16 +223,23 @@ class WriteRequest:
     canary: tuple[int, ...]
     name: str = ""
     broadcast: BroadcastRequest | None = None
+    base: str = ""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The weights that rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks."""
+    """The weights that rank 0 wrote, or offers at the address `broadcast`; `fingerprint` is empty on other ranks.
+
+    Attributes:
+        num_bytes: size of the tensors that were written or are offered.
+        base: folder of the version to which only the changes were written; empty if all was.
+    """
 
     fingerprint: str
     canary_logprobs: tuple[float, ...]
     broadcast: str = ""
     num_bytes: int = 0
+    base: str = ""
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ class Trainer(ABC):
         self._refresh_steps = config.algorithm.reference_refresh_steps if self._keeps_reference else 0
         self._heap = Heap()
         self._offer: WeightBroadcast | None = None
+        self._last: tuple[str, Snapshot] | None = None
+        """Where the newest version was written on rank 0, and what; kept only if the next one may be written as its changes."""
 
     # -- training ----------------------------------------------------------------------------------------------------------------------
 
@@ -179,8 +181,15 @@ class Trainer(ABC):
             return Written("", logprobs)
         folder, broadcast = Path(request.folder), request.broadcast
         if broadcast is None:
-            snapshot.write(folder)
-            return Written(snapshot.fingerprint(), logprobs, num_bytes=snapshot.num_bytes)
+            last, self._last = self._last, None
+            since = last[1] if last is not None and request.base and last[0] == request.base else None
+            num_bytes = 0 if since is None else snapshot.write_changes(folder, since=since, base=Path(request.base))
+            if not num_bytes:
+                snapshot.write(folder)
+            if self._run.weights.whole_every_versions > 1:
+                self._last = request.folder, snapshot
+            return Written(
+                snapshot.fingerprint(), logprobs, num_bytes=num_bytes or snapshot.num_bytes, base=request.base if num_bytes else "")
         progress("offer_weights")
         fingerprint = snapshot.fingerprint()
         self._offer = snapshot.offer(folder, host=broadcast.host, num_receivers=broadcast.num_receivers, timeout_s=broadcast.timeout_s)
