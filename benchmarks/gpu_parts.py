@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offbeat.config.dist import DistConfig
 from offbeat.config.root import Config
+from offbeat.config.train import Recompute
 from offbeat.data.packing import PackedRow, Segments
 from offbeat.model.attention import PACKED, build_plan, packed_attention
-from offbeat.model.blocks import Recompute, checkpoint_activations, compile_layers
+from offbeat.model.blocks import checkpoint_activations, compile_layers
 from offbeat.model.head import FusedHead, Picks
 from offbeat.model.logprobs import token_logprobs
 from offbeat.model.lora import AdapterBank

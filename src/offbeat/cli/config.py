@@ -13,6 +13,9 @@ from offbeat.config.root import Config
 from offbeat.controller.own_code import check_own_code
 from offbeat.errors import ConfigError
 from offbeat.extras import TRAIN, require
+from offbeat.machine import smallest_device
+from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.step_choice import shape_of, step_choices
 
 _MEMORY_TIMEOUT_S = 300
 
@@ -20,7 +23,8 @@ _DESCRIPTION = """\
 Show, check or explain configurations.
 
   show   print every setting that a run would have, defaults included, as TOML
-  check  say whether a file and its overrides are valid, and what a step of its algorithm computes; exit 2 if it is not. An objective
+  check  say whether a file and its overrides are valid, what a step of its algorithm computes, and what a run would choose on this
+         machine; exit 2 if it is not. An objective
          or a credit of your own is called on made-up samples
   docs   print the reference of all settings as Markdown
 """
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         tried = check_own_code(config)
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
-        print("\n".join([*_about(config), *tried, *(_memory(config) if args.memory else [])]))
+        print("\n".join([*_about(config), *tried, *_here(config), *(_memory(config) if args.memory else [])]))
     return 0
 
 
@@ -94,6 +98,15 @@ def _about(config: Config) -> Iterator[str]:
         yield f"note: each token is trained on as {top_k} targets, the teacher's likeliest, renormalised over them;{bias} {cost}"
     if config.teacher.path:
         yield "note: the frozen teacher takes its weights' memory on every train rank, or a shard of it with train.parallel.shard"
+
+
+def _here(config: Config) -> Iterator[str]:
+    """Yield lines on what a run would choose on this machine."""
+    devices = usable_devices()
+    placed = choose_devices(config, devices=devices)
+    device = smallest_device() if placed.train.devices_per_rank else None
+    yield f"on this machine, {describe_devices(placed, devices=devices) or 'devices: none, train ranks and engines compute on the CPU'}"
+    yield from (f"  {choice}" for choice in step_choices(placed, device=device, shape=shape_of(placed)))
 
 
 def _memory(config: Config) -> Iterator[str]:

@@ -23,8 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.agents.tools.sandbox import confinement, described
+from offbeat.config.root import Config
 from offbeat.errors import ConfigError
-from offbeat.machine import cgroup
+from offbeat.machine import cgroup, smallest_device
+from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
+from offbeat.runs.step_choice import step_choices
 from offbeat.runs.threads import usable_cores
 
 _GIB = 2**30
@@ -47,7 +50,8 @@ print(json.dumps({"version": torch.__version__, "type": accelerator.type if acce
 """
 
 _DESCRIPTION = """\
-Look at Python, torch, devices, cores, memory, disk and optional parts, and say what to do about what is missing.
+Look at Python, torch, devices, cores, memory, disk and optional parts, and say what to do about what is missing; and what a run would
+choose by default here.
 Exit 1 if something is missing that every run needs.
 """
 
@@ -111,6 +115,7 @@ def all_checks() -> list[Check]:
         check_disk(Path.cwd()),
         check_port(),
         check_sandbox(),
+        *check_defaults(),
         *(check_extra(name) for name in _EXTRAS),
         check_vllm(Path.cwd()),
     ]
@@ -174,6 +179,20 @@ def check_port() -> Check:
             return Check("loopback port", "ok", f"127.0.0.1:{server.getsockname()[1]} can be bound")
     except OSError as exc:
         return Check("loopback port", "fail", exc.strerror or str(exc), "allow processes to listen on 127.0.0.1")
+
+
+def check_defaults() -> list[Check]:
+    """Say what a run of a model would do on this machine where its configuration leaves that open, and why."""
+    devices = usable_devices()
+    config = choose_devices(Config.model_validate({"model": {"path": "a model"}}), devices=devices)
+    device = smallest_device() if config.train.devices_per_rank else None
+    placed = describe_devices(config, devices=devices).removeprefix("devices: ")
+    found = [Check("devices", "ok", placed or "none that torch can use: train ranks and engines compute on the CPU")]
+    for choice in step_choices(config, device=device, shape=None):
+        by_model = device is not None and choice.setting == "train.gradient_checkpointing"
+        told = "as much as there is room for, by the size of the model; offbeat config check CONFIG says it"
+        found.append(Check(choice.setting, "ok", told if by_model else f"{choice.value}: {choice.why}"))
+    return found
 
 
 def check_sandbox() -> Check:

@@ -67,7 +67,7 @@ class Config(Section):
     @property
     def canary_dtype(self) -> Literal["float32", "bfloat16"]:
         """Coarser one of the number formats in which engines and the trainer compute the canary; mixed precision trains in bfloat16."""
-        mixed = self.train.precision == "bf16_mixed" and not self.model.lora.rank
+        mixed = self.train.computes_in == "bf16_mixed" and not self.model.lora.rank
         return "bfloat16" if mixed else self.model.dtype
 
     @property
@@ -97,13 +97,13 @@ class Config(Section):
         if self.model.tiny.num_heads % self.model.tiny.num_kv_heads:
             raise ValueError(
                 f"model.tiny.num_kv_heads must divide num_heads = {self.model.tiny.num_heads}, got {self.model.tiny.num_kv_heads}")
-        if self.model.lora.rank and self.train.gradient_checkpointing == "selective":
+        if self.model.lora.rank and self.train.recomputes == "selective":
             raise ValueError(
                 "train.gradient_checkpointing must be 'off' or 'full' with model.lora.rank > 0, got 'selective'; adapters add to the"
                 " results of matrix products in place, so none can be kept")
-        if self.train.compile and self.train.gradient_checkpointing != "off":
+        if self.train.compile and self.train.recomputes != "off":
             raise ValueError(
-                f"train.gradient_checkpointing must be 'off' with train.compile, got '{self.train.gradient_checkpointing}'; torch leaves"
+                f"train.gradient_checkpointing must be 'off' with train.compile, got '{self.train.recomputes}'; torch leaves"
                 " layers that it computes again uncompiled")
         if self.model.lora.rank and self.train.compile:
             raise ValueError(

@@ -33,10 +33,11 @@ from offbeat.data import wire
 from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError
 from offbeat.loading import load_module
-from offbeat.machine import PROMISED_DEVICES
+from offbeat.machine import PROMISED_DEVICES, smallest_device
 from offbeat.runs.base_model import needs_base, on_base
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.rank_info import RankInfo, read_rank_info, resolve_ranks
+from offbeat.runs.step_choice import choose_step, shape_of
 from offbeat.runs.threads import choose_threads, usable_cores
 from offbeat.telemetry.console import Console
 from offbeat.telemetry.jsonl import read_json_lines
@@ -232,7 +233,7 @@ def execute(
     inputs = _KINDS[kind].read(given)
     devices = usable_devices()
     placed = choose_devices(given, devices=devices, rank_info=rank_info, serves=inputs.plays)
-    config = choose_threads(placed, cores=cores, rank_info=rank_info, serves=inputs.plays)
+    config = choose_threads(_with_step(placed, rank_info), cores=cores, rank_info=rank_info, serves=inputs.plays)
     with _open_record(config, rank_info, console, inputs.identity, kind=kind, fresh=fresh, debug=debug) as record:
         record.console.open(config.run.name)
         for reason in inputs.unusable:
@@ -243,7 +244,8 @@ def execute(
                 f" {inputs.unusable[0]}")
         if devices:
             record.console.note(describe_devices(config, devices=devices))
-        if config != placed:
+            record.console.note(f"training steps: {config.train.computes_in}, activations computed again: {config.train.recomputes}")
+        if (config.train.threads, config.inference.threads) != (placed.train.threads, placed.inference.threads):
             users = (("train rank", config.train.threads), ("engine", config.inference.threads))
             threads = ", ".join(f"{count} for each {user}" for user, count in users if count)
             record.console.note(f"CPU threads: {threads}, of {cores} cores")
@@ -256,6 +258,12 @@ def execute(
             record.events.record("failed", error=f"{type(exc).__name__}: {exc}", notes=getattr(exc, "__notes__", []))
             log.exception("the run failed")
             raise
+
+
+def _with_step(config: Config, rank_info: RankInfo) -> Config:
+    """Choose how a step computes. In SPMD mode over several machines each would see only its own, so the devices count as unknown."""
+    known = config.train.devices_per_rank and (config.run.mode != "spmd" or rank_info.local_world == rank_info.world)
+    return choose_step(config, device=smallest_device() if known else None, shape=shape_of(config))
 
 
 def _open_record(

@@ -97,7 +97,7 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
         on_cpu: whether the rank computes on a CPU; kernels and chunks are others there.
     """
     train, lora, parallel = config.train, config.model.lora, config.train.parallel
-    mixed, bases_half = train.precision == "bf16_mixed", lora.rank > 0 and config.model.dtype == "bfloat16"
+    mixed, bases_half = train.computes_in == "bf16_mixed", lora.rank > 0 and config.model.dtype == "bfloat16"
     # As `offbeat.trainer.strategies` chooses.
     sharded = not lora.rank and (parallel.shard > 1 or (parallel.tp > 1 and num_ranks > parallel.tp) or (mixed and num_ranks == 1))
     autocasts = mixed and not sharded and not bases_half
@@ -105,7 +105,7 @@ def estimate_memory(model_config: Any, config: Config, *, num_ranks: int, on_cpu
     model = _build(model_config, torch.bfloat16 if mixed or bases_half else torch.float32)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu" if on_cpu else "meta").tie_weights()
-        checkpoint_activations(model, train.gradient_checkpointing)
+        checkpoint_activations(model, train.recomputes)
         activations = _peak(model, -(-train.max_tokens_per_microbatch // parallel.cp)) // parallel.tp
     count = sum(parameter.numel() for parameter in model.parameters())
     if lora.rank:
@@ -148,7 +148,7 @@ def advise(model_config: Any, config: Config, *, num_ranks: int, available: int)
     if needed.total <= _USABLE * available:
         return ""
     train = config.train
-    changes: list[dict[str, Any]] = [] if train.precision == "bf16_mixed" else [{"precision": "bf16_mixed"}]
+    changes: list[dict[str, Any]] = [] if train.computes_in == "bf16_mixed" else [{"precision": "bf16_mixed"}]
     recompute = {"gradient_checkpointing": "full"} | ({"compile": False} if train.compile else {})  # which exclude each other
     changes += [recompute, *(
         recompute | {"max_tokens_per_microbatch": train.max_tokens_per_microbatch // part} for part in (2, 4, 8))]

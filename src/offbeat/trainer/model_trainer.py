@@ -57,7 +57,7 @@ class ModelTrainer(Trainer):
         progress("load_model")
         check_model_folder(folder)
         model, strategy = load(
-            lambda divide: cls._load_model(folder, config, divide), groups=groups, precision=config.train.precision,
+            lambda divide: cls._load_model(folder, config, divide), groups=groups, precision=config.train.computes_in,
             by_parts=cls._loads_by_parts, compiles=config.train.compile)
         return cls(model, strategy, folder=folder, config=config, groups=groups)
 
