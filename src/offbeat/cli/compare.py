@@ -39,7 +39,7 @@ examples:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `compare` to the parser."""
     parser = subparsers.add_parser(
-        "compare", help="compare two evaluations, or two runs, prompt by prompt", description=_DESCRIPTION, epilog=_EXAMPLES,
+        "compare", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", metavar="A", help="the evaluation or run that is compared with")
     parser.add_argument("second", metavar="B", help="the evaluation or run that may be better")

@@ -47,7 +47,7 @@ COMMANDS = {
     "config": Command("config", "show, check or explain configurations"),
     "doctor": Command("doctor", "check that this machine is ready"),
     "report": Command("report", "write a run's report as one HTML file"),
-    "rollouts": Command("rollouts", "read a run's rollouts"),
+    "rollouts": Command("rollouts", "list and read what the policy wrote"),
 }
 
 _DESCRIPTION = """\

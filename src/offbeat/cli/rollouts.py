@@ -42,7 +42,7 @@ _SCALE = ((-0.05, ""), (-0.7, "green"), (-2.3, "yellow"), (-4.6, "dark_orange"),
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `rollouts` to the parser."""
     parser = subparsers.add_parser(
-        "rollouts", help="list and read what the policy wrote", description=_DESCRIPTION, epilog=_EXAMPLES,
+        "rollouts", description=_DESCRIPTION, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/my-run")
     parser.add_argument("--show", metavar="ID", help="print this rollout as a conversation, and its group's others; IDs are in the list")
@@ -51,7 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         for bound in ("min", "max"):
             parser.add_argument(f"--{bound}-{name}", type=kind, metavar="X", help=_help(bound, name))
     parser.add_argument("--prompt", default="", metavar="TEXT", help="only prompts that contain this")
-    parser.add_argument("--text", default="", metavar="WORDS", help="only those with these words in a row; a last * is any end of a word")
+    parser.add_argument("--text", default="", metavar="WORDS", help="only those with these words in a row; a last * ends a word in any way")
     parser.add_argument("--reason", default="", metavar="WHY", help='only those that ended so, as stop, length, "too long", "equal rewards"')
     parser.add_argument("--status", default="", choices=STATUSES, help="only those trained on, left out, or rejected with their group")
     parser.add_argument("--same-prompt", metavar="ID", help="only those of the same prompt as this rollout, in all steps")

@@ -16,8 +16,7 @@ from offbeat.controller.parts import Peers, Rollouts, RolloutSource
 from offbeat.data.dataset import PromptDataset
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Group
-from offbeat.errors import RolloutError
-from offbeat.evaluation.samples import EvaluatedSet, read_group
+from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSet, check_answered, read_group
 from offbeat.evaluation.scores import Evaluation, score_set
 
 Keep = Callable[[EvaluatedSet], Awaitable[None]]
@@ -74,21 +73,24 @@ class Evaluator:
             await keep(played)
         return score_set(played)
 
-    async def play(self, on_group: Callable[[Group], None] = lambda _group: None) -> EvaluatedSet:
+    async def play(self, on_prompt: Callable[[EvaluatedPrompt], None] = lambda _prompt: None) -> EvaluatedSet:
         """Complete and score every prompt in this process; errors are those of `run`.
 
         Args:
-            on_group: called with the group of each prompt as soon as it is there.
+            on_prompt: called with each prompt as soon as it is scored.
         """
         config, name = self._config, self.name
+        prompts: dict[int, EvaluatedPrompt] = {}
+
+        def settled(index: int, group: Group) -> None:
+            prompts[index] = read_group(self._rows[index], group, self._tokenizer)
+            on_prompt(prompts[index])
+
         async with deadline(f"evaluation of {name}" if name else "evaluation", config.timeout_s):
-            groups = await self._rollouts.rollout_batch(
-                self._rows, group_size=config.samples_per_prompt, sampling=self._sampling, on_group=on_group)
-        prompts = tuple(read_group(row, group, self._tokenizer) for row, group in zip(self._rows, groups, strict=True))
-        if all(prompt.failed for prompt in prompts):
-            which = f"prompts of the evaluation set {name!r}" if name else "held-out prompts"
-            raise RolloutError(f"none of {len(prompts)} {which} could be evaluated; the first because of {prompts[0].why_failed}")
-        return EvaluatedSet(name, config.samples_per_prompt, prompts, config.pass_at)
+            await self._rollouts.rollout_batch(
+                self._rows, group_size=config.samples_per_prompt, sampling=self._sampling, on_group=settled)
+        in_order = tuple(prompts[index] for index in range(len(self._rows)))
+        return check_answered(EvaluatedSet(name, config.samples_per_prompt, in_order, config.pass_at))
 
 
 def make_evaluators(

@@ -12,6 +12,7 @@ from offbeat.data.reward import RIGHT
 from offbeat.data.row import Row
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Group, Trajectory, episode_reward, parts_of
+from offbeat.errors import RolloutError
 
 _KEY_LENGTH = 16
 
@@ -123,6 +124,19 @@ class EvaluatedSet:
         """Mean reward of the answers to each prompt, [P] float."""
         return np.array([
             sum(sample.reward or 0.0 for sample in prompt.samples) / self.num_samples for prompt in self.prompts], float)
+
+
+def check_answered(played: EvaluatedSet) -> EvaluatedSet:
+    """Return the set if at least one of its prompts could be scored.
+
+    Raises:
+        RolloutError: not a single one could; shows the first reason.
+    """
+    if all(prompt.failed for prompt in played.prompts):
+        which = f"prompts of the evaluation set {played.name!r}" if played.name else "held-out prompts"
+        why = played.prompts[0].why_failed
+        raise RolloutError(f"none of {len(played.prompts)} {which} could be evaluated; the first because of {why}")
+    return played
 
 
 def read_group(row: Row, group: Group, tokenizer: Tokenizer) -> EvaluatedPrompt:

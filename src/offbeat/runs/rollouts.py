@@ -193,14 +193,14 @@ async def open_user_code(
         return open_workflow(stack, own, tokenizer=of_set.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
 
     code = UserCode(*await both(
-        open_rewards(stack, inputs, config, record, launcher=launcher), workflow_of(config, inputs, record.log_dir)))
-    rewards, workflows = {_what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
+        open_rewards(stack, inputs.train.row(0), config, record, launcher=launcher), workflow_of(config, inputs, record.log_dir)))
+    rewards, workflows = {what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
     sets: dict[str, UserCode] = {}
     for name, of_set in inputs.sets.items():
         own = config.evaluation_set(name)
-        judges, plays = _what_judges(own), _what_plays(own)
+        judges, plays = what_judges(own), _what_plays(own)
         if judges not in rewards:
-            rewards[judges] = await open_rewards(stack, of_set, own, record, launcher=launcher, of_set=name)
+            rewards[judges] = await open_rewards(stack, of_set.train.row(0), own, record, launcher=launcher, of_set=name)
         if plays not in workflows:
             workflows[plays] = await workflow_of(own, of_set, _log_dir(record, name))
         sets[name] = UserCode(rewards[judges], workflows[plays])
@@ -214,8 +214,8 @@ def num_reward_models(config: Config) -> int:
 
 def num_set_reward_models(config: Config) -> int:
     """Return how many processes of reward models `open_user_code` starts for evaluation sets, each of which takes accelerators."""
-    sets = {_what_judges(own): own for own in map(config.evaluation_set, config.evaluate.sets)}
-    return sum(num_reward_models(own) for judges, own in sets.items() if judges != _what_judges(config))
+    sets = {what_judges(own): own for own in map(config.evaluation_set, config.evaluate.sets)}
+    return sum(num_reward_models(own) for judges, own in sets.items() if judges != what_judges(config))
 
 
 def devices_per_reward_model(config: Config) -> int:
@@ -223,7 +223,7 @@ def devices_per_reward_model(config: Config) -> int:
     return min(1, max(config.train.devices_per_rank, config.inference.devices_per_engine))
 
 
-def _what_judges(config: Config) -> Hashable:
+def what_judges(config: Config) -> Hashable:
     """Return everything that `open_rewards` reads and that may differ between a run and its evaluation sets."""
     rollout, data = config.rollout, config.data
     prompts = (data.chat_template, data.system_prompt) if reward_model_of(config) else ()
@@ -244,11 +244,12 @@ def _log_dir(record: RunRecord, of_set: str) -> Path:
 
 
 async def open_rewards(
-    stack: AsyncExitStack, inputs: RunInputs, config: Config, record: RunRecord, *, launcher: Launcher, of_set: str = "",
+    stack: AsyncExitStack, row: Row, config: Config, record: RunRecord, *, launcher: Launcher, of_set: str = "",
 ) -> Rewards:
     """Start the reward processes, which the launcher starts where they compute with a model, and try the reward on one row.
 
     Args:
+        row: its answer is scored, so that a broken reward is found before anything is played.
         of_set: name of the evaluation set that they judge; "" for the run.
     """
     rollout, log_dir = config.rollout, _log_dir(record, of_set)
@@ -264,5 +265,5 @@ async def open_rewards(
         rewards = await stack.enter_async_context(RewardPool(
             weights if rollout.rewards else next(iter(weights)), num_workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s,
             log_dir=log_dir, memory_bytes=rollout.reward_memory_bytes, allowed=rollout.reward_env))
-    await rewards.check(inputs.train.row(0))
+    await rewards.check(row)
     return rewards
