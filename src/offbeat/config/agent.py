@@ -23,42 +23,42 @@ class AgentConfig(Section):
     tools: tuple[str, ...] = field(
         (), "Tools of rollout.workflow = \"tool_loop\": tools.py:add for a typed function, tools.py:MyEnv for a class whose public "
         "methods are tools, or mcp:COMMAND or mcp:URL for those of an MCP server.")
-    model: str = field("policy", "Name of the model that agents are told; any that they ask for is answered by the policy.", min_length=1)
+    model: str = field("policy", "Model name given to agents; requests for any name are answered by the policy.", min_length=1)
     host: str = field(
         "127.0.0.1", "Address that the proxy listens on, which agents call; programs in containers or on other machines need another one, "
         "which others can reach, too: a key of each episode is all that keeps them out.", min_length=1)
     told_host: str = field(
         "", "Name or address of this machine that agents are told, such as host.docker.internal; empty tells them agent.host.")
     max_turns: int = field(
-        16, "Calls of the model in one episode; the next one is refused, or ends the episode where the loop is ours. Bounds what an agent "
-        "that goes round in circles costs.", ge=1)
+        16, "Maximum model calls in one episode; a further call is refused, or ends the episode where Offbeat runs the loop. Bounds the"
+        " cost of an agent that loops.", ge=1)
     timeout_s: float = field(
         240.0, "Seconds for one episode without its reward. A later one fails alone, so this has to be below rollout.episode_timeout_s, at "
         "which the whole group fails.", gt=0)
     step_timeout_s: float = field(
-        60.0, "Seconds for one call of a tool or step of an environment; a later tool's call is answered with that, and an environment's "
-        "episode fails.", gt=0)
+        60.0, "Seconds for one tool call or environment step; a tool call that takes longer returns an error to the model, an environment"
+        " step fails its episode.", gt=0)
     max_result_chars: int = field(
-        8000, "Characters of a tool's result or an observation that the model sees; the middle of longer ones is left out, as they would "
-        "take the context.", ge=100)
+        8000, "Maximum characters of a tool's result or an observation; longer ones lose their middle, so that they do not fill the"
+        " context.", ge=100)
     keep_reasoning: bool = field(
-        True, "Keep what the model thought in earlier turns in its prompt, so that an episode stays one sequence; false renders each "
-        "prompt as the chat template does, which may start a new sequence at each turn.")
+        True, "Keep the reasoning of earlier turns in the prompt, so that an episode stays one sequence; false renders each prompt as the"
+        " chat template does, which may start a new sequence at each turn.")
     tool_format: str = field(
-        "", "How the model writes calls of tools, such as hermes; empty takes what its chat template shows, else hermes, told in the "
-        "system message.")
+        "", "Format in which the model writes tool calls, such as hermes; empty detects it from the chat template, or else describes hermes"
+        " in the system message.")
     processes: int = field(1, "Processes that run your code.", ge=1)
     episodes_per_process: int = field(
-        64, "Episodes that one process plays at the same time; further ones wait. Async functions share its event loop, plain ones get a "
-        "thread each.", ge=1)
+        64, "Episodes that one process plays at the same time; more have to wait. Async functions share its event loop, plain functions get"
+        " a thread each.", ge=1)
     blocked_timeout_s: float = field(
-        20.0, "Seconds for which your code may block a process that plays many episodes, before it is replaced and they are played again.",
+        20.0, "Seconds for which your code may block a process that plays several episodes; after that the process is replaced and its"
+        " episodes are played again.",
         gt=0)
     memory_bytes: int = field(
         8 * 2**30, "Memory that such a process may take, and each process of a command; 0 sets no limit.", ge=0)
     env: tuple[str, ...] = field(
-        (), "Environment variables that your code sees although they look like secrets; all others whose name or value does are kept from "
-        "it.")
+        (), "Environment variables passed to your code although they look like secrets; all others that look like secrets are withheld.")
     python: str = field(
         "", "Python of another virtual environment, for libraries that bring their own loop and their own versions of packages; empty "
         "takes this one.")

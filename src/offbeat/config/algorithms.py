@@ -42,44 +42,46 @@ class AlgorithmConfig(Section):
         "grpo", "Named set of defaults for this section; docs/algorithms.md says when to use which.")
 
     centre: Literal["group", "leave_one_out", "length_weighted", "critic", "none"] = field(
-        "group", "Baseline of a reward: the mean of the prompt's group; of its other members; the mean weighted by answers' lengths; the"
-        " values of a critic, which [critic] describes; 0.")
+        "group", "Baseline subtracted from a reward: the mean of its group; the mean of the group's other members; the group's mean"
+        " weighted by answer length; the values of a critic, configured in [critic]; or nothing.")
     scale: Literal["none", "group_std", "batch_std", "group_mean"] = field(
-        "group_std", "What centred rewards are divided by: nothing; the standard deviation of the group, or of the batch, each plus 1e-6;"
-        " the group's mean, for rewards of at least 0.")
+        "group_std", "Divisor of the centred rewards: none; the standard deviation of the group or of the batch, each plus 1e-6; or the"
+        " group's mean, for rewards of at least 0.")
     whiten: Literal["none", "tokens", "sequences"] = field(
-        "none", "Bring advantages to mean 0 and deviation 1 over all trained tokens, or all sequences, of the batch.")
+        "none", "Normalise advantages to mean 0 and standard deviation 1 over all trained tokens, or all sequences, of the batch.")
     separate_rewards: bool = field(
-        False, "Centre and scale each of a sample's named rewards by itself, and add up the results; false adds up the rewards first.")
+        False, "Centre and scale each named reward separately and sum the results; false sums the rewards first.")
     gamma: float = field(
-        1.0, "Discount per generated token of what comes later; 1 gives all tokens of an answer the same credit.", gt=0, le=1)
+        1.0, "Discount factor per generated token; 1 gives all tokens of an answer the same credit.", gt=0, le=1)
     gae_lambda: float = field(
-        1.0, "With a critic: how far an advantage trusts what came rather than values (arXiv:1506.02438); 1 trusts the rewards alone.",
+        1.0, "With a critic: the lambda of generalised advantage estimation (arXiv:1506.02438); 1 uses observed rewards alone, smaller"
+        " values rely more on the critic.",
         ge=0, le=1)
     critic_lambda: float = field(
-        1.0, "With a critic: the same for the returns that it learns; with 1 they are what was really got, and owe nothing to its"
-        " mistakes.", ge=0, le=1)
+        1.0, "With a critic: the lambda of the returns that the critic learns; 1 uses observed returns, which do not depend on the critic's"
+        " errors.", ge=0, le=1)
     gae_length_alpha: float = field(
-        0.0, "With a critic: let gae_lambda be 1 - 1 / (alpha n) for an answer of n tokens, at least 0 (VAPO: 0.05); 0 is off.", ge=0)
+        0.0, "With a critic: set gae_lambda to 1 - 1 / (alpha n) for an answer of n tokens, at least 0 (VAPO: 0.05); 0 is off.", ge=0)
     turn_level: bool = field(
-        False, "With a critic: take each turn, what was generated between two observations, as one step, whose tokens share an advantage.")
+        False, "With a critic: treat each turn (the tokens generated between two observations) as one step, whose tokens share an"
+        " advantage.")
     turn_credit: Literal["episode", "return", "turn", "state"] = field(
-        "episode", "What the tokens of a turn are credited with: the reward of the whole episode; what came of the turn, compared with all"
-        " turns of the group, or with those of the same number; or the episode's, and what came of it compared with turns in the same"
-        " state (GiGPO).")
+        "episode", "Credit of a turn's tokens: the reward of the whole episode; the return from the turn on, compared with all turns of the"
+        " group or with those of the same index; or the episode's reward plus the turn's return compared with turns in the same state"
+        " (GiGPO).")
     turn_gamma: float = field(
-        1.0, "With turn_credit other than \"episode\": discount per turn of what comes later (0.9 in AReaL's examples, 0.95 in GiGPO).",
+        1.0, "With turn_credit other than \"episode\": discount factor per turn (0.9 in AReaL's examples, 0.95 in GiGPO).",
         gt=0, le=1)
     state_weight: float = field(
         1.0, "With turn_credit = \"state\": factor of the comparison with turns in the same state; the paper has 1.", gt=0)
     agent_baselines: bool = field(
-        False, "Compare an agent's rewards with those of the same agent alone, where several play an episode, such as the two sides of a"
-        " game; false compares all of a group.")
+        False, "Where several agents play an episode, such as the two sides of a game, compare each agent's rewards only with those of the"
+        " same agent; false compares all rewards of a group.")
     credit: str = field(
         "", "Function of your own that gives advantages, as 'path/to/file.py:function' (docs/algorithms.md); it replaces centre and scale.")
     imitate_above: float = field(
-        0.0, "Imitate samples of a larger reward, with objective = \"cross_entropy\" or an imitation_coefficient; the default takes every"
-        " reward above 0 for success.")
+        0.0, "With objective = \"cross_entropy\" or an imitation_coefficient: imitate samples whose reward is above this value; by default,"
+        " every reward above 0 counts as success.")
 
     reward_bias: float = field(0.0, "Added to each reward first.")
     reward_scale: float = field(1.0, "Multiplies rewards after the bias.", gt=0)
@@ -87,42 +89,43 @@ class AlgorithmConfig(Section):
     overlong_buffer_share: float = field(
         0.0, "Share of max_new_tokens, at its end, over which overlong_penalty grows from 0 to its full size (DAPO: 4096 of 20480 tokens);"
         " 0 is off.", ge=0, le=1)
-    overlong_penalty: float = field(1.0, "Taken from the reward of an answer as long as max_new_tokens, in units of the reward.", ge=0)
+    overlong_penalty: float = field(1.0, "Penalty subtracted from the reward of an answer of max_new_tokens, in units of the reward.", ge=0)
     length_penalty: float = field(
         0.0, "Share of the group's mean reward that its longest answer loses; shorter ones lose less, in proportion to length; 0 is off.",
         ge=0, le=1)
     malformed_penalty: float = field(
-        0.0, "Taken from the reward of an episode for each tool call of it that could not be read, in units of the reward.", ge=0)
+        0.0, "Penalty subtracted from an episode's reward for each tool call that could not be parsed, in units of the reward.", ge=0)
     mask_truncated: bool = field(
-        False, "Do not train on samples that were cut off at max_new_tokens, nor on anything of an episode that ended so; they still count"
-        " in their group's baseline.")
+        False, "Do not train on samples cut off at max_new_tokens, nor on any turn of an episode that ended this way; they still count in"
+        " their group's baseline.")
     dynamic_sampling: bool = field(
-        False, "Reject groups whose rewards are all equal, or with turn_credit what came of the turns that it compares, and draw other"
-        " prompts in their place until the batch is full.")
+        False, "Reject groups whose rewards (with turn_credit, the returns that it compares) are all equal, and draw other prompts in their"
+        " place until the batch is full.")
     equal_rewards_tolerance: float = field(
-        1e-6, "Largest difference of those that dynamic_sampling takes for equal; judges' scores may need more.", ge=0)
+        1e-6, "Largest difference that dynamic_sampling treats as equal; scores of judges may need more.", ge=0)
     max_draw_batches: float = field(
-        10.0, "Batches of groups that a step draws at most with dynamic_sampling; having rejected all but one of them, it takes what comes,"
-        " so a run whose prompts are all solved, or all hopeless, goes on.", ge=1)
+        10.0, "Most batches of groups that a step draws with dynamic_sampling; after that it accepts any group, so that a run whose prompts"
+        " are all solved or all hopeless continues.", ge=1)
 
     anchor: Literal["prox", "rollout"] = field(
-        "prox", "Policy in the denominator of the ratio: the trainer's at the start of the step, or the one that sampled.")
+        "prox", "Policy in the denominator of the ratio: the trainer's at the start of the step (proximal), or the one that sampled"
+        " (rollout).")
     weight: Literal["none", "ratio", "clamp", "mask"] = field(
-        "mask", "Use of the ratio of proximal to behaviour policy as a constant weight: ignored; as it is; brought into the range from"
-        " weight_low to weight_high; 0 outside of it.")
+        "mask", "Importance weight for stale tokens, the ratio of the proximal to the behaviour policy: not used; used as it is; clamped to"
+        " weight_low..weight_high; or 0 outside that range.")
     weight_level: Literal["token", "sequence", "geometric"] = field(
-        "token", "Whether that ratio is a token's own, the product over its sequence, which underflows on long answers, or the geometric"
-        " mean over it.")
-    weight_low: float = field(0.0, "Smallest ratio of proximal to behaviour policy that is trusted.", ge=0)
-    weight_high: float = field(5.0, "Largest ratio of proximal to behaviour policy that is trusted.", gt=0)
+        "token", "Level of the importance weight: per token; the product over the sequence, which underflows on long answers; or the"
+        " geometric mean over the sequence.")
+    weight_low: float = field(0.0, "Smallest importance weight that is trusted.", ge=0)
+    weight_high: float = field(5.0, "Largest importance weight that is trusted.", gt=0)
     filters: tuple[FilterConfig, ...] = field(
-        (), "Tables {metric, level, aggregate, low, high}, each a rule that takes tokens or sequences out of the loss.")
+        (), "Tables {metric, level, aggregate, low, high}, each a rule that removes tokens or sequences from the loss.")
 
     objective: str = field(
         "ppo", f"Formula of a token's loss, in docs/algorithms.md: {', '.join(OBJECTIVE_NAMES)}, or a function of your own as"
         " 'path/to/file.py:function'.")
     objective_reads: tuple[Literal["reference", "entropy"], ...] = field(
-        (), "What an objective of your own reads besides ratio and advantages, each of which costs time: log-probabilities under the"
+        (), "Further inputs of a custom objective besides ratio and advantages, each of which costs time: log-probabilities under the"
         " reference policy, or the entropy of each token's distribution.")
     clip_low: float = field(0.2, "Lower bound of the ratio to the anchor: 1 - clip_low; 1 is none.", ge=0, le=1)
     clip_high: float = field(0.2, "Upper bound of the ratio to the anchor: 1 + clip_high.", ge=0)
@@ -131,17 +134,17 @@ class AlgorithmConfig(Section):
         "Bound on the loss of tokens with negative advantage, as a multiple of |advantage| (arXiv:1912.09729); 0 is "
         "off, else > 1.", ge=0)
     constants: dict[str, float | str] = field(
-        {}, "Further constants of the objective, by name; those left out have its defaults. Functions of your own get all of them.")
+        {}, "Further constants of the objective, by name; those left out keep their defaults. Custom objectives receive all of them.")
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length", "prompt_mean"] = field(
-        "token_mean", "How token losses become one number: mean over all tokens; mean over sequences of their "
-        "token means, or of their sums; sum over max_new_tokens per sequence; mean over prompts of the means of their tokens.")
+        "token_mean", "How token losses are aggregated: mean over all tokens; mean over sequences of their token means, or of their token"
+        " sums; token sums divided by max_new_tokens; or mean over prompts of their token means.")
 
     kl_loss: Literal["none", "k2", "k3", "ratio_k3"] = field(
         "none", "Estimate of the divergence from the reference policy that is added to the loss; ratio_k3 alone has the right gradient"
         " off-policy.")
-    kl_coefficient: float = field(1e-3, "Factor of kl_loss; with kl_target, at the first step.", gt=0)
+    kl_coefficient: float = field(1e-3, "Coefficient of kl_loss; with kl_target, its initial value.", gt=0)
     reward_kl: float = field(
-        0.0, "Factor of log(policy / reference), which is taken from the reward at each generated token; 0 is off.", ge=0)
+        0.0, "Coefficient of log(policy / reference), subtracted from the reward at each generated token; 0 is off.", ge=0)
     kl_target: float = field(
         0.0, "Divergence per token from the reference, in nats, towards which kl_coefficient and reward_kl are adapted after each step"
         " (arXiv:1909.08593); 0 keeps them.", ge=0)
@@ -149,15 +152,14 @@ class AlgorithmConfig(Section):
         10.0, "Training steps over which an adapted factor changes by the relative error of the divergence, which is limited to 20 %; 10"
         " is the paper's rate of 0.1.", ge=1)
     entropy_coefficient: float = field(
-        0.0, "Factor of the entropy, which is taken from the loss so that answers stay varied; 0 is off. With entropy_target, at the first"
-        " step.", ge=0)
+        0.0, "Coefficient of the entropy bonus, which keeps answers varied; 0 is off. With entropy_target, its initial value.", ge=0)
     entropy_target: float = field(
         0.0, "Mean entropy in nats below which the bonus acts, and above which it is off; after each step entropy_coefficient is raised or"
         " lowered towards it (arXiv:2505.22312: 0.2); 0 keeps the coefficient.", ge=0)
-    entropy_step: float = field(0.005, "What entropy_target adds to the coefficient or takes from it after each step.", gt=0)
+    entropy_step: float = field(0.005, "Step by which entropy_target changes the coefficient after each training step.", gt=0)
     cov_control: Literal["none", "clip", "kl"] = field(
-        "none", "How tokens of high covariance of log-probability and advantage, which use up the entropy, are held back"
-        " (arXiv:2505.22617): clip takes a few of them out of the loss; kl holds the highest near the proximal policy.")
+        "none", "Entropy control (arXiv:2505.22617) for tokens whose log-probability and advantage have high covariance: clip removes a few"
+        " of them from the loss; kl keeps the highest close to the proximal policy.")
     cov_share: float = field(
         2e-4, "Share of the batch's trained tokens that cov_control chooses, at least one token; the paper has 2e-4 for clip, 2e-4 to 2e-3"
         " for kl.", gt=0, le=1)
@@ -165,15 +167,15 @@ class AlgorithmConfig(Section):
     cov_high: float = field(5.0, "With cov_control = \"clip\": tokens of a covariance below this may be chosen.")
     cov_coefficient: float = field(1.0, "With cov_control = \"kl\": factor of |log(policy / proximal)| of the chosen tokens.", gt=0)
     drift_coefficient: float = field(
-        0.0, "Factor of the squared change of log-probabilities since sampling, which is added to the loss; 0 is off.", ge=0)
+        0.0, "Coefficient of the squared change of log-probabilities since sampling, added to the loss; 0 is off.", ge=0)
     imitation_coefficient: float = field(
-        0.0, "Factor of the cross-entropy of answers above imitate_above, which is added to the loss (VAPO: 0.1); 0 is off.", ge=0)
+        0.0, "Coefficient of the cross-entropy of answers above imitate_above, added to the loss (VAPO: 0.1); 0 is off.", ge=0)
     reference: Literal["initial"] = field("initial", "Policy that kl_loss and reward_kl compare with: the model that the run began with.")
-    reference_refresh_steps: int = field(0, "Steps after which the reference becomes the current policy; 0 is never.", ge=0)
+    reference_refresh_steps: int = field(0, "Steps after which the reference is replaced by the current policy; 0 never replaces it.", ge=0)
 
     teacher: Literal["none", "model", "policy", "reference"] = field(
-        "none", "Whom the policy learns from besides rewards: nobody; the model of [teacher]; or, with the answer in its context, the"
-        " policy itself as it is or as the reference is.")
+        "none", "Teacher of the policy, besides rewards: none; the model in [teacher]; or the current or the reference policy with the"
+        " answer in its context.")
     teacher_credit: Literal["alone", "added"] = field(
         "alone", "Whether log(teacher / policy) is a token's advantage instead of the task's, or is added to it.")
     teacher_coefficient: float = field(1.0, "Factor of log(teacher / policy) in the advantage.", gt=0)

@@ -11,5 +11,6 @@ class CheckpointConfig(Section):
     keep: int = field(2, "Resumable checkpoints kept.", ge=1)
     export: bool = field(True, "Write the final model as a Hugging Face folder, `export/` in the run.")
     export_every_steps: int = field(
-        0, "Steps between Hugging Face folders `exports/step-00000050`, which all stay, each as large as the model; 0 writes none.", ge=0)
+        0, "Steps between exports `exports/step-00000050`, Hugging Face folders as large as the model, which are all kept; 0 writes"
+        " none.", ge=0)
     timeout_s: float = field(600.0, "Seconds for one save.", gt=0)

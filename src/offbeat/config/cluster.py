@@ -8,10 +8,10 @@ from offbeat.config.base import Section, field
 class ClusterConfig(Section):
     """The launcher of train workers and engines."""
 
-    launcher: Literal["local", "ray"] = field("local", "Processes on this machine, or Ray actors on many.")
+    launcher: Literal["local", "ray"] = field("local", "Where processes run: on this machine, or as Ray actors on many.")
     ray_address: str = field("", "Address of a running Ray cluster; empty starts one on this machine.")
     share_devices: bool = field(
         False, "Let engines use the train ranks' devices, for a machine with fewer devices than processes; on where both numbers of "
         "devices are 0 and there are too few.")
     start_timeout_s: float = field(120.0, "Seconds for one worker to start.", gt=0)
-    stop_timeout_s: float = field(10.0, "Seconds for a worker to stop by itself before it is killed.", gt=0)
+    stop_timeout_s: float = field(10.0, "Seconds for a worker to stop before it is killed.", gt=0)

@@ -18,7 +18,7 @@ class EvaluateConfig(Section):
     pass_at: tuple[int, ...] = field(
         (), "Numbers k of answers, each at most samples_per_prompt, for which pass@k is reported: the chance that one of k is right.")
     temperature: float = field(0.0, "Sampling temperature; 0 is greedy.", ge=0)
-    timeout_s: float = field(600.0, "Seconds for one evaluation; at least those for one group.", gt=0)
+    timeout_s: float = field(600.0, "Seconds for one evaluation; at least the time limit of one group.", gt=0)
     keep_samples: bool = field(
         True, "Keep the answers of each evaluation, with texts and rewards, in `evaluations/` in the run, to be read and compared.")
     keep_best: str = field(

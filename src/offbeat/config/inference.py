@@ -11,35 +11,37 @@ class InferenceConfig(Section):
     """Engines that the run starts, or uses by URL."""
 
     engine: Literal["embedded", "vllm", "sglang"] = field(
-        "embedded", "Kind of engine: the own one, or vLLM or SGLang from an environment of their own.")
+        "embedded", "Kind of engine: the embedded one, or vLLM or SGLang, which run in separate environments.")
     num_engines: int = field(1, "Engine processes.", ge=1)
     devices_per_engine: int = field(
         0, "Accelerators for each engine, over which vLLM and SGLang split the model (tensor parallelism); 0 takes one where this machine "
         "shows enough of them, else the CPU, as on a Ray cluster.", ge=0)
-    min_engines: int = field(1, "Fewest healthy engines with which a run goes on; below it the run waits for one to heal.", ge=1)
+    min_engines: int = field(1, "Minimum number of healthy engines; with fewer, the run waits for one to recover.", ge=1)
     urls: tuple[str, ...] = field((), "Engines that already run, instead of starting num_engines; $OFFBEAT_API_KEY is sent as their key.")
-    python: str = field("", "Python of the environment that holds vLLM or SGLang; empty takes .venv-vllm or .venv-sglang where you are.")
+    python: str = field(
+        "", "Python interpreter of the environment with vLLM or SGLang; empty takes .venv-vllm or .venv-sglang in the working directory.")
     arguments: tuple[str, ...] = field((), "Further arguments for a vLLM or SGLang server, as on its command line.")
     forward: Literal["auto", "direct", "hf"] = field(
         "auto",
-        "Embedded engine's forward: own fast path for Llama- and Qwen-like models, or Hugging Face's modules for any; "
-        "auto prefers the fast one.")
-    max_running: int = field(512, "Samples decoded together, the slots of the cache.", ge=1)
-    max_queued: int = field(4096, "Requests waiting before the engine answers 429.", ge=1)
+        "Forward pass of the embedded engine: a fast path for models like Llama and Qwen, or Hugging Face's modules for any model; auto"
+        " prefers the fast path.")
+    max_running: int = field(512, "Maximum number of samples decoded together.", ge=1)
+    max_queued: int = field(4096, "Maximum number of waiting requests; beyond it the engine answers 429.", ge=1)
     max_context: int = field(0, "Longest prompt plus generation, in tokens; 0 takes the model's context.", ge=0)
     max_cache_bytes: int = field(
         0,
         "Bytes of the embedded engine's cache of keys and values; a request waits until its longest answer fits. 0 takes a quarter of the "
         "machine's memory, divided among its engines, or half of what is free on an accelerator.", ge=0)
     threads: int = field(
-        0, "CPU threads per engine; 0 divides the cores that the run may use among its engines and train ranks.", ge=0)
-    max_adapters: int = field(32, "LoRA adapters that an engine holds at once; the least recently used makes room.", ge=1)
+        0, "CPU threads per engine; 0 divides the available cores among the run's engines and train ranks.", ge=0)
+    max_adapters: int = field(32, "LoRA adapters that an engine holds at once; the least recently used is evicted.", ge=1)
     max_adapter_rank: int = field(64, "Largest rank of an adapter that an engine takes.", ge=1)
     start_timeout_s: float = field(180.0, "Seconds until an engine must answer.", gt=0)
     probe_interval_s: float = field(2.0, "Seconds between two health probes of an engine.", gt=0)
     probe_timeout_s: float = field(
-        15.0, "Seconds for an engine to answer a probe; then it is quarantined. A server that shares a busy CPU may need some.", gt=0)
-    heal_timeout_s: float = field(120.0, "Seconds below min_engines before the run gives up waiting for an engine to heal.", gt=0)
+        15.0, "Seconds for an engine to answer a probe before it is quarantined. A server on a busy CPU may need several.", gt=0)
+    heal_timeout_s: float = field(
+        120.0, "Seconds with fewer than min_engines after which the run gives up waiting for an engine to recover.", gt=0)
     request_timeout_s: float = field(
         300.0, "Seconds for one generation request, or token_timeout_s for each token that it may generate if that is more.", gt=0)
     token_timeout_s: float = field(

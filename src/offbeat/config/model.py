@@ -23,8 +23,8 @@ class LoraConfig(Section):
     rank: int = field(0, "Rank of the adapter; 0 trains the whole model.", ge=0)
     alpha: float = field(32.0, "The adapter's output is scaled by alpha / rank.", gt=0)
     targets: tuple[str, ...] = field(
-        ("all-linear",), "Last parts of the names of the linear layers that are adapted, such as q_proj; all-linear takes every one in the "
-        "decoder's layers.")
+        ("all-linear",), "Names of the linear layers to adapt, such as q_proj (the last part of the full name); all-linear adapts every"
+        " linear layer of the decoder.")
     dropout: float = field(
         0.0, "Share of the adapter's inputs dropped in supervised training (`offbeat sft`, the warm-up); never in RL, whose "
         "log-probabilities must be the policy's. Must be 0 with many tenants, whose masks would depend on each other.", ge=0, lt=1)

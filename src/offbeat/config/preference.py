@@ -17,10 +17,10 @@ class PreferenceConfig(Section):
         "dpo", "DPO; IPO, which stops at a distance and suits clear preferences; SimPO, which needs no reference; or KTO, which also learns"
         " from single answers with a label.")
     beta: float = field(
-        0.0, "How closely the policy is held to the reference, more tightly the larger it is (SimPO: steepness); 0 takes the loss's own,"
-        " 0.1, or 2 for simpo.", ge=0)
-    label_smoothing: float = field(0.0, "Share of pairs that are taken to be labelled the wrong way round; dpo alone.", ge=0, lt=0.5)
-    gamma: float = field(USUAL_GAMMA, "Margin by which the chosen answer is to lead; simpo alone.", ge=0)
+        0.0, "Strength with which the policy is kept close to the reference (SimPO: steepness of the loss); 0 takes the default of the"
+        " loss: 0.1, or 2 for simpo.", ge=0)
+    label_smoothing: float = field(0.0, "Assumed share of pairs with swapped labels; dpo only.", ge=0, lt=0.5)
+    gamma: float = field(USUAL_GAMMA, "Margin by which the chosen answer should lead; simpo only.", ge=0)
     total_steps: int = field(200, "Optimizer steps.", ge=1)
     batch_size: int = field(32, "Pairs per step; rows of any kind for kto.", ge=1)
     optimizer: OptimizerConfig = field(

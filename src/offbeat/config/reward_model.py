@@ -8,8 +8,8 @@ class RewardModelConfig(Section):
     """Reward models, `offbeat reward-model`: the chosen answer of each pair in [data] is to have a higher reward than the rejected one."""
 
     centring: float = field(
-        0.01, "Weight of the square of a pair's summed rewards in the loss, which keeps rewards around 0; without it, 0, only their"
-        " differences mean anything.", ge=0)
+        0.01, "Weight of the squared sum of a pair's rewards in the loss, which keeps rewards around 0; with 0, only differences of rewards"
+        " are meaningful.", ge=0)
     total_steps: int = field(200, "Optimizer steps.", ge=1)
     batch_size: int = field(64, "Pairs per step.", ge=1)
     optimizer: OptimizerConfig = field(

@@ -22,21 +22,23 @@ class RolloutConfig(Section):
     """Asynchronous rollouts. Counts are of groups (prompts) unless they say samples."""
 
     group_size: int = field(
-        8, "Samples per prompt, G; their mean is the baseline, so one alone learns nothing unless algorithm.centre = \"none\".", ge=1)
+        8, "Samples per prompt, G; their mean is the baseline, so a single sample learns nothing unless algorithm.centre = \"none\".", ge=1)
     consumer_batch_size: int = field(64, "Groups per training step, B.", ge=1)
     max_concurrent_rollouts: int = field(128, "Groups in flight at once, M.", ge=1)
-    max_head_offpolicyness: int = field(1, "Versions that a trained token may be behind the trainer, eta; 0 is synchronous.", ge=0)
+    max_head_offpolicyness: int = field(
+        1, "Maximum staleness, eta: how many versions a trained token may be behind the trainer; 0 is synchronous training.", ge=0)
     single_rank_load: bool = field(
-        True, "SPMD mode: rank 0 alone draws data and rolls out, with the limits above, and hands each rank its share; false lets every "
-        "data-parallel head roll out its own share, with the limits divided by the number of heads. A controller always does the former.")
+        True, "SPMD mode: rank 0 alone draws data and rolls out, within the limits above, and gives each rank its share; false lets every"
+        " data-parallel head roll out its own share, with the limits divided by the number of heads. A controller always does the former.")
     balance_batch: bool = field(
-        True, "Spread a step's sequences over the ranks by their predicted cost, so that none waits long for another; false deals whole "
-        "groups in their order, as many to each rank. Loss and gradient are the same.")
+        True, "Distribute a step's sequences over the ranks by predicted cost, so that no rank waits long for another; false gives each"
+        " rank the same number of whole groups, in order. Loss and gradient are the same.")
     on_stale: Literal["wait", "requeue", "keep"] = field(
-        "wait", "A group that would become too old: wait for it (the bound always holds), draw its prompt again, or train on it anyway.")
+        "wait", "What to do with a group that would exceed the staleness bound: wait for it, requeue its prompt (both enforce the bound),"
+        " or keep it and train on it anyway.")
     workflow: str = field(
-        "offbeat.rollout.workflows.single_turn:single_turn", "How an episode is played: single_turn, agent, tool_loop or gym, of which "
-        "[agent] says more; or the dotted name, module:function, of an async function.")
+        "offbeat.rollout.workflows.single_turn:single_turn", "How an episode is played: single_turn; agent, tool_loop or gym, configured in"
+        " [agent]; or an async function of your own, as module:function.")
     reward: str = field(
         "", "Dotted name, module:function or file.py:function, of the reward; exact_match, math, countdown or reasoning; model:FOLDER for "
         "a reward model, or judge:FILE for a judge behind an endpoint. Empty takes the task's own, math for GSM8K, else exact_match.")
@@ -44,7 +46,7 @@ class RolloutConfig(Section):
         {}, "Several rewards instead of one, each with its weight in the sum, such as {exact_match = 1.0, \"my.py:short\" = 0.2}; metrics "
         "show each by the name of its function.")
     should_accept: str = field("", "Dotted name, module:function, of a filter on finished groups; empty accepts all.")
-    reward_workers: int = field(1, "Reward processes; of a reward model, each holds a copy of it.", ge=1)
+    reward_workers: int = field(1, "Number of reward processes; with a reward model, each holds a copy of it.", ge=1)
     reward_timeout_s: float = field(
         15.0, "Seconds for one reward call; a call that passes them is killed, and its completion is not trained on. A reward model scores "
         "up to 64 completions in a call, and a reward of groups, such as a judge, all of one group.", gt=0)
@@ -52,20 +54,20 @@ class RolloutConfig(Section):
         4 * 2**30, "Memory that a reward process may take; what needs more is not trained on. 0 sets no limit. The default has room for "
         "parsers and small models, and a reward that runs away does not take the machine along. A reward model has no limit.", ge=0)
     reward_env: tuple[str, ...] = field(
-        (), "Environment variables that rewards see although they look like secrets; all others whose name or value does are kept from "
-        "them.")
+        (), "Environment variables passed to rewards although they look like secrets; all others that look like secrets are withheld.")
     episode_timeout_s: float = field(
         600.0, "Seconds for one group without the time in which its rewards are computed, of which each call has reward_timeout_s; or "
         "inference.token_timeout_s for each of max_new_tokens and reward_timeout_s if that is more.", gt=0)
     max_retries: int = field(
-        4, "Times that a prompt is drawn again whose group failed, or kept fewer than two samples that can be trained on, before it is "
-        "rejected for good; so one that fails now and then is not lost. A prompt that cannot be asked is rejected at once.", ge=0)
+        4, "How often a prompt is drawn again after its group failed or kept fewer than two usable samples, before it is rejected;"
+        " occasional failures therefore lose no prompt. A prompt that cannot be asked is rejected at once.", ge=0)
     max_failures_in_a_row: int = field(64, "Stop the run when this many groups in a row failed.", ge=1)
     batch_timeout_s: float = field(
-        1800.0, "Seconds without a single group finished and accepted before the run stops; at least those for one group.", gt=0)
-    max_new_tokens: int = field(256, "Most tokens to generate per sample.", ge=1)
+        1800.0, "Seconds without a finished and accepted group before the run stops; at least the time limit of one group.", gt=0)
+    max_new_tokens: int = field(256, "Maximum number of tokens generated per sample.", ge=1)
     temperature: float = field(
-        1.0, "Sampling temperature; greedy samples would all be equal, and nothing be learnt. Evaluations have evaluate.temperature.", gt=0)
+        1.0, "Sampling temperature; greedy samples would all be equal, so nothing would be learned. Evaluations use"
+        " evaluate.temperature.", gt=0)
     top_p: float = field(1.0, "Nucleus sampling mass.", gt=0, le=1)
     top_k: int = field(0, "Sample from the k likeliest tokens; 0 from all.", ge=0)
     stop: tuple[str, ...] = field(

@@ -26,10 +26,12 @@ class ParallelConfig(Section):
     """How the train ranks divide a model among them. What remains, train.num_ranks / (shard * tp * cp), are replicas of all that (dp)."""
 
     shard: int = field(
-        1, "Ranks that hold each parameter in shards and gather layers as they run (FSDP2); 1 replicates, faster where it fits.", ge=1)
-    tp: int = field(1, "Ranks that compute each layer together, on the same rows; they belong on one machine.", ge=1)
-    ep: int = field(1, "Ranks that divide the experts of a mixture; 1 or the same as tp.", ge=1)
-    cp: int = field(1, "Ranks that divide each row of tokens among them, for long sequences.", ge=1)
+        1, "Number of ranks that shard each parameter and gather layers as they run (FSDP2); 1 replicates the model, which is faster where"
+        " it fits.", ge=1)
+    tp: int = field(
+        1, "Number of ranks for tensor parallelism, which compute each layer together on the same rows; keep them on one machine.", ge=1)
+    ep: int = field(1, "Number of ranks for expert parallelism; 1 or the same as tp.", ge=1)
+    cp: int = field(1, "Number of ranks for context parallelism, which split each row of tokens, for long sequences.", ge=1)
 
     @property
     def ranks_per_share(self) -> int:
@@ -62,19 +64,20 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: int = field(16384, "Hard cap on tokens in one forward and backward; bounds activation memory.", ge=1)
     share_prefix: bool = field(True, "Run a group's common prompt once per micro-batch instead of once per sample.")
     precision: Literal["auto", Precision] = field(
-        "auto", 'Number format of the computation; "bf16_mixed" computes in bfloat16, and keeps weights, moments and sums of gradients'
-        " in float32, which pays above about 5M parameters; \"auto\" takes it where train ranks have devices that compute in it.")
+        "auto", 'Number format of the computation; "bf16_mixed" computes in bfloat16 and keeps weights, optimizer moments and gradient'
+        ' sums in float32, which is faster above about 5M parameters; "auto" takes it where train ranks have devices that compute in it.')
     gradient_checkpointing: Literal["auto", Recompute] = field(
-        "auto", 'Whether activations are computed again in the backward pass to save memory; "selective" keeps the results of matrix'
-        ' products and attention, "full" keeps the inputs of layers alone, which costs a third more computation; "auto" keeps what a'
-        ' device has room for, and all on CPUs.')
+        "auto", 'Recompute activations in the backward pass to save memory; "selective" keeps the results of matrix products and'
+        ' attention, "full" keeps only the inputs of layers and costs a third more computation; "auto" keeps what a device has room for,'
+        " and everything on CPUs.")
     offload_optimizer: bool = field(
-        False, "Keep AdamW's moments in host memory and bring them to the device for each update, a part at a time; frees 8 bytes of it for"
-        " each parameter of a rank, and costs their way there and back in every update. The numbers are the same.")
+        False, "Keep AdamW's moments in host memory and bring them to the device part by part for each update. This frees 8 bytes of device"
+        " memory per parameter of a rank, at the cost of the transfers; the numbers are the same.")
     compile: bool = field(
-        False, "Compile each decoder layer with torch.compile; pays on a GPU, after a minute for the first step, and seldom on a CPU.")
+        False, "Compile each decoder layer with torch.compile; worthwhile on a GPU, where the first step takes a minute longer, and rarely"
+        " on a CPU.")
     threads: int = field(
-        0, "CPU threads per train process; 0 divides the cores that the run may use among its engines and train ranks.", ge=0)
+        0, "CPU threads per train process; 0 divides the available cores among the run's engines and train ranks.", ge=0)
     step_timeout_s: float = field(1800.0, "Seconds for one training step of all ranks.", gt=0)
 
     @property

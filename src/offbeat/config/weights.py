@@ -11,16 +11,16 @@ class WeightsConfig(Section):
     channel: Literal["disk", "collective"] = field(
         "disk", "A folder per version, which engines read, or a broadcast from the trainer into the engines.")
     dir: str = field(
-        "", "Folder for published versions; empty takes the run's `weights` folder; one in /dev/shm is the fast way on one machine.")
+        "", "Folder for published versions; empty takes the run's `weights` folder; a folder in /dev/shm is fastest on one machine.")
     keep: int = field(2, "Published versions kept on disk.", ge=1)
     whole_every_versions: int = field(
         1, "Versions from one that is written whole to the next; those between are written as the weights that have changed since the one "
         "before, where that is smaller. For the embedded engine, by folder. Rank 0 keeps a copy of the weights for it.", ge=1)
     interrupt: Literal["recompute", "keep", "drain"] = field(
-        "recompute", "Requests in flight at a switch: go on under the new weights with the cache recomputed, with "
-        "the old cache, or finish first.")
+        "recompute", "Requests in flight when weights are switched: continue under the new weights with a recomputed cache (recompute) or"
+        " with the old cache (keep), or finish first (drain).")
     stage_timeout_s: float = field(60.0, "Seconds for the trainer to write a version, and for an engine to load it.", gt=0)
     switch_timeout_s: float = field(60.0, "Seconds for an engine to switch; with drain, the longest generation.", gt=0)
     proof_tolerance: float = field(
-        0.0, "Largest root mean square of what the canary's log-probabilities differ by between trainer and engine, in nats; 0 takes "
-        "what was measured to suit model.dtype, 1e-3 for float32 and 0.5 for bfloat16.", ge=0)
+        0.0, "Largest root mean square difference between the trainer's and the engine's log-probabilities of the canary, in nats; 0 takes"
+        " the measured default for model.dtype, 1e-3 for float32 and 0.5 for bfloat16.", ge=0)
