@@ -48,6 +48,7 @@ COMMANDS = {
     "doctor": Command("doctor", "check that this machine is ready"),
     "report": Command("report", "write a run's report as one HTML file"),
     "rollouts": Command("rollouts", "list and read what the policy wrote"),
+    "watch": Command("watch", "show runs as a live page, with every rollout"),
 }
 
 _DESCRIPTION = """\

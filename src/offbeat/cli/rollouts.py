@@ -51,8 +51,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         for bound in ("min", "max"):
             parser.add_argument(f"--{bound}-{name}", type=kind, metavar="X", help=_help(bound, name))
     parser.add_argument("--prompt", default="", metavar="TEXT", help="only prompts that contain this")
-    parser.add_argument("--text", default="", metavar="WORDS", help="only those with these words in a row; a last * ends a word in any way")
-    parser.add_argument("--reason", default="", metavar="WHY", help='only those that ended so, as stop, length, "too long", "equal rewards"')
+    parser.add_argument("--text", default="", metavar="WORDS", help="only those with these words in a row; a last * is any end of a word")
+    parser.add_argument("--reason", default="", metavar="WHY", help='only those that ended so, such as stop, length, "equal rewards"')
     parser.add_argument("--status", default="", choices=STATUSES, help="only those trained on, left out, or rejected with their group")
     parser.add_argument("--same-prompt", metavar="ID", help="only those of the same prompt as this rollout, in all steps")
     parser.add_argument("--order", default="newest", choices=ORDERS, help="which come first (default: newest)")
