@@ -486,7 +486,7 @@ class Stage:
         self.served: list[PublishReport] = []
         self.released: list[PublishReport | None] = []
 
-    async def write(self, version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0) -> Manifest:
+    async def write(self, version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
         generator = torch.Generator().manual_seed(version)
         pair = (torch.randn(4, 32, generator=generator), torch.randn(32, 4, generator=generator))
         adapter = Adapter(4, 0.1, {"model.layers.0.self_attn.o_proj": pair})
