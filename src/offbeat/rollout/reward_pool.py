@@ -15,6 +15,7 @@ from typing import Self
 
 from offbeat.aio import gather_all
 from offbeat.data import wire
+from offbeat.data.given import pack
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError, WorkerError, shorten
@@ -46,6 +47,7 @@ class RewardPool:
             allowed: environment variables that the processes see although they look like secrets.
         """
         self._dotted = dotted
+        self._given = pack([dotted])
         self._memory_bytes = memory_bytes
         self._hidden = secret_variables(os.environ, allowed=allowed)
         self._num_workers = num_workers
@@ -133,7 +135,7 @@ class RewardPool:
         spec = ChildSpec(f"reward {index}", "offbeat.rollout.reward_worker:RewardWorker", env, log, without=self._hidden)
         child = await Child.start(spec, timeout_s=_START_TIMEOUT_S)
         try:
-            request = wire.encode(LoadRequest(self._dotted, self._memory_bytes))
+            request = wire.encode(LoadRequest(self._dotted, self._memory_bytes, self._given))
             self._of_group = wire.decode(Loaded, await child.call("load", request, timeout_s=_START_TIMEOUT_S)).of_group
         except BaseException:
             await child.kill()

@@ -13,6 +13,7 @@ from typing import Any
 
 from offbeat.data import wire
 from offbeat.data.functions import resolve
+from offbeat.data.given import Given, receive
 from offbeat.data.reward import JUDGE_PREFIX, FailedReward, NamedReward, check_reward, is_of_group
 from offbeat.data.row import Row
 from offbeat.errors import WorkerError, describe, printable, shorten
@@ -21,10 +22,11 @@ from offbeat.rollout.judges import judge_reward
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Name of a reward function, and the memory limit of its process; 0 for none."""
+    """Name of a reward function, the memory limit of its process (0 for none), and the function itself if it was given as an object."""
 
     reward: str
     memory_bytes: int = 0
+    given: tuple[Given, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class RewardWorker:
         self._name, self._memory_bytes = request.reward, request.memory_bytes
         if request.memory_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
+        receive(request.given)
         named_judge = self._name.startswith(JUDGE_PREFIX)
         self._reward = judge_reward(self._name.removeprefix(JUDGE_PREFIX)) if named_judge else resolve(self._name, kind="reward")
         return Loaded(is_of_group(self._reward))

@@ -5,7 +5,6 @@ import logging
 import os
 import resource
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offbeat.aio import few_collections
+from offbeat.aio import few_collections, listener
 from offbeat.checkpoint.recover import none_sound
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
@@ -291,8 +290,7 @@ async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, re
         state.asked_to_stop = True
         record.console.note(how)
 
-    loop.add_signal_handler(signal.SIGINT, interrupted, "stopping after this step; press Ctrl-C again to stop at once")
-    loop.add_signal_handler(signal.SIGTERM, interrupted, "asked to end, so this step is the last")
+    listener.get()(loop, interrupted)
     async with open_run(config, rank_info, inputs, record) as parts:
         begun = True
         return await body(parts, state)
