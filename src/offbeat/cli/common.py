@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from offbeat.api.session import PRIVATE_UMASK
 from offbeat.config.load import load_config
 from offbeat.config.root import Config
 from offbeat.dashboard.report import write_report
 from offbeat.telemetry.console import Console, choose_mode
-
-_PRIVATE_UMASK = 0o077
 
 
 class Result(Protocol):
@@ -90,7 +89,7 @@ def given_words(*words: str) -> list[str]:
 def keep_private(config: Config) -> None:
     """Make files written from now on, by this process and its children, readable by this user only, unless `run.private` is off."""
     if config.run.private:
-        os.umask(_PRIVATE_UMASK)
+        os.umask(PRIVATE_UMASK)
 
 
 def add_config_argument(parser: argparse.ArgumentParser) -> None:

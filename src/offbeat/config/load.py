@@ -9,7 +9,8 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -54,12 +55,13 @@ _TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "st
 _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
 
 
-def load_config(path: str | None, overrides: Sequence[Override] = ()) -> Config:
-    """Read a TOML file, apply overrides in order, and validate the result.
+def load_config(path: str | None, overrides: Sequence[Override] = (), *, values: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    """Read a TOML file, apply overrides in order and then values, and validate the result.
 
     Args:
         path: a TOML file; None starts from the defaults.
         overrides: ("section.key", value) as typed. A value is parsed as TOML; if that fails, or the setting is text, it is used as is.
+        values: settings as Python values, each by "section.key", or a whole section as a mapping.
 
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range. Names the first error, and how
@@ -68,6 +70,8 @@ def load_config(path: str | None, overrides: Sequence[Override] = ()) -> Config:
     given = _read_toml(Path(path)) if path is not None else {}
     for key, text in overrides:
         _set(given, key, _parse_value(key, text))
+    for key, value in values.items():
+        _set(given, key, _plain(value))
     try:
         return Config.model_validate(_merge(_inherited(Config()), given))
     except ValidationError as exc:
@@ -158,6 +162,15 @@ def _parse_value(key: str, text: str) -> Any:
     if parsed.keys() != {"value"} or (is_text and not isinstance(parsed["value"], str)):
         return text
     return parsed["value"]
+
+
+def _plain(value: Any) -> Any:
+    """Return a Python value as TOML would give it: paths as text, and copies of tables and lists."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Self
 
 from offbeat.aio import gather_all
 from offbeat.data import wire
+from offbeat.data.given import pack
 from offbeat.data.reward import FailedReward, NamedReward
 from offbeat.data.row import Row
 from offbeat.errors import CodeError, DeadlineError, WorkerError, shorten
@@ -47,6 +48,7 @@ class RewardPool:
         """
         self._weights = {} if isinstance(reward, str) else dict(reward)
         self._dotted = reward if isinstance(reward, str) else " or ".join(reward)
+        self._given = pack(self._weights or [self._dotted])
         self._memory_bytes = memory_bytes
         self._hidden = secret_variables(os.environ, allowed=allowed)
         self._num_workers = num_workers
@@ -134,7 +136,7 @@ class RewardPool:
         spec = ChildSpec(f"reward {index}", "offbeat.rollout.reward_worker:RewardWorker", env, log, without=self._hidden)
         child = await Child.start(spec, timeout_s=_START_TIMEOUT_S)
         try:
-            request = wire.encode(LoadRequest("" if self._weights else self._dotted, self._memory_bytes, self._weights))
+            request = wire.encode(LoadRequest("" if self._weights else self._dotted, self._memory_bytes, self._weights, self._given))
             self._of_group = wire.decode(Loaded, await child.call("load", request, timeout_s=_START_TIMEOUT_S)).of_group
         except BaseException:
             await child.kill()

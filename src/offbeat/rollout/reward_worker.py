@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offbeat.data import wire
+from offbeat.data.given import Given, receive
 from offbeat.data.reward import FailedReward, NamedReward, check_reward, weigh
 from offbeat.data.row import Row
 from offbeat.errors import WorkerError
@@ -25,11 +26,13 @@ class LoadRequest:
         reward: name of the only reward function; empty if `weights` are given.
         memory_bytes: memory limit of the process; 0 for none.
         weights: of several reward functions by their names.
+        given: those functions that a Python program gave as objects.
     """
 
     reward: str
     memory_bytes: int = 0
     weights: dict[str, float] = field(default_factory=dict)
+    given: tuple[Given, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class RewardWorker:
         self._memory_bytes, self._weights = request.memory_bytes, request.weights
         if request.memory_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (request.memory_bytes, request.memory_bytes))
+        receive(request.given)
         self._functions = [RewardFunction(name, may_miss=bool(self._weights)) for name in self._weights or (request.reward,)]
         return Loaded(any(function.takes_group for function in self._functions))
 

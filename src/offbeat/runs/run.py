@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offbeat.aio import few_collections
+from offbeat.aio import few_collections, listener
 from offbeat.checkpoint.recover import none_sound
 from offbeat.config.load import dump_toml
 from offbeat.config.root import Config
@@ -309,9 +310,9 @@ async def _with_parts(config: Config, rank_info: RankInfo, inputs: RunInputs, re
         state.asked_to_stop = True
         record.console.note(how)
 
-    loop.add_signal_handler(signal.SIGINT, interrupted, "stopping after this step; press Ctrl-C again to stop at once")
-    loop.add_signal_handler(signal.SIGTERM, interrupted, "asked to end, so this step is the last")
-    loop.add_signal_handler(signal.SIGUSR1, record.console.show_samples)
+    listener.get()(loop, interrupted)
+    if threading.current_thread() is threading.main_thread():  # no other can have signal handlers
+        loop.add_signal_handler(signal.SIGUSR1, record.console.show_samples)
     async with open_run(config, rank_info, inputs, record) as parts:
         begun = True
         return await body(parts, state)
