@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from evaluation.played import played
 from offbeat.cli import main as cli
-from offbeat.cli.evaluate import print_table
+from offbeat.cli.evaluate import _shown, print_table
 from offbeat.evaluation.files import read_samples
 from offbeat.evaluation.result import ModelResult, SetResult
 from offbeat.evaluation.scores import Evaluation, score_set
 from offbeat.model.peft_io import Adapter, write_adapter
+from offbeat.runs.evaluation import Progress
 from small_run import REWARDS, TINY, SmallRun, build_small_model
 
 PLAYED = played([[1.0]])
@@ -49,8 +50,8 @@ def test_a_run_and_the_same_model_behind_a_url_answer_alike(
     assert [line.split()[:3] for line in lines[1:3]] == [["held-out", run, "4"], ["held-out", url, "4"]]
     assert f"answers: {tmp_path}/both.samples.jsonl" in lines
     found = read_samples(tmp_path / "both.samples.jsonl")
-    assert [[prompt.samples[0].text for prompt in found[name][""].prompts] for name in (run, url)][0] == [
-        prompt.samples[0].text for prompt in found[url][""].prompts]
+    texts = {name: [prompt.samples[0].text for prompt in found[name][""].prompts] for name in (run, url)}
+    assert texts[run] == texts[url]
     assert cli.main(["compare", f"{output}:{run}", f"{output}:{url}", "--json"]) == 0
     [compared] = json.loads(capsys.readouterr().out)["sets"]
     assert [(each["difference"], each["p_value"]) for each in compared["differences"]] == [(0, 1)] * 2 and not compared["changes"]
@@ -101,6 +102,15 @@ def test_several_sets_are_a_table_with_the_columns_that_they_need(capsys) -> Non
         "held-out        8     0.500  0.215 to 0.785        0.625                                            0",
         "aime          128     0.250  0.215 to 0.785        0.250   0.250   0.500                            3",
         "games           8     0.500  0.215 to 0.785        0.000                  0.750  0.250  0.125       0"]
+
+
+def test_progress_is_shown_on_the_stream_of_errors_where_that_is_a_terminal(capsys) -> None:
+    for live in (False, True):
+        with _shown(live) as show:
+            for progress in (Progress("m"), Progress("m", "held-out", 0, 2), Progress("m", "held-out", 1, 2, 0.5)):
+                show(progress)
+        out, err = capsys.readouterr()
+        assert not out and ("m · held-out" in err and "1/2 accuracy 0.500" in err) == live, err
 
 
 def test_several_models_stand_below_each_other_set_by_set(capsys) -> None:

@@ -6,26 +6,29 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from faults.workshop import Workshop
 from offbeat.config.controller import EvaluateConfig
-from offbeat.controller.evaluate import Evaluator
+from offbeat.controller.evaluate import Evaluator, check_known
 from offbeat.controller.parts import SingleProcess
 from offbeat.data import wire
 from offbeat.data.dataset import ListDataset
 from offbeat.data.row import Prompt, Row
 from offbeat.data.tokenizer import character_tokenizer
 from offbeat.data.trajectory import Group, Trajectory
-from offbeat.errors import DeadlineError, RolloutError
+from offbeat.errors import CodeError, ConfigError, DeadlineError, RolloutError
 from offbeat.evaluation.files import newest_evaluation, read_samples
 from offbeat.evaluation.samples import EvaluatedSet
 from offbeat.evaluation.scores import Evaluation
 from offbeat.inference.sampling import Sampling
+from offbeat.rollout.metric import Metric
 from small_run import REWARDS, SmallRun
 
+METRICS = Path(__file__).parents[1] / "support" / "metrics.py"
 ROWS = ListDataset(tuple(Row(f"{i}>", str(i)) for i in range(5)))
 TOKENIZER = character_tokenizer()
 
@@ -170,13 +173,36 @@ def test_an_evaluation_says_how_each_agent_did() -> None:
     assert wire.decode(Evaluation, wire.encode(evaluation)) == evaluation
 
 
+def test_what_a_sets_own_metric_finds_is_beside_its_scores_and_its_failure_costs_itself() -> None:
+    class Own:
+        async def measure(self, answered: EvaluatedSet) -> dict[str, float]:
+            if answered.rewards.mean() == 1:
+                raise CodeError("no")
+            return {"f1": 0.25}
+
+    def evaluated(rewards: list[float]) -> Evaluation:
+        rollouts = Rollouts([*rewards])
+        return asyncio.run(Evaluator(
+            rollouts, ROWS, EvaluateConfig(), SingleProcess(), tokenizer=TOKENIZER, name="own", metric=cast(Metric, Own())).run())
+
+    found, failed = evaluated([1.0, 0.0, 0.0, 0.0, 1.0]), evaluated([1.0] * 5)
+    assert found.metrics()["eval/own/f1"] == 0.25 and not found.own_failure
+    assert (failed.own, failed.own_failure, failed.accuracy) == ({}, "no", 1.0)
+    check_known(found, "eval/own/f1")
+    check_known(found, "eval/f1")
+    check_known(failed, "eval/own/f2")
+    with pytest.raises(ConfigError, match=r"evaluate.keep_best names eval/own/f2, which is not measured; there is eval/own/accuracy, .*f1"):
+        check_known(found, "eval/own/f2")
+
+
 def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Workshop, tmp_path: Path, model_dir: str) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i}>", "answer": f"{i}"}) + "\n" for i in range(3)))
     sets = {
         "evaluate__sets__file__data__path": str(rows), "evaluate__sets__file__every_steps": "1",
         "evaluate__sets__many__samples_per_prompt": "2", "evaluate__sets__many__pass_at": "[1, 2]",
-        "evaluate__sets__many__temperature": "1.0", "evaluate__sets__many__rollout__reward": f"{REWARDS}:right"}
+        "evaluate__sets__many__temperature": "1.0", "evaluate__sets__many__rollout__reward": f"{REWARDS}:right",
+        "evaluate__sets__file__metric": f"{METRICS}:mean_length", "evaluate__sets__many__metric": f"{METRICS}:raises"}
     run = SmallRun(tmp_path, model_dir)
     done = shop.train(run, **sets)
     assert done.code == 0, done.error
@@ -188,6 +214,8 @@ def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Worksho
     assert last["eval/many/accuracy"] == last["eval/many/pass_at_2"] == last["eval/many/reward_mean"] == 1
     assert "eval/file/accuracy" in run.metrics()[0] and "eval/many/accuracy" not in run.metrics()[0]
     assert last["eval/many/pass_at_2_low"] < 0.9 and last["eval/many/pass_at_2_high"] == pytest.approx(1)
+    assert last["eval/file/mean_length"] > 0
+    assert len(run.events("metric_failed")) == 2 and "accuracy on many has no metric of its own: the metric" in "\n".join(done.said)
     files = newest_evaluation(run.folder)
     assert {name: path.name for name, path in files.items()} == {
         "": "step-000002.jsonl.zst", "file": "step-000002-file.jsonl.zst", "many": "step-000002-many.jsonl.zst"}

@@ -36,6 +36,9 @@ def accepts(group):
 def credit(groups, constants):
     return groups.rewards - groups.mean(groups.rewards)
 
+def mean_length(samples):
+    return sum(len(sample.text) for sample in samples) / len(samples)
+
 async def play(episode):
     return await single_turn(episode)
 """
@@ -49,7 +52,7 @@ GIVEN: Mapping[str, str] = {
     "rollout.reward_env": '["JUDGE_API_KEY"]', "rollout.should_accept": "code.py:accepts",
     "rollout.workflow": "code.py:play", "train.optimizer.min_lr_ratio": "0.5", "sft.optimizer.min_lr_ratio": "0.5",
     "evaluate.num_prompts": "2", "evaluate.pass_at": "[1]", "evaluate.sets": "{few = {num_prompts = 2}}",
-    "evaluate.keep_best": "eval/accuracy",
+    "evaluate.keep_best": "eval/accuracy", "evaluate.metric": "code.py:mean_length",
     "inference.max_context": "32", "rollout.single_rank_load": "true", "rollout.batch_timeout_s": "3000",
     "data.heldout_size": "5", "model.lora.targets": '["q_proj"]', "model.lora.dropout": "0.1", "inference.forward": "hf",
     "weights.channel": "collective", "weights.dir": "WEIGHTS",

@@ -27,6 +27,9 @@ from offbeat.runs.evaluation import KEY_ENV, OnProgress, Progress, evaluate_mode
 _WIDTH = 1000
 """Of a terminal in characters: a narrow one wraps lines, and cuts no figure."""
 
+_OF_ONE_PROCESS = (("run.mode", "controller"), ("rollout.single_rank_load", "true"))
+"""Settings of a run that do not hold for the evaluation of its export."""
+
 _DESCRIPTION = """\
 Evaluate models on the configured held-out prompts and evaluation sets. CONFIG is a TOML file, or the folder of a run, whose settings are
 taken and whose export is evaluated. Each MODEL is a model's folder or hub id, the folder of a LoRA adapter (its base is --model.path, or
@@ -70,6 +73,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     path, models = args.config, list(args.models)
     if is_run(Path(path)):
         path, models = str(run_config(Path(path))), [args.config, *(model for model in models if model != args.config)]
+        overrides = [*_OF_ONE_PROCESS, *overrides]
     config = load_config(path, overrides)
     keep_private(config)
     with _shown(sys.stderr.isatty() and not args.json) as show:
@@ -102,7 +106,7 @@ def _print(results: Sequence[ModelResult]) -> None:
     for result in results:
         for each in result.evaluations:
             if each.own_failure:
-                print(f"the metric of {each.name or 'held-out'} prompts failed: {each.own_failure}")
+                print(f"{each.title} has no metric of its own: {each.own_failure}")
 
 
 def print_table(results: Sequence[ModelResult]) -> None:

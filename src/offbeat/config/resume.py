@@ -52,7 +52,7 @@ _TABLE: dict[Change, list[str]] = {
              " token_timeout_s"),
         *_of("weights", "channel dir keep whole_every_versions stage_timeout_s switch_timeout_s proof_tolerance"),
         *_of("checkpoint", "every_steps keep export export_every_steps timeout_s"),
-        *_of("evaluate", "every_steps timeout_s keep_samples"),
+        *_of("evaluate", "every_steps timeout_s metric_timeout_s keep_samples"),
         *_of("cluster", "launcher ray_address share_devices start_timeout_s stop_timeout_s"),
         *_of("dist", "init_timeout_s sync_timeout_s answer_timeout_s collective_timeout_s"),
         *_of("teacher", "max_concurrent timeout_s max_retries"),
@@ -75,7 +75,7 @@ _TABLE: dict[Change, list[str]] = {
         *_of("inference", "engine forward max_context"),
         "weights.interrupt",
         *_of("teacher", "path url engine top_k template"),
-        *_of("evaluate", "num_prompts samples_per_prompt pass_at temperature keep_best stop_after_no_gain sets"),
+        *_of("evaluate", "num_prompts samples_per_prompt pass_at temperature metric keep_best stop_after_no_gain sets"),
     ],
     Change.REFUSED: ["run.seed", "data.shuffle", "preference.loss", *_of("model.lora", "rank alpha targets")],
     Change.CONTENT: [

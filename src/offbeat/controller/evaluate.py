@@ -7,6 +7,7 @@ and sampling of its own (`config.evaluation_sets`).
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from offbeat.aio import deadline
 from offbeat.config.controller import EvaluateConfig
@@ -16,8 +17,10 @@ from offbeat.controller.parts import Peers, Rollouts, RolloutSource
 from offbeat.data.dataset import PromptDataset
 from offbeat.data.tokenizer import Tokenizer
 from offbeat.data.trajectory import Group
+from offbeat.errors import ConfigError, OffbeatError
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSet, check_answered, read_group
 from offbeat.evaluation.scores import Evaluation, score_set
+from offbeat.rollout.metric import Metric
 
 Keep = Callable[[EvaluatedSet], Awaitable[None]]
 
@@ -27,17 +30,20 @@ class Evaluator:
 
     def __init__(
         self, rollouts: Rollouts, rows: PromptDataset, config: EvaluateConfig, peers: Peers, *, tokenizer: Tokenizer, name: str = "",
+        metric: Metric | None = None,
     ) -> None:
         """Prepare it; an evaluator of a set without rows is never due.
 
         Args:
             tokenizer: makes texts of answers.
+            metric: the set's own.
             name: of the set; "" for the run's held-out prompts.
         """
         self._rollouts = rollouts
         self._config = config
         self._peers = peers
         self._tokenizer = tokenizer
+        self._metric = metric
         self.name = name
         count = min(config.num_prompts, rows.num_rows or 0)
         self._rows = [rows.row(index) for index in range(count)]
@@ -71,7 +77,11 @@ class Evaluator:
         played = await self.play()
         if keep is not None:
             await keep(played)
-        return score_set(played)
+        return await self.score(played)
+
+    async def score(self, played: EvaluatedSet) -> Evaluation:
+        """Return the scores of what `play` returned."""
+        return await score(played, self._metric)
 
     async def play(self, on_prompt: Callable[[EvaluatedPrompt], None] = lambda _prompt: None) -> EvaluatedSet:
         """Complete and score every prompt in this process; errors are those of `run`.
@@ -93,13 +103,41 @@ class Evaluator:
         return check_answered(EvaluatedSet(name, config.samples_per_prompt, in_order, config.pass_at))
 
 
+async def score(played: EvaluatedSet, metric: Metric | None) -> Evaluation:
+    """Return the scores of a set, with those of its own metric. If that fails, the reason stands in its place, and the others are there."""
+    evaluation = score_set(played)
+    if metric is None:
+        return evaluation
+    try:
+        return evaluation.with_own(await metric.measure(played))
+    except OffbeatError as exc:
+        return evaluation.with_own({}, failure=str(exc))
+
+
+def check_known(evaluation: Evaluation, metric: str) -> None:
+    """Refuse a metric by which the best model is to be known, if it would be the own one of this set and that does not find it.
+
+    Raises:
+        ConfigError: names what there is.
+    """
+    if evaluation.own and metric.rpartition("/")[0] == evaluation.folder and metric not in evaluation.metrics():
+        raise ConfigError(
+            f"evaluate.keep_best names {metric}, which is not measured; there is {', '.join(sorted(evaluation.metrics()))}")
+
+
 def make_evaluators(
-    rollouts: Rollouts, source: RolloutSource, inputs: RunInputs, config: Config, peers: Peers,
+    rollouts: Rollouts, source: RolloutSource, inputs: RunInputs, config: Config, peers: Peers, *, log_dir: Path,
 ) -> tuple[Evaluator, ...]:
-    """Return the evaluators of the run's held-out prompts, which `rollouts` plays, and of each evaluation set."""
-    sets = (
-        Evaluator(
-            source.rollouts_of_set(name), of_set.heldout, config.evaluation_set(name).timed_evaluate, peers, tokenizer=inputs.tokenizer,
-            name=name)
-        for name, of_set in inputs.sets.items())
-    return Evaluator(rollouts, inputs.heldout, config.timed_evaluate, peers, tokenizer=inputs.tokenizer), *sets
+    """Return the evaluators of the run's held-out prompts, which `rollouts` plays, and of each evaluation set.
+
+    Args:
+        log_dir: folder for what processes of metrics print.
+    """
+    made = [Evaluator(
+        rollouts, inputs.heldout, config.timed_evaluate, peers, tokenizer=inputs.tokenizer, metric=Metric.of(config, log_dir=log_dir))]
+    for name, of_set in inputs.sets.items():
+        own = config.evaluation_set(name)
+        made.append(Evaluator(
+            source.rollouts_of_set(name), of_set.heldout, own.timed_evaluate, peers, tokenizer=inputs.tokenizer, name=name,
+            metric=Metric.of(own, log_dir=log_dir)))
+    return tuple(made)

@@ -42,7 +42,7 @@ from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, reference_stats
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.controller.checkpoints import Checkpoints
-from offbeat.controller.evaluate import Evaluator, make_evaluators
+from offbeat.controller.evaluate import Evaluator, check_known, make_evaluators
 from offbeat.controller.parts import Rollouts, RunParts
 from offbeat.controller.samples import best_and_worst
 from offbeat.controller.scoring import score_batch
@@ -118,7 +118,8 @@ class _Training:
             await parts.publisher.settle()  # rollouts begin with it
         rollouts = parts.source.rollouts(
             self._stream, version=state.version, last_version=state.last_version, num_flat_rejected=self._num_flat_rejected)
-        evaluators = make_evaluators(rollouts, parts.source, parts.inputs, config, parts.peers)
+        evaluators = make_evaluators(
+            rollouts, parts.source, parts.inputs, config, parts.peers, log_dir=self._record.log_dir)
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
         if saved is None and (before := await self._evaluate(evaluators, 0, last=True)):
             self._record.stats.commit(0, 0, 0, before)
@@ -225,8 +226,11 @@ class _Training:
             told = f"{evaluation.title} {evaluation.accuracy:.3f} after step {global_step} ({prompts})"
             self._record.console.note(f"{told}{evaluation.shares_text}")
             self._highlights = self._highlights.evaluated(evaluation.name, evaluation.accuracy, first=global_step == 0)
+            check_known(evaluation, self._config.evaluate.keep_best)
             if (value := evaluation.metrics().get(self._config.evaluate.keep_best)) is not None:
                 self._highlights = self._highlights.measured(self._config.evaluate.keep_best, value, global_step=global_step)
+            if evaluation.own_failure:
+                self._record.note("metric_failed", f"{evaluation.title} has no metric of its own: {evaluation.own_failure}")
             stats |= evaluation.metrics()
         best = self._highlights.best
         if best is not None and best.is_final(self._config.evaluate) and not last:

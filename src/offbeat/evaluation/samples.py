@@ -60,6 +60,31 @@ class EvaluatedSample:
 
 
 @dataclass(frozen=True)
+class MetricSample:
+    """One answer as a metric of the user's own gets it; see `EvaluatedSample`.
+
+    Attributes:
+        index: number of the prompt in its set, from 0; the answers to a prompt have the same.
+        row: the prompt, its reference answer, and other fields.
+    """
+
+    index: int
+    row: Row
+    text: str
+    reward: float | None
+    reason: str
+    num_tokens: int
+    rewards: dict[str, float]
+    by_agent: dict[str, float]
+    turns: tuple[Turn, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether its reward is at least 1."""
+        return self.reward is not None and self.reward >= RIGHT
+
+
+@dataclass(frozen=True)
 class EvaluatedPrompt:
     """A prompt with the answers that it got.
 
@@ -103,6 +128,13 @@ class EvaluatedSet:
     num_samples: int
     prompts: tuple[EvaluatedPrompt, ...]
     pass_at: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> tuple[MetricSample, ...]:
+        """All answers, prompt by prompt."""
+        return tuple(
+            MetricSample(index, prompt.row, each.text, each.reward, each.reason, each.num_tokens, each.rewards, each.by_agent, each.turns)
+            for index, prompt in enumerate(self.prompts) for each in prompt.samples)
 
     @property
     def title(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from offbeat.aio import both, run_beside, run_interruptible
 from offbeat.config.root import Config
-from offbeat.controller.evaluate import make_evaluators
+from offbeat.controller.evaluate import make_evaluators, score
 from offbeat.controller.inputs import RunInputs, choose_canary, read_inputs
 from offbeat.controller.parts import SingleProcess
 from offbeat.data.dataset import PromptStream
@@ -22,11 +22,12 @@ from offbeat.errors import ConfigError
 from offbeat.evaluation.files import RESULT_NAME
 from offbeat.evaluation.result import ModelResult, SetResult, write
 from offbeat.evaluation.samples import EvaluatedPrompt, EvaluatedSet
-from offbeat.evaluation.scores import Evaluation, score_set
+from offbeat.evaluation.scores import Evaluation
 from offbeat.fleet.engine_group import EngineGroup
 from offbeat.fleet.fleet import UNPUBLISHED, Fleet, open_fleet
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.rollout.episode import Generate
+from offbeat.rollout.metric import Metric, check_metrics
 from offbeat.runs.devices import choose_devices, usable_devices
 from offbeat.runs.endpoint import AskedSet, Endpoint, read_sets
 from offbeat.runs.evaluated_model import EvaluatedModel, find_models
@@ -95,13 +96,13 @@ def evaluate_models(
     found = find_models(tuple(models), config, checkpoint=checkpoint)
     run_dir = config.run_dir.with_name(f"{config.run.name}-eval")
     with RunRecord(run_dir, trace=False, console=console or Console("quiet")) as record:
-        results = []
+        results: list[ModelResult] = []
         for model in found:
             on_progress(Progress(model.name))
             evaluate = _ask_endpoint(model, config, record, key_env, on_progress) if model.url else _evaluate(
                 model, config, record, on_progress)
             results.append(ModelResult(model.name, tuple(run_interruptible(evaluate))))
-        write(results, output or run_dir / RESULT_NAME)
+            write(results, output or run_dir / RESULT_NAME)  # so that what is done stays if the next one fails or is interrupted
     return results
 
 
@@ -114,14 +115,16 @@ def evaluate_model(config: Config, console: Console) -> list[Evaluation]:
 async def _evaluate(model: EvaluatedModel, config: Config, record: RunRecord, on_progress: OnProgress) -> list[SetResult]:
     async with open_rollouts(_configured(config, model), record, adapter=model.adapter) as (source, watch):
         rollouts = source.rollouts(PromptStream(source.inputs.train, seed=0), version=0, last_version=0)
-        evaluators = make_evaluators(rollouts, source, source.inputs, source.config, SingleProcess())
+        evaluators = make_evaluators(
+            rollouts, source, source.inputs, source.config, SingleProcess(), log_dir=record.log_dir)
 
         async def run_all() -> list[SetResult]:
             results = []
             for evaluator in evaluators:
                 if evaluator.due(0, last=True):
                     told = _Counter(model.name, evaluator.name, evaluator.num_prompts, on_progress)
-                    results.append(told.result(await evaluator.play(told.count)))
+                    played = await evaluator.play(told.count)
+                    results.append(told.result(played, await evaluator.score(played)))
             return results
 
         return await run_beside(run_all(), watch())
@@ -134,11 +137,13 @@ async def _ask_endpoint(
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(EngineSession())
         endpoint = await Endpoint.connect(http.session, model, key_env=key_env)
+        await check_metrics([of_set.config for of_set in asked], log_dir=record.log_dir)
         rewards = await _open_rewards(stack, asked, config, record)
         results = []
         for of_set in asked:
             told = _Counter(model.name, of_set.name, len(of_set.rows), on_progress)
-            results.append(told.result(await endpoint.play(of_set, rewards[of_set.name], on_prompt=told.count)))
+            played = await endpoint.play(of_set, rewards[of_set.name], on_prompt=told.count)
+            results.append(told.result(played, await score(played, Metric.of(of_set.config, log_dir=record.log_dir))))
         return results
 
 
@@ -171,9 +176,9 @@ class _Counter:
             self._progress, num_answered=self._progress.num_answered + 1, accuracy=self._num_right / self._num_answers)
         self._tell(self._progress)
 
-    def result(self, played: EvaluatedSet) -> SetResult:
-        """Return the set with its scores."""
-        return SetResult(played, score_set(played), time.monotonic() - self._start)
+    def result(self, played: EvaluatedSet, scores: Evaluation) -> SetResult:
+        """Return the set with its scores, and the time since this began to count."""
+        return SetResult(played, scores, time.monotonic() - self._start)
 
 
 def _configured(config: Config, model: EvaluatedModel) -> Config:

@@ -32,6 +32,7 @@ from offbeat.rollout.dynamic import DynamicSampling
 from offbeat.rollout.episode import Episode, Generate, Workflow
 from offbeat.rollout.executor import Accept, RolloutExecutor, Settled
 from offbeat.rollout.idle import IdleHint, limit_of_places
+from offbeat.rollout.metric import check_metrics
 from offbeat.rollout.model_reward import ModelReward
 from offbeat.rollout.reward_pool import RewardPool
 from offbeat.rollout.staleness import Gate
@@ -187,13 +188,14 @@ async def open_user_code(
 ) -> UserCode:
     """Start what runs the rewards and the workflow, of the run and of its evaluation sets; see `open_rewards` and `open_workflow`.
 
-    What a set has in common with the run, or with a set before it, is started once.
+    What a set has in common with the run, or with a set before it, is started once. Metrics of their own are tried here, too.
     """
     def workflow_of(own: Config, of_set: RunInputs, folder: Path) -> Awaitable[Workflow]:
         return open_workflow(stack, own, tokenizer=of_set.tokenizer, log_dir=folder, tell=partial(record.note, "user_code"))
 
     code = UserCode(*await both(
         open_rewards(stack, inputs.train.row(0), config, record, launcher=launcher), workflow_of(config, inputs, record.log_dir)))
+    await check_metrics([config, *map(config.evaluation_set, inputs.sets)], log_dir=record.log_dir)
     rewards, workflows = {what_judges(config): code.rewards}, {_what_plays(config): code.workflow}
     sets: dict[str, UserCode] = {}
     for name, of_set in inputs.sets.items():
