@@ -65,7 +65,7 @@ End = Callable[[str], None]
 def listen_to_signals(loop: asyncio.AbstractEventLoop, end: End) -> None:
     """Call `end` at each SIGINT and SIGTERM; only the main thread can."""
     loop.add_signal_handler(signal.SIGINT, end, "stopping after this step; press Ctrl-C again to stop at once")
-    loop.add_signal_handler(signal.SIGTERM, end, "asked to end, so this step is the last")
+    loop.add_signal_handler(signal.SIGTERM, end, "asked to stop; this step is the last")
 
 
 listener: ContextVar[Callable[[asyncio.AbstractEventLoop, End], None]] = ContextVar("listener", default=listen_to_signals)

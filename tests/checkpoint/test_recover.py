@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whatever a crash left behind."""
+"""Which checkpoint a run continues from, whatever a crash left behind."""
 
 import json
 import re
@@ -121,5 +121,5 @@ def test_where_none_is_sound_the_error_says_what_to_do(tmp_path):
     (index.folder(10) / "data").unlink()
     assert index.newest() is None
     assert re.fullmatch(
-        r"no checkpoint in '.*' can be gone on from \(step-00000010 is damaged: data is gone\); put sound copies of the files there, or"
+        r"no checkpoint in '.*' can be resumed from \(step-00000010 is damaged: data is gone\); put sound copies of the files there, or"
         r" give run.name a new name to begin anew", str(none_sound(index.damaged())))

@@ -31,4 +31,4 @@ def test_training_on_pairs_ranks_held_out_ones_exports_and_reports(tmp_path: Pat
     assert load_tokenizer(run.folder / "export").eos_token_id == load_tokenizer(model_dir).eos_token_id
     assert (run.folder / "report.html").exists() and not list((run.folder / "logs").glob("engine*")), "no engine is started"
     assert cli.main(["dpo", *words]) == 2
-    assert "has done its 12 preference steps; raise preference.total_steps to go on" in capsys.readouterr().err
+    assert "is already complete (12 preference steps); raise preference.total_steps to continue" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def test_a_reward_model_is_trained_resumed_exported_and_rewards_a_run(tmp_path: 
     assert result["trained_tokens"] == 4 * 16, "the answers of the pairs"
     assert {"reward_model/accuracy", "reward_model/margin_mean", "reward_model/reward_mean", "eval/margin_mean"} <= rows[-1].keys()
     assert cli.main(["reward-model", *run.arguments(**settings, reward_model__total_steps="4")]) == 2
-    assert "has done its 4 reward model steps; raise reward_model.total_steps to go on" in capsys.readouterr().err
+    assert "is already complete (4 reward model steps); raise reward_model.total_steps to continue" in capsys.readouterr().err
     export = run.folder / "export"
     assert not open_reward_folder(str(export)).tokenizer.has_chat_template, "its pairs were plain text"
 

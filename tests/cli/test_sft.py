@@ -38,7 +38,7 @@ def test_fine_tuning_on_chats_evaluates_exports_and_reports(tmp_path: Path, mode
         assert load_tokenizer(run.folder / export).eos_token_id == load_tokenizer(model_dir).eos_token_id
     assert (run.folder / "report.html").exists()
     assert cli.main(["sft", *words]) == 2
-    assert "has done its 3 supervised steps; raise sft.total_steps to go on" in capsys.readouterr().err
+    assert "is already complete (3 supervised steps); raise sft.total_steps to continue" in capsys.readouterr().err
 
 
 @pytest.mark.whole_run

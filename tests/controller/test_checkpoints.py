@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken_and_both_are
     assert asyncio.run(checkpoints.restore()) == saved(2)
     assert ranks.loaded == [folder / "step-00000002" / "ranks"]
     assert notes == [
-        "step-00000004 is damaged: ranks/part has other bytes than were written, and kept as step-00000004.damaged; the run goes on from"
+        "step-00000004 is damaged: ranks/part has other bytes than were written, and kept as step-00000004.damaged; the run continues from"
         " step-00000002"]
     assert (folder / "step-00000004.damaged" / "ranks" / "part").exists()
 
@@ -196,8 +196,8 @@ def test_what_has_changed_since_the_checkpoint_is_said_or_refused(tmp_path: Path
     save(checkpoints_of(Ranks(), tmp_path), 2)
     faster = replace(IDENTITY, settings={"train.optimizer.lr": 2e-3})
     assert asyncio.run(checkpoints_of(Ranks(), tmp_path, notes=notes, identity=faster).restore()) == saved(2)
-    assert notes == ["goes on with train.optimizer.lr = 0.002, was 0.001"]
+    assert notes == ["continues with train.optimizer.lr = 0.002, was 0.001"]
     ranks = Ranks()
-    with pytest.raises(ConfigError, match="cannot go on from step 2 with other data"):
+    with pytest.raises(ConfigError, match="cannot resume from step 2 with other data"):
         asyncio.run(checkpoints_of(ranks, tmp_path, identity=replace(IDENTITY, data="reversed")).restore())
     assert ranks.loaded == []

@@ -22,7 +22,7 @@ def test_a_critic_is_warmed_up_saved_and_resumed_beside_an_adapter(tmp_path: Pat
     assert "train/loss" in step and "critic/tokens" not in step
     second = offbeat("train", *run.arguments(**settings, run__total_steps="3"))
     assert second.returncode == 0, second.stderr
-    assert "resumed after step 2" in second.stdout and "begins anew" not in second.stdout
+    assert "resumed after step 2" in second.stdout and "starts over" not in second.stdout
     assert (run.folder / "checkpoints" / "step-00000003" / "critic" / ".metadata").is_file()
 
 

@@ -227,7 +227,7 @@ def test_a_run_evaluates_each_set_as_it_asks_and_goes_on_with_them(shop: Worksho
     assert "accuracy on many" in (run.folder / "report.html").read_text()
     again = shop.train(run, run__total_steps="3", **sets | {"evaluate__sets__file__every_steps": "2"})
     assert again.code == 0, again.error
-    assert any(line.startswith("goes on with ") and "every_steps = 2" in line for line in again.said), again.said
+    assert any(line.startswith("continues with ") and "every_steps = 2" in line for line in again.said), again.said
     result = json.loads((run.folder / "result.json").read_text())
     assert result["sets"]["many"] == {"before": 1, "after": 1}
 

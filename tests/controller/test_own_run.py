@@ -45,7 +45,7 @@ def test_a_run_trains_with_own_code_and_adaptive_coefficients_and_goes_on_exactl
         file.write("# another version\n")
     done = train(tmp_path, *run.arguments(**settings, run__total_steps="4"))
     assert done.returncode == 0, done.stderr
-    assert "goes on with another algorithm.objective: the file of its code is not as it was at the checkpoint" in done.stdout
+    assert "continues with another algorithm.objective: the file of its code is not as it was at the checkpoint" in done.stdout
     assert "another algorithm.credit" not in done.stdout
     rows = run.metrics()
     assert [row["global_step"] for row in rows] == [1, 2, 3, 4]

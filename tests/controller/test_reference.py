@@ -48,7 +48,7 @@ def test_a_run_that_resumes_refuses_one_of_other_data_and_a_new_run_computes_it_
     scorer, path = Scorer(), tmp_path / "train.safetensors"
     play(path, scorer)
     for changed in ({"key": "b"}, {"rows": ROWS[:2]}):
-        with pytest.raises(ConfigError, match="are of other preferences: the data, the model, .* begin anew with another run.name"):
+        with pytest.raises(ConfigError, match="are of other preferences: the data, the model, .* start over with another run.name"):
             play(path, scorer, resumes=True, **changed)  # type: ignore[arg-type]
     assert values(play(path, scorer, rows=ROWS[:1])) == [[-2.0, -3.0]] and scorer.calls == 3
 

@@ -33,23 +33,23 @@ def test_what_has_not_changed_is_nothing_to_speak_of() -> None:
 
 def test_what_may_change_is_said_in_a_line() -> None:
     now = changed(train__optimizer__lr=1e-5, data__heldout_size=8)
-    assert said(now) == ["goes on with train.optimizer.lr = 1e-05, was 1e-06; data.heldout_size = 8, was 4"]
+    assert said(now) == ["continues with train.optimizer.lr = 1e-05, was 1e-06; data.heldout_size = 8, was 4"]
 
 
 def test_what_may_not_change_is_refused_with_both_values_and_a_remedy() -> None:
     with pytest.raises(ConfigError, match=(
-            r"^the run 'runs/mine' cannot go on from step 8 with run.seed = 7, was 0; go back to what it was, or begin anew with another"
+            r"^the run 'runs/mine' cannot resume from step 8 with run.seed = 7, was 0; restore it, or start over with another"
             r" run.name$")):
         said(changed(run__seed=7))
 
 
 @pytest.mark.parametrize(("now", "sentence"), [
-    (replace(THEN, data="others", num_rows=31), r"with other data: the rows .* of 31 where there were 30; go back"),
-    (replace(changed(data__path="new.jsonl"), data="others"), r"has drawn from \(data.path = \"new.jsonl\", was \"rows.jsonl\"\); go"),
-    (replace(changed(data__heldout_size=5), data="others"), r"drawn from \(data.heldout_size = 5, was 4\); go"),
+    (replace(THEN, data="others", num_rows=31), r"with other data: the rows .* of 31 where there were 30; restore it"),
+    (replace(changed(data__path="new.jsonl"), data="others"), r"has drawn from \(data.path = \"new.jsonl\", was \"rows.jsonl\"\); restore"),
+    (replace(changed(data__heldout_size=5), data="others"), r"drawn from \(data.heldout_size = 5, was 4\); restore"),
     (replace(THEN, data="others", num_rows=None), r"of endlessly many where there were 30"),
-    (replace(changed(model__path="b"), model="others"), r"another model: \"b\" has other weights .* \(model.path = \"b\", was \"a\"\); go"),
-    (replace(THEN, tokenizer="others"), r"with another tokenizer, which makes other tokens of the same text; go"),
+    (replace(changed(model__path="b"), model="others"), r"another model: \"b\" has other weights .* \(model.path = \"b\", was \"a\"\)"),
+    (replace(THEN, tokenizer="others"), r"with another tokenizer, which makes other tokens of the same text; restore"),
 ])
 def test_other_contents_are_refused_with_the_settings_that_they_come_from(now: Identity, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
@@ -62,9 +62,9 @@ def test_the_same_contents_under_another_path_are_no_change() -> None:
 
 def test_other_code_is_said_in_a_line() -> None:
     renamed = replace(changed(rollout__reward="code.py:other"), code={"rollout.reward": "source"})
-    assert said(renamed) == ['goes on with rollout.reward = "code.py:other", was "code.py:score"']
+    assert said(renamed) == ['continues with rollout.reward = "code.py:other", was "code.py:score"']
     edited = replace(THEN, code={"rollout.reward": "edited"})
-    assert said(edited) == ["goes on with another rollout.reward: the file of its code is not as it was at the checkpoint"]
+    assert said(edited) == ["continues with another rollout.reward: the file of its code is not as it was at the checkpoint"]
 
 
 def test_fine_tuning_does_not_ask_for_the_code_of_rewards() -> None:
@@ -82,8 +82,8 @@ def test_an_objective_of_ones_own_is_code_of_which_another_source_is_said_in_a_l
     then = replace(
         THEN, settings={**THEN.settings, "algorithm.objective": "mine.py:loss"}, code={**THEN.code, "algorithm.objective": "source"})
     other = replace(then, code={**then.code, "algorithm.objective": "other source"})
-    assert said(other, then) == ["goes on with another algorithm.objective: the file of its code is not as it was at the checkpoint"]
+    assert said(other, then) == ["continues with another algorithm.objective: the file of its code is not as it was at the checkpoint"]
     moved = replace(then, settings={**then.settings, "algorithm.objective": "elsewhere/mine.py:loss"})
     assert said(moved, then) == []
     built_in = replace(then, settings={**then.settings, "algorithm.objective": "ppo"}, code={**then.code, "algorithm.objective": ""})
-    assert said(built_in, then) == ['goes on with algorithm.objective = "ppo", was "mine.py:loss"']
+    assert said(built_in, then) == ['continues with algorithm.objective = "ppo", was "mine.py:loss"']

@@ -69,8 +69,8 @@ class Row:
         """In words."""
         if self.done.code:
             return f"exit code {self.done.code}: {self.done.error.strip().removeprefix('offbeat: ')}"
-        went_on = "begins anew" if self.went_on_from is None else f"goes on from step {self.went_on_from}"
-        return "; ".join([went_on, *(line for line in self.done.said if not line.startswith(("held-out", "resumed", "goes on with")))])
+        went_on = "starts over" if self.went_on_from is None else f"continues from step {self.went_on_from}"
+        return "; ".join([went_on, *(line for line in self.done.said if not line.startswith(("held-out", "resumed", "continues with")))])
 
 
 class Bench:
@@ -93,7 +93,7 @@ class Bench:
         return sorted(str(path.relative_to(self.whole.folder)) for path in paths)
 
     def row(self, what: str, how: str, damage: Callable[[Path], None], *, newest: bool = False) -> Row:
-        """Damage a copy of the run by `damage(folder)`, and see. `newest`: its newest checkpoint cannot be gone on from then."""
+        """Damage a copy of the run by `damage(folder)`, and see. `newest`: its newest checkpoint cannot be resumed from then."""
         run = self._copy()
         damage(run.folder)
         report = self._shop.command("report", str(run.folder))
@@ -113,7 +113,7 @@ class Bench:
             yield f"went on from step {step} with other weights"
         if newest and step == STEPS:
             yield "went on from the damaged checkpoint"
-        if newest and done.code == 0 and not any("goes on from" in line or "begins anew" in line for line in done.said):
+        if newest and done.code == 0 and not any("continues from" in line or "starts over" in line for line in done.said):
             yield "did not say so"
 
     def _copy(self) -> SmallRun:
@@ -202,7 +202,7 @@ def render(found: list[Row]) -> str:
         "text, and lines that are no records), or *gone*. Then `offbeat report` is run on it, and `offbeat train` for one step more.",
         "`python tests/faults/damage.py` makes this table, each row with the real command on ranks and engines that are started once. A",
         "row passes when both end with exit code 0, or with 2 and one sentence; when the weights that the run publishes first are those",
-        "of the step that it goes on from, by their fingerprint; and when a damaged newest checkpoint is told and never gone on from.",
+        "of the step that it continues from, by their fingerprint; and when a damaged newest checkpoint is told and never resumed from.",
         "Files of `logs` are left out; nobody reads them.",
         "",
         f"{len(found) - len(failed)} of {len(found)} rows pass.",

@@ -36,7 +36,7 @@ A row passes when
 - the other rank and the last lines of the command name the rank, the point and the cause, within the deadline and {GRACE_S:g} s;
 - the exit code is 1, under `torchrun` its own;
 - no process of the run is there {GRACE_S:g} s after the command's end: no rank, engine or reward process, nothing of Ray;
-- the run resumes: a later command goes on from the newest checkpoint.
+- the run resumes: a later command continues from the newest checkpoint.
 
 The deadlines of these runs are short: {SYNC_TIMEOUT_S:g} s at a point, {JOIN_TIMEOUT_S:g} s at `join`, and {WRITE_TIMEOUT_S:g} s where
 rank 0 writes files meanwhile; a rank has {ANSWER_TIMEOUT_S:g} s to say where it is. Only a rank that is slow or stopped has to be waited

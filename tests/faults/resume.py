@@ -266,8 +266,8 @@ class Bench:
             done = self._train(run, {**self._settings[case.base], "run.total_steps": "3", **case.settings}, own=case.own)
         shutil.rmtree(run.root)
         resumed = "resumed after step 2" in done.said
-        lines = [line for line in done.said if line.startswith("goes on with")]
-        outcome = done.error.strip().removeprefix("offbeat: ") if done.code else "; ".join(lines) or "goes on"
+        lines = [line for line in done.said if line.startswith("continues with")]
+        outcome = done.error.strip().removeprefix("offbeat: ") if done.code else "; ".join(lines) or "continues"
         return Row(case, self._without_paths(outcome, run), tuple(self._problems(case, done, lines, resumed=resumed)))
 
     def _problems(self, case: Case, done: Done, lines: list[str], *, resumed: bool) -> Iterator[str]:
@@ -279,7 +279,7 @@ class Bench:
         if not refused and not resumed:
             yield "did not go on from its checkpoint"
         # The number of steps is told as well, because every row needs one more.
-        others = [line for line in lines if line != f"goes on with {_STEPS}"]
+        others = [line for line in lines if line != f"continues with {_STEPS}"]
         if case.expected is Change.FREE and others:
             yield f"said {others}"
         if case.told not in (done.error if refused else " ".join(lines)):
@@ -330,7 +330,7 @@ def render(found: list[Row]) -> str:
         "",
         "A run of two steps is resumed for a third with one thing changed. `python tests/faults/resume.py` makes this table, each row",
         "with the real command; what changes ranks or engines in processes of its own. What a change means stands in",
-        "`src/offbeat/config/resume.py` for every setting. A row passes when the run goes on with exit code 0 and has said what is to be",
+        "`src/offbeat/config/resume.py` for every setting. A row passes when the run continues with exit code 0 and has said what is to be",
         "said (the number of steps, which every row changes, is left out here), or ends with exit code 2 and one sentence before any",
         "process is started. Settings that change freely are changed together, a section at a time; those of `[sft]`, `[preference]`,",
         "`[reward_model]` and `[serve]` are not read by a run of reinforcement learning.",
@@ -347,7 +347,8 @@ def render(found: list[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    for steps, rest in ((f"goes on with {_STEPS}; goes on", "goes on"), (f"{_STEPS}; ", ""), (f"goes on with {_STEPS}", "goes on")):
+    whole = f"continues with {_STEPS}"
+    for steps, rest in ((f"{whole}; continues", "continues"), (f"{_STEPS}; ", ""), (whole, "continues")):
         text = text.replace(steps, rest)
     return text.replace("|", "\\|").replace("\n", " ")
 

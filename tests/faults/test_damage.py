@@ -30,7 +30,7 @@ def bench(shop: Workshop, tmp_path_factory: pytest.TempPathFactory, model_dir: s
 def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_taken(name: str, how: str, told: str, bench: Bench) -> None:
     row = bench.row(name, how, on_file(name, KINDS[how]), newest=True)
     assert row.problems == () and row.went_on_from == STEPS - 1
-    assert told in row.outcome and "the run goes on from step-00000002" in row.outcome
+    assert told in row.outcome and "the run continues from step-00000002" in row.outcome
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "trace.json", "config.toml", "result.json"])
@@ -62,7 +62,7 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_as_often_as_it_is
     for _ in range(2):
         done = shop.train(run, run__total_steps="4", train__num_ranks="2")
         assert (done.code, done.error.count("\n"), done.said) == (2, 1, ())
-        assert "can be gone on from (step-00000003 is damaged: ranks/.metadata has 10 bytes" in done.error
+        assert "can be resumed from (step-00000003 is damaged: ranks/.metadata has 10 bytes" in done.error
     assert index_of(run.folder).folder(STEPS).exists()
 
 
@@ -74,7 +74,7 @@ def test_a_run_whose_only_save_was_cut_off_begins_anew_and_says_where_the_old_on
     for step in (STEPS - 1, STEPS):
         (index_of(run.folder).folder(step) / "complete.json").unlink()
     done = shop.train(run, run__total_steps="1", train__num_ranks="2")
-    assert done.code == 0 and any(line.startswith("no checkpoint was there to go on from, so the run begins anew") for line in done.said)
+    assert done.code == 0 and any(line.startswith("there was no checkpoint to resume from, so the run starts over") for line in done.said)
     assert (run.root / "small.1" / NEWEST / "ranks").is_dir()
 
 

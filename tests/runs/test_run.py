@@ -178,7 +178,7 @@ def test_an_existing_run_is_refused_where_resuming_is_off(tmp_path: Path) -> Non
 
 
 def test_a_run_that_has_done_its_steps_is_told_apart_from_one_that_goes_on(finished_run: SmallRun, model_dir: str) -> None:
-    with pytest.raises(ConfigError, match=r"has done its 2 steps; raise run.total_steps to go on"):
+    with pytest.raises(ConfigError, match=r"is already complete \(2 steps\); raise run.total_steps to continue"):
         prepare_run_dir(small_config(finished_run.root, model_dir))
     prepare_run_dir(small_config(finished_run.root, model_dir, run__total_steps="3"))
     assert finished_run.folder.exists()

@@ -154,5 +154,5 @@ def none_sound(damages: Sequence[Damage]) -> StorageError:
     """Build the error for a run that has checkpoints, none of which can be used."""
     listed = "; ".join(str(damage) for damage in damages)
     return StorageError(
-        f"no checkpoint in {str(damages[0].folder.parent)!r} can be gone on from ({listed}); put sound copies of the files there, or give"
+        f"no checkpoint in {str(damages[0].folder.parent)!r} can be resumed from ({listed}); put sound copies of the files there, or give"
         " run.name a new name to begin anew")

@@ -25,7 +25,7 @@ examples:
   offbeat launch slurm run.toml --nodes 2 --train.num_ranks 8 --inference.num_engines 8 --sbatch=--constraint=h100
   offbeat launch slurm sft.toml --command sft --run.mode spmd --train.num_ranks 8
 
-Submitted again after its time limit, a run goes on from its newest checkpoint. docs/scaling.md says how many GPUs a model needs.
+Submitted again after its time limit, a run continues from its newest checkpoint. docs/scaling.md says how many GPUs a model needs.
 """
 
 

@@ -12,7 +12,7 @@ examples:
   torchrun --nproc-per-node 2 -m offbeat train examples/sort_digits.toml --run.mode spmd
   offbeat train run.toml --run.name second --rollout.max_head_offpolicyness 4
 
-A run that was interrupted goes on from its newest checkpoint when it is started again. Ctrl-C once finishes the step and saves.
+A run that was interrupted continues from its newest checkpoint when it is started again. Ctrl-C once finishes the step and saves.
 """
 
 

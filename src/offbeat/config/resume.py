@@ -17,11 +17,11 @@ class Change(Enum):
     """What it means if a setting differs from its value at the checkpoint."""
 
     FREE = "nothing: where and how fast things are done, never what is learnt"
-    TOLD = "the run goes on with the new value, which is said in a line"
+    TOLD = "the run continues with the new value, which is said in a line"
     REFUSED = "the run is refused: the checkpoint does not fit, or the data would be drawn in another order"
     CONTENT = "the run is refused if it now stands for other data or another model"
     HELD_OUT = "the run is refused if other rows are trained on now, and goes on otherwise, which is said in a line"
-    CODE = "the run goes on with the other code, which is said in a line, also where only its source is another"
+    CODE = "the run continues with the other code, which is said in a line, also where only its source is another"
 
 
 Part = Literal["rl", "sft", "preference", "reward_model"]

@@ -1,4 +1,4 @@
-"""When to save, and what a run goes on from. In SPMD mode every rank calls it, and the leader's view of the disk counts."""
+"""When to save, and what a run continues from. In SPMD mode every rank calls it, and the leader's view of the disk counts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -77,12 +77,12 @@ class Checkpoints:
             if (folder / "critic").exists():
                 await critic.load(folder / "critic")
             else:
-                self._parts.record.note("resuming", "the critic begins anew: the checkpoint has none")
+                self._parts.record.note("resuming", "the critic starts over: the checkpoint has none")
         # Without checksums nothing else tells. With a critic, present or past, steps of the policy and of the run may differ.
         if not found.sealed and step != found.saved.global_step:
             raise StorageError(
                 f"the checkpoint {found.folder} is of step {found.saved.global_step}, but the files of its ranks are of step {step}; rename"
-                " it, so that the run goes on from the one before")
+                " it, so that the run continues from the one before")
         return found.saved
 
     def due(self, global_step: int, *, last: bool) -> bool:
@@ -160,5 +160,5 @@ class Checkpoints:
         lines = []
         for damage in damages:
             kept = f", and kept as {self._index.set_aside(damage.step).name}" if damage.finished else ""
-            lines.append(f"{damage}{kept}; the run goes on from {instead}")
+            lines.append(f"{damage}{kept}; the run continues from {instead}")
         return lines

@@ -95,5 +95,5 @@ def _read(path: Path, key: str, *, num_rows: int, resumes: bool) -> list[Referen
     if resumes:
         raise ConfigError(
             f"the reference log-probabilities in {str(path)!r} are of other preferences: the data, the model, the tokenizer's chat template"
-            " or what is too long has changed since the run began; go back to what it was, or begin anew with another run.name")
+            " or what is too long has changed since the run began; restore it, or start over with another run.name")
     return []

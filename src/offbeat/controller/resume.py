@@ -1,4 +1,4 @@
-"""Whether a checkpoint may be gone on from with the present settings, data, model and code, and what has to be said about it.
+"""Whether a checkpoint may be resumed with the present settings, data, model and code, and what has to be said about it.
 
 `run` asks before any process is started, `checkpoints` again of the checkpoint that is taken in the end. Pure; what a change of each
 setting means stands in `offbeat.config.resume`.
@@ -13,7 +13,7 @@ from offbeat.controller.state import SavedState
 from offbeat.data.identity import Identity
 from offbeat.errors import ConfigError
 
-_REMEDY = "go back to what it was, or begin anew with another run.name"
+_REMEDY = "restore it, or start over with another run.name"
 
 
 def compare(now: Identity, saved: SavedState, *, run_dir: Path, part: Part) -> list[str]:
@@ -22,11 +22,11 @@ def compare(now: Identity, saved: SavedState, *, run_dir: Path, part: Part) -> l
     A checkpoint that an older version wrote remembers nothing, and nothing is compared.
 
     Raises:
-        ConfigError: something has changed with which the checkpoint cannot be gone on from.
+        ConfigError: something has changed with which the checkpoint cannot be resumed from.
     """
     if saved.identity is None:
         return []
-    where = f"the run {str(run_dir)!r} cannot go on from step {saved.global_step}"
+    where = f"the run {str(run_dir)!r} cannot resume from step {saved.global_step}"
     found = changes(now.settings, saved.identity.settings, part=part)
     if found[Change.REFUSED]:
         raise ConfigError(f"{where} with {listed(found[Change.REFUSED])}; {_REMEDY}")
@@ -34,7 +34,7 @@ def compare(now: Identity, saved: SavedState, *, run_dir: Path, part: Part) -> l
         changed = [each for each in (*found[Change.CONTENT], *found[Change.HELD_OUT]) if each.key.startswith(section)]
         raise ConfigError(f"{where} with {what}{f' ({listed(changed)})' if changed else ''}; {_REMEDY}")
     told = [*found[Change.TOLD], *found[Change.HELD_OUT]]
-    lines = [f"goes on with {listed(told)}"] if told else []
+    lines = [f"continues with {listed(told)}"] if told else []
     return lines if part != "rl" else [*lines, *_other_code(found[Change.CODE], now, saved.identity)]
 
 
@@ -58,10 +58,10 @@ def _other_code(renamed: Sequence[Changed], now: Identity, was: Identity) -> Ite
     keys = {each.key for each in renamed}
     others = [each for each in renamed if not _is_moved(each, now, was)]
     if others:
-        yield f"goes on with {listed(others)}"
+        yield f"continues with {listed(others)}"
     for setting, digest in now.code.items():
         if setting not in keys and digest != was.code.get(setting, digest):
-            yield f"goes on with another {setting}: the file of its code is not as it was at the checkpoint"
+            yield f"continues with another {setting}: the file of its code is not as it was at the checkpoint"
 
 
 def _is_moved(changed: Changed, now: Identity, was: Identity) -> bool:

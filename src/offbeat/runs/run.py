@@ -281,7 +281,7 @@ def _open_record(
         settings=config.model_dump(mode="json"), rollouts_max_bytes=config.telemetry.rollouts_max_bytes or None)
     set_up_logging(record.log_dir / ("controller.log" if rank_info.world == 1 else "rank-0.log"), debug=debug)
     if aside is not None and not fresh:
-        record.note("begun_anew", f"no checkpoint was there to go on from, so the run begins anew; what it had is kept in {aside}")
+        record.note("begun_anew", f"there was no checkpoint to resume from, so the run starts over; its old folder is kept as {aside}")
     (config.run_dir / "config.toml").write_text(dump_toml(config))
     return record
 
@@ -340,7 +340,7 @@ def prepare_run_dir(config: Config, *, kind: str = TRAINING, fresh: bool = False
     if not config.run.resume:
         raise ConfigError(f"the run folder {str(run_dir)!r} exists and run.resume is false; give run.name a new name, or set run.resume")
     if done := _KINDS[kind].done(config):
-        raise ConfigError(f"the run {str(run_dir)!r} has {done}, or give run.name a new name")
+        raise ConfigError(f"the run {str(run_dir)!r} {done}, or give run.name a new name")
     indexes = [index_of(config, each) for each in _goes_on_from(config, kind)]
     if any(index.newest() for index in indexes):
         return None
@@ -372,31 +372,31 @@ def check_resumption(config: Config, identity: Identity, *, kind: str = TRAINING
 
 
 def _goes_on_from(config: Config, kind: str) -> tuple[str, ...]:
-    """The checkpoints that the run goes on from, those that come first first."""
+    """The checkpoints that the run continues from, those that come first first."""
     return (TRAINING, WARM_UP) if kind == TRAINING and config.run.warm_up else (kind,)
 
 
 def _done_steps(config: Config, kind: str, *, section: str, word: str = "") -> str | None:
-    """What a run of a kind that ends after `total_steps` of its section has done and how it would go on, if it is finished."""
+    """Say that a run of a kind that ends after `total_steps` of its section is complete, and how to continue; None if it is not."""
     newest = index_of(config, kind).newest()
     if newest is None or newest.step < getattr(config, section).total_steps:
         return None
-    return f"done its {newest.step} {word}steps; raise {section}.total_steps to go on"
+    return f"is already complete ({newest.step} {word}steps); raise {section}.total_steps to continue"
 
 
 def _trained(config: Config) -> str | None:
-    """What `offbeat train` has done and how it would go on, if it is finished."""
+    """Say that a run of `offbeat train` is complete, and how to continue it; None if it is not."""
     newest = index_of(config, TRAINING).newest()
     best = None if newest is None else wire.decode_json(SavedState, newest.payload).highlights.best
     if newest is None or best is None or not best.is_final(config.evaluate):
         return _done_steps(config, TRAINING, section="run")
     return (
         f"ended after {newest.step} steps, as {best.metric} had not risen in {best.num_since} evaluations; raise"
-        " evaluate.stop_after_no_gain to go on")
+        " evaluate.stop_after_no_gain to continue")
 
 
 def _fine_tuned(config: Config) -> str | None:
-    """What `offbeat sft` has done and how it would go on, if it is finished."""
+    """Say that a run of `offbeat sft` is complete, and how to continue it; None if it is not."""
     newest = index_of(config, FINE_TUNING).newest()
     if newest is None:
         return None
@@ -404,10 +404,10 @@ def _fine_tuned(config: Config) -> str | None:
     if not is_finished(config.sft, steps=newest.step, accuracy=accuracy):
         return None
     if newest.step >= config.sft.total_steps:
-        return f"done its {newest.step} supervised steps; raise sft.total_steps to go on"
+        return f"is already complete ({newest.step} supervised steps); raise sft.total_steps to continue"
     return (
         f"reached a held-out accuracy of {accuracy:.3f} after {newest.step} supervised steps; set sft.stop_at_accuracy ="
-        f" {config.sft.stop_at_accuracy:g} above that to go on")
+        f" {config.sft.stop_at_accuracy:g} above that to continue")
 
 
 @dataclass(frozen=True)
@@ -416,7 +416,7 @@ class _Kind:
 
     Attributes:
         read: reads its inputs.
-        done: says what it has done and how it would go on, if it is finished.
+        done: says that the run is complete and how to continue it; None if it is not.
     """
 
     read: Callable[[Config], RunInputs]
@@ -447,7 +447,7 @@ def move_aside(config: Config) -> Path:
             **{f"evaluate.sets.{name}.data.path": config.evaluation_set(name).data.path for name in config.evaluate.sets}}
     for name, path in read.items():
         if path and Path(path).resolve().is_relative_to(config.run_dir.resolve()):
-            raise ConfigError(f"{name} = {path!r} lies in the folder of the run itself, which begins anew; give run.name a new name")
+            raise ConfigError(f"{name} = {path!r} lies in the folder of the run itself, which starts over; give run.name a new name")
     number = 1
     while (aside := config.run_dir.with_name(f"{config.run.name}.{number}")).exists():
         number += 1

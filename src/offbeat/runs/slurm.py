@@ -85,7 +85,7 @@ def assumptions(config: Config, job: SlurmJob, nodes: int) -> list[str]:
         "This folder, the Python below and the folder of a local model are at the same path on every node.",
         "The run's folder (run.dir) is on a disk that all nodes share; checkpoints are written there by every train rank.",
         "A model or data set named by hub id is in every node's cache, or the nodes can reach the hub.",
-        f"The run is asked to save and end {_SAVE_S} s before the time limit; submitted again, it goes on from there.",
+        f"The run is asked to save and end {_SAVE_S} s before the time limit; submitted again, it continues from there.",
     ]
     if spmd:
         said.append(
