@@ -155,10 +155,10 @@ class _Training:
         waited_s = clock.lap()
         with span("advantage", "controller"):
             batch, own = await asyncio.to_thread(self._flatten, groups, algorithm, step)
-        made_s, scored_s, scored = clock.lap(), 0.0, StatsPart()
+        made_s, scored_s, scored, known = clock.lap(), 0.0, StatsPart(), {}
         if algorithm.needs_scores:
             with span("score", "controller", step=step.global_step):
-                batch, scored = await score_batch(
+                batch, scored, known = await score_batch(
                     batch, self._parts, algorithm, seed=config.run.seed + step.global_step,
                     row_of=lambda group: self._stream.row(groups[group].prompt_id))
             scored_s = clock.lap()
@@ -176,7 +176,7 @@ class _Training:
         parts = await self._parts.peers.gather("export_stats", part)
         stats |= batch_metrics(parts) | times | self._coefficients.metrics(config.algorithm)
         self._coefficients = self._coefficients.after(stats, config.algorithm)
-        return groups, batch, stats
+        return groups, batch.with_columns(**known), stats
 
     def _flatten(self, groups: Sequence[Group], algorithm: AlgorithmConfig, step: Step) -> tuple[Batch, StatsPart]:
         """Return the batch of these groups and its statistics; on a thread, as it would hold up the rollouts."""

@@ -17,6 +17,7 @@ from offbeat.config.root import Config
 from offbeat.dashboard import timeline
 from offbeat.dashboard.cards import cards_html, episode_cards, evaluation_sets, main_cards
 from offbeat.dashboard.run_files import RunFiles, read_run
+from offbeat.dashboard.samples import samples_html
 from offbeat.errors import StorageError
 from offbeat.telemetry.advice import PublishingAdvice
 
@@ -59,6 +60,7 @@ def render_report(run: RunFiles) -> str:
         advice=escape(_advice(run)),
         charts=_charts_html(run),
         episodes=_episodes_html(run),
+        samples=samples_html(run.groups),
         timeline=timeline_html(run),
         details=details_html(run),
     )

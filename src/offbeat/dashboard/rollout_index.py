@@ -10,11 +10,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate, compress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
-import numpy as np
 
 from offbeat.data.kept import FOLDER, Address, KeptFile, Numbers, kept_files, read_lines
 from offbeat.errors import ConfigError, DataError
@@ -171,6 +171,7 @@ class RolloutIndex:
         """Open the index, or create an empty one; in a temporary folder where the run's cannot be written."""
         self.run_dir = run_dir
         self._updating = threading.Lock()
+        self._totals: _Counted | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._path = run_dir / FOLDER / "index.sqlite"
         try:
@@ -252,7 +253,7 @@ class RolloutIndex:
     def reasons(self) -> list[tuple[str, str, int]]:
         """Return each reason that occurs with its status and number of rollouts, the most frequent first."""
         with self._open() as db:
-            return db.execute("SELECT reason, status, count(*) AS n FROM samples GROUP BY reason, status ORDER BY n DESC").fetchall()
+            return self._counted(db).reasons
 
     def _prepare(self) -> None:
         with self._open() as db:
@@ -286,34 +287,43 @@ class RolloutIndex:
             number = db.execute(
                 "INSERT INTO files (step, rejected, size, mtime_ns, damage) VALUES (?, ?, ?, ?, ?)",
                 (file.step, file.is_rejected, size, mtime_ns, damage)).lastrowid
+            first = 1 + (db.execute("SELECT max(seq) FROM sqlite_sequence WHERE name = 'samples'").fetchone()[0] or 0)
+            samples, shown, words = [], [], []
             for position, group in enumerate(groups):
                 prompt = _prompt(db, group.prompt)
                 for place, t in enumerate(group.trajectories or [_NOTHING]):
-                    self._add_trajectory(db, file, group, t, ids=(number, position, place, prompt))
-
-    def _add_trajectory(
-        self, db: sqlite3.Connection, file: KeptFile, group: _Group, t: _Trajectory, *, ids: tuple[int | None, int, int, int],
-    ) -> None:
-        number, position, place, prompt = ids
-        written, after_prompt = _texts(t)
-        status = "rejected" if group.rejected is not None else "trained" if t.trained else "left out"
-        reason = group.why if group.rejected is not None else t.reason.partition(": ")[0]
-        why = group.rejected if group.rejected is not None else t.reason if ": " in t.reason else ""
-        versions = [version for version, generated in zip(t.versions, t.loss_mask, strict=False) if generated]
-        known = [a for a, generated in zip(t.advantages, t.loss_mask, strict=False) if generated and a is not None]
-        sample = db.execute(
-            "INSERT INTO samples (file, step, rejected, position, place, prompt, status, reason, reward, advantage, length, version)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (number, file.step, file.is_rejected, position, place, prompt, status, reason, t.reward,
-             sum(known) / len(known) if known else None, len(versions), min(versions, default=None))).lastrowid
-        db.execute("INSERT INTO shown VALUES (?, ?, ?, ?, ?)", (sample, group.prompt_id, t.agent, why, written[:_PREVIEW]))
-        db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (sample, after_prompt))
+                    sample = first + len(samples)
+                    written, after_prompt = _texts(t)
+                    samples.append((sample, number, file.step, file.is_rejected, position, place, prompt, *_facts(group, t)))
+                    why = group.rejected if group.rejected is not None else t.reason if ": " in t.reason else ""
+                    shown.append((sample, group.prompt_id, t.agent, why, written[:_PREVIEW]))
+                    words.append((sample, after_prompt))
+            db.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", samples)
+            db.executemany("INSERT INTO shown VALUES (?, ?, ?, ?, ?)", shown)
+            db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", words)
 
     def _progress(self, db: sqlite3.Connection, num_files: int) -> Progress:
-        num_indexed = db.execute("SELECT count(*) FROM files").fetchone()[0]
-        num_rollouts = db.execute("SELECT count(*) FROM samples").fetchone()[0]
+        counted = self._counted(db)
         damage = tuple(text for (text,) in db.execute("SELECT damage FROM files WHERE damage != '' ORDER BY step"))
-        return Progress(num_files, num_indexed, num_rollouts, damage)
+        return Progress(num_files, counted.num_files, counted.num_rollouts, damage)
+
+    def _counted(self, db: sqlite3.Connection) -> "_Counted":
+        """Return totals, which are counted anew only when a file has been added or dropped since."""
+        key = db.execute("SELECT count(*), max(id), (SELECT max(seq) FROM sqlite_sequence) FROM files").fetchone()
+        if self._totals is None or self._totals.key != key:
+            reasons = db.execute("SELECT reason, status, count(*) AS n FROM samples GROUP BY reason, status ORDER BY n DESC").fetchall()
+            self._totals = _Counted(key, key[0], sum(n for _, _, n in reasons), reasons)
+        return self._totals
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Totals of the index in the state that `key` stands for."""
+
+    key: tuple[int | None, ...]
+    num_files: int
+    num_rollouts: int
+    reasons: list[tuple[str, str, int]]
 
 
 _DECODER = msgspec.json.Decoder(_Group)
@@ -340,14 +350,27 @@ def _prompt(db: sqlite3.Connection, text: str) -> int:
     return db.execute("SELECT id FROM prompts WHERE text = ?", (text,)).fetchone()[0]
 
 
+def _facts(group: _Group, t: _Trajectory) -> tuple[Any, ...]:
+    """Return status, reason, reward, advantage, length and version of a trajectory."""
+    status = "rejected" if group.rejected is not None else "trained" if t.trained else "left out"
+    reason = group.why if group.rejected is not None else t.reason.partition(": ")[0]
+    versions = list(compress(t.versions, t.loss_mask))
+    known = [advantage for advantage in compress(t.advantages, t.loss_mask) if advantage is not None]
+    return status, reason, t.reward, sum(known) / len(known) if known else None, len(versions), min(versions, default=None)
+
+
 def _texts(t: _Trajectory) -> tuple[str, str]:
     """Return what the policy wrote, and everything from the first token that it wrote on."""
-    if not t.text or len(t.lengths) != len(t.loss_mask) or not any(t.loss_mask):
+    mask = t.loss_mask
+    if not t.text or len(t.lengths) != len(mask) or True not in mask:
         return "", ""
-    bounds = np.concatenate([[0], np.cumsum(t.lengths)])
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(t.loss_mask, np.int8), [0]])))
-    parts = [t.text[bounds[start] : bounds[end]] for start, end in zip(edges[::2], edges[1::2], strict=True)]
-    return "\n".join(parts), t.text[bounds[edges[0]] :]
+    bounds = [0, *accumulate(t.lengths)]
+    parts, first, start = [], mask.index(True), mask.index(True)
+    while start < len(mask):
+        end = mask.index(False, start) if False in mask[start:] else len(mask)
+        parts.append(t.text[bounds[start] : bounds[end]])
+        start = mask.index(True, end) if True in mask[end:] else len(mask)
+    return "\n".join(parts), t.text[bounds[first] :]
 
 
 def _phrase(text: str) -> str:
