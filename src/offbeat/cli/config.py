@@ -12,6 +12,7 @@ from offbeat.config.presets import PRESETS
 from offbeat.config.root import Config
 from offbeat.controller.own_code import check_own_code
 from offbeat.errors import ConfigError
+from offbeat.runs.check import check_named
 
 _MEMORY_TIMEOUT_S = 300
 
@@ -19,8 +20,9 @@ _DESCRIPTION = """\
 Show, check or explain configurations.
 
   show   print every setting that a run would have, defaults included, as TOML
-  check  say whether a file and its overrides are valid, and what a step of its algorithm computes; exit 2 if it is not. An objective
-         or a credit of your own is called on made-up samples
+  check  say whether a file and its overrides are valid, and what a step of its algorithm computes; exit 2 if it is not. The data is
+         opened and its first rows are read, rewards and workflow are loaded, and an objective or a credit of your own is called on
+         made-up samples
   docs   print the reference of all settings as Markdown
 """
 
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Print the requested information.
 
     Raises:
-        ConfigError: the file or an override is invalid.
+        ConfigError: the file or an override is invalid, or what it names cannot be used.
         CodeError: an objective or a credit of the user's own does not work.
     """
     if args.action == "docs":
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if args.action == "show":
         print(dump_toml(config), end="")
     else:
-        tried = check_own_code(config)
+        tried = [*check_named(config), *check_own_code(config)]
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
         print("\n".join([*_about(config), *tried, *(_memory(config) if args.memory else [])]))

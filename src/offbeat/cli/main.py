@@ -14,7 +14,7 @@ from offbeat.loading import load_module
 
 _COMMANDS = {
     "quickstart": "quickstart", "train": "train", "sft": "sft", "dpo": "dpo", "reward-model": "reward_model", "eval": "evaluate",
-    "engine": "engine", "serve": "serve", "launch": "launch", "config": "config", "doctor": "doctor", "report": "report"}
+    "engine": "engine", "serve": "serve", "launch": "launch", "config": "config", "data": "data", "doctor": "doctor", "report": "report"}
 """Module of each command."""
 
 _DESCRIPTION = """\

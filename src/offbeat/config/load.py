@@ -61,8 +61,7 @@ def load_config(path: str | None, overrides: Sequence[Override] = ()) -> Config:
         overrides: ("section.key", value) as typed. A value is parsed as TOML; if that fails, or the setting is text, it is used as is.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range. Names the first error, and how
-            many more there are.
+        ConfigError: the file cannot be read, or settings are unknown, of the wrong type or out of range. Names all of them, a line each.
     """
     given = _read_toml(Path(path)) if path is not None else {}
     for key, text in overrides:
@@ -71,6 +70,11 @@ def load_config(path: str | None, overrides: Sequence[Override] = ()) -> Config:
         return Config.model_validate(_merge(_inherited(Config()), given))
     except ValidationError as exc:
         raise ConfigError(_sentence(exc)) from exc
+
+
+def listed_errors(sentences: Sequence[str]) -> str:
+    """Return one error as it is, and several as a line that counts them and a line for each."""
+    return sentences[0] if len(sentences) == 1 else "\n  ".join([f"{len(sentences)} things are wrong:", *sentences])
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -192,10 +196,7 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentence(exc: ValidationError) -> str:
-    errors = exc.errors(include_url=False)
-    more = len(errors) - 1
-    suffix = f" (and {more} more {'error' if more == 1 else 'errors'})" if more else ""
-    return _explain(errors[0]) + suffix
+    return listed_errors([_explain(error) for error in exc.errors(include_url=False)])
 
 
 def _explain(error: Any) -> str:
