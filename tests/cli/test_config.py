@@ -37,6 +37,7 @@ def test_check_says_that_a_valid_configuration_is_valid(capsys, monkeypatch):
         "algorithm grpo (arXiv:2402.03300): besides the update's own forward pass, a step computes nothing",
         "note: with algorithm.num_minibatches = 1, the ratio to the proximal policy is 1 and no clip acts; algorithm.weight alone"
         " limits what stale samples do",
+        "data: data.task and data.path are both empty, and a run needs one of them",
         "on this machine, devices: none, train ranks and engines compute on the CPU",
         "  train.precision = float32: train ranks compute on CPUs, which are seldom faster in bfloat16",
         "  train.gradient_checkpointing = off: train ranks compute on CPUs, where memory is seldom what ends first",
@@ -78,7 +79,7 @@ def test_check_estimates_memory_in_another_process(tmp_path, capsys):
 ])
 def test_check_says_what_a_step_computes_and_which_settings_cannot_act(capsys, settings, computed, note):
     assert call("check", *settings) == 0
-    _, about, *notes = capsys.readouterr().out.partition("\non this machine")[0].splitlines()
+    _, about, *notes = capsys.readouterr().out.partition("\ndata: ")[0].splitlines()
     assert about.endswith(f": besides the update's own forward pass, a step computes {computed}")
     assert [line.endswith(note) for line in notes] == [True] * bool(note)
 

@@ -28,6 +28,9 @@ def test_values_out_of_range_are_refused(values):
     ({"rollout.reward": "exact_mach"},
      "rollout.reward: there is no reward 'exact_mach'; use one of exact_match, math, countdown, reasoning,"
      " or 'path/to/file.py:function'; did you mean 'exact_match'?"),
+    ({"rollout.workflow": "tool_lop"},
+     "rollout.workflow: there is no workflow 'tool_lop'; use one of single_turn, agent, gym, tool_loop, or 'path/to/file.py:function'; did"
+     " you mean 'tool_loop'?"),
     ({"rollout.rewards": "{maths = 1}"}, "rollout.rewards: there is no reward 'maths'; use one of"),
     ({"rollout.rewards": '{math = 1}', "rollout.reward": "math"},
      "rollout.reward and rollout.rewards exclude each other, got 'math' and math"),
@@ -39,7 +42,7 @@ def test_values_out_of_range_are_refused(values):
     ({"rollout.rewards": '{math = 1, "b.py:f" = 0.5}', "algorithm.preset": "gdpo"},
      "rollout.rewards must have equal weights with algorithm.separate_rewards and algorithm.scale = 'group_std', got 0.5, 1; each"),
 ])
-def test_rewards_that_cannot_be_are_refused(settings, sentence):
+def test_rewards_and_workflows_that_cannot_be_are_refused(settings, sentence):
     with pytest.raises(ConfigError) as caught:
         load_config(None, list(settings.items()))
     assert sentence in str(caught.value)

@@ -116,7 +116,7 @@ class Workshop:
 
 def _code(config: Config) -> tuple[Any, ...]:
     """What processes of user code are started for."""
-    return choose_rewards(config), config.rollout.workflow, config.agent, config.evaluate.sets
+    return choose_rewards(config), bool(config.rollout.rewards), config.rollout.workflow, config.agent, config.evaluate.sets
 
 
 @contextmanager

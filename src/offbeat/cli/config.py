@@ -14,6 +14,7 @@ from offbeat.controller.own_code import check_own_code
 from offbeat.errors import ConfigError
 from offbeat.extras import TRAIN, require
 from offbeat.machine import smallest_device
+from offbeat.runs.check import check_named
 from offbeat.runs.devices import choose_devices, describe_devices, usable_devices
 from offbeat.runs.step_choice import shape_of, step_choices
 
@@ -24,7 +25,7 @@ Show, check or explain configurations.
 
   show   print every setting that a run would have, defaults included, as TOML
   check  say whether a file and its overrides are valid, what a step of its algorithm computes, and what a run would choose on this
-         machine; exit 2 if it is not. An objective
+         machine; exit 2 if it is not. The data is opened and its first rows are read, rewards and workflow are loaded, and an objective
          or a credit of your own is called on made-up samples
   docs   print the reference of all settings as Markdown
 """
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     """Print the requested information.
 
     Raises:
-        ConfigError: the file or an override is invalid.
+        ConfigError: the file or an override is invalid, or what it names cannot be used.
         CodeError: an objective or a credit of the user's own does not work.
     """
     if args.action == "docs":
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     if args.action == "show":
         print(dump_toml(config), end="")
     else:
-        tried = check_own_code(config)
+        tried = [*check_named(config), *check_own_code(config)]
         changed = f" with {len(overrides)} override{'' if len(overrides) == 1 else 's'}" if overrides else ""
         print(f"{args.config or 'the default configuration'}{changed} is valid; its run goes to {config.run_dir}")
         print("\n".join([*_about(config), *tried, *_here(config), *(_memory(config) if args.memory else [])]))

@@ -8,7 +8,7 @@ from offbeat.runs.run import run_preference
 _DESCRIPTION = """\
 Preference training: makes the chosen answer of each pair likelier than the rejected one. The result is in the run's folder export.
 
-data.path names a .jsonl or .parquet file or a hub id whose rows have one of these layouts:
+data.path names a file, a folder or a hub id whose rows have one of these layouts:
   {"prompt": "7+5=", "chosen": "12", "rejected": "13"}
   {"prompt": [messages], "chosen": [the assistant's message], "rejected": [the assistant's message]}
   {"chosen": [the whole chat], "rejected": [the whole chat]}

@@ -45,6 +45,7 @@ COMMANDS = {
     "serve": Command("serve", "let many clients train and sample adapters over HTTP", needs_train=True),
     "launch": Command("launch", "write a batch script for a cluster", needs_train=True),
     "config": Command("config", "show, check or explain configurations"),
+    "data": Command("data", "show what the model will see of the data", needs_train=True),
     "doctor": Command("doctor", "check that this machine is ready"),
     "report": Command("report", "write a run's report as one HTML file"),
     "rollouts": Command("rollouts", "list and read what the policy wrote"),

@@ -64,8 +64,7 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
         values: settings as Python values, each by "section.key", or a whole section as a mapping.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range. Names the first error, and how
-            many more there are.
+        ConfigError: the file cannot be read, or settings are unknown, of the wrong type or out of range. Names all of them, a line each.
     """
     given = _read_toml(Path(path)) if path is not None else {}
     for key, text in overrides:
@@ -76,6 +75,11 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
         return Config.model_validate(_merge(_inherited(Config()), given))
     except ValidationError as exc:
         raise ConfigError(_sentence(exc)) from exc
+
+
+def listed_errors(sentences: Sequence[str]) -> str:
+    """Return one error as it is, and several as a line that counts them and a line for each."""
+    return sentences[0] if len(sentences) == 1 else "\n  ".join([f"{len(sentences)} things are wrong:", *sentences])
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -206,10 +210,7 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentence(exc: ValidationError) -> str:
-    errors = exc.errors(include_url=False)
-    more = len(errors) - 1
-    suffix = f" (and {more} more {'error' if more == 1 else 'errors'})" if more else ""
-    return _explain(errors[0]) + suffix
+    return listed_errors([_explain(error) for error in exc.errors(include_url=False)])
 
 
 def _explain(error: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
+from offbeat.config.agent import PLAYS
 from offbeat.config.base import Section, field
 
 REWARDS = {
@@ -74,6 +75,17 @@ class RolloutConfig(Section):
         (), "Strings that end a sample; a special token such as <|im_end|> is taken as a token. The tokenizer's end token, those of the "
         "model's generation_config.json and the end of turn of its chat template end one anyway.")
     stop_token_ids: tuple[int, ...] = field((), "Token ids that end a sample besides those; the token is part of the sample.")
+
+    @field_validator("workflow")
+    @classmethod
+    def _check_workflow(cls, name: str) -> str:
+        known = ("single_turn", *PLAYS)
+        if ":" in name or name in known:
+            return name
+        near = get_close_matches(name, known, n=1)
+        raise ValueError(
+            f"there is no workflow {name!r}; use one of {', '.join(known)}, or 'path/to/file.py:function'"
+            + (f"; did you mean {near[0]!r}?" if near else ""))
 
     @field_validator("reward")
     @classmethod

@@ -101,6 +101,11 @@ def open_pairs(
     return open_records(config, parse, limit=limit, refused=refused)
 
 
+def holds_pairs(record: Mapping[str, Any]) -> bool:
+    """Whether a record is a preference, by its fields."""
+    return {"chosen", "rejected"} <= record.keys() or {"completion", "label"} <= record.keys()
+
+
 def parse_preference(record: Mapping[str, Any], config: DataConfig, *, where: str) -> Preference:
     """Make a preference from a JSON object or table row; see the module's layouts. `config.prompt` or `prompt_field` may say otherwise.
 
