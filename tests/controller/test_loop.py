@@ -1,8 +1,17 @@
 """What the loop does, read from the records of real runs."""
 
+from pathlib import Path
+
+import pytest
+
 from offbeat.data.kept import read_rollouts
+from offbeat.errors import PublishError
+from offbeat.runs.run import run_training
+from offbeat.telemetry.console import Console
 from offbeat.telemetry.trace import read_trace
-from small_run import SmallRun
+from offbeat.weights.proof import Judge, Outcome, Verdict
+from offbeat.weights.protocol import Manifest, Proof
+from small_run import SmallRun, small_config
 
 
 def test_every_step_trains_on_full_groups_within_the_bound_and_publishes_the_next_version(finished_run: SmallRun) -> None:
@@ -45,3 +54,20 @@ def test_the_time_line_shows_trainer_and_engine_beside_the_controller(finished_r
     assert {"controller", "rank 0", "engine 0"} <= {span.track for span in spans}
     own = [span.name for span in spans if span.track == "controller" and span.name in ("rollout", "advantage", "train", "publish")]
     assert own == ["rollout", "advantage", "train", "publish"] * 2
+
+
+def test_a_publish_that_fails_beside_the_loop_ends_the_run_with_the_engines_reason(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = Judge.judge
+
+    def refuse_from_2(self: Judge, engine: str, wanted: Manifest, proof: Proof) -> Verdict:
+        return judge(self, engine, wanted, proof) if wanted.version < 2 else Verdict(Outcome.REFUSED, 0.0, "it is not to my taste")
+
+    monkeypatch.setattr(Judge, "judge", refuse_from_2)
+    config = small_config(
+        tmp_path, model_dir, run__total_steps="9", inference__heal_timeout_s="0.2", rollout__max_failures_in_a_row="10000",
+        rollout__max_retries="10000")
+    with pytest.raises(PublishError, match="version 2 is served by 0 engines, fewer than the 1 needed: engine 0: it is not to my taste"):
+        run_training(config, Console("quiet"))
+    assert [event["version"] for event in SmallRun(tmp_path, model_dir).events("publish")] == [0, 1]

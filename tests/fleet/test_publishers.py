@@ -20,7 +20,7 @@ from offbeat.fleet.dispatch import Dispatcher
 from offbeat.fleet.members import State
 from offbeat.fleet.pool import EnginePool
 from offbeat.fleet.publication import PublishReport
-from offbeat.fleet.publishers import AdapterPublisher, PolicyPublisher, WeightsPublisher
+from offbeat.fleet.publishers import AdapterPublisher, Fanouts, PolicyPublisher, WeightsPublisher
 from offbeat.inference.client import EngineClient, EngineSession
 from offbeat.inference.sampling import Sampling
 from offbeat.model.peft_io import Adapter, write_adapter
@@ -299,6 +299,40 @@ def test_a_publish_that_fails_in_the_background_is_raised_to_whoever_watches_wai
             for wait in (publish.settle(), publish.settle(behind=4)):
                 with pytest.raises(PublishError, match=wrong):
                     await wait
+
+    asyncio.run(main())
+
+
+def test_a_failure_is_raised_at_once_though_an_earlier_version_is_still_on_its_way() -> None:
+    async def never() -> PublishReport:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing lets it go on")
+
+    async def fails() -> PublishReport:
+        raise PublishError("nobody takes it")
+
+    async def main() -> None:
+        async with Fanouts() as fanouts:
+            fanouts.begin(5, never, lambda _report: None)
+            fanouts.begin(6, fails, lambda _report: None)
+            with pytest.raises(PublishError, match="nobody takes it"):
+                await fanouts.watch()
+
+    asyncio.run(main())
+
+
+def test_several_may_wait_for_the_same_versions() -> None:
+    async def main() -> None:
+        slow = Paced("slow")
+        pool, _ = pool_of(slow)
+        async with publisher(pool, Numbered()) as publish:
+            for version in (5, 6):
+                await publish.publish(version)
+            waiting = [asyncio.create_task(publish.settle(behind=behind)) for behind in (0, 1, 0)]
+            await asyncio.sleep(0.01)
+            slow.may.set()
+            await asyncio.gather(*waiting)
+            assert serving(pool) == {"slow": 6}
 
     asyncio.run(main())
 

@@ -100,6 +100,22 @@ def test_changes_are_written_between_whole_versions_and_folders_stay_while_one_b
     assert [len(each) for each in left] == [1, 2, 3, 1, 2, 3, 1, 1, 2, 3] and left[-1] == ["v00000008", "v00000009", "v00000010"]
 
 
+@pytest.mark.parametrize("whole_every", [1, 9])
+def test_a_version_that_is_being_written_takes_the_place_of_none_that_engines_read(tmp_path: Path, whole_every: int) -> None:
+    async def write(version: int, folder: Path, *, canary: tuple[int, ...], num_receivers: int = 0, base: str = "") -> Manifest:
+        folder.mkdir(parents=True)
+        (folder / "weights").touch()
+        disk.prune()  # as the publish of an earlier version does when it ends meanwhile
+        return Manifest(version, str(folder), "f", canary, (-1.0,), base=base)
+
+    disk = Channel(tmp_path, keep=1, canary=(1, 2), write=write, incarnation="a", whole_every=whole_every)
+    for version in (1, 2, 3):
+        asyncio.run(disk.write(version))
+        assert f"v{max(version - 1, 1):08d}-a" in names(tmp_path)
+    disk.prune()
+    assert len(names(tmp_path)) == (1 if whole_every == 1 else 3)
+
+
 def test_a_version_is_written_whole_if_what_it_would_build_on_is_damaged(tmp_path: Path) -> None:
     notes: list[str] = []
     disk = channel(tmp_path, whole_every=9, held=4, notes=notes)

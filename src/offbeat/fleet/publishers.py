@@ -73,8 +73,10 @@ class Fanouts:
     async def watch(self) -> None:
         """Wait until a version cannot be brought to the engines, and raise why; see `settle`."""
         await self._failed.wait()
-        await self.settle(behind=len(self._tasks))
-        raise AssertionError("a publish has failed and nothing was raised")
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        raise AssertionError("a publish has failed, and its error is gone")
 
     async def settle(self, *, behind: int = 0) -> None:
         """See `Publishing.settle`.
@@ -83,10 +85,12 @@ class Fanouts:
             PublishError: no engine, or too few, serve a version; gives each engine's reason.
         """
         while self._tasks and (len(self._tasks) > behind or self._tasks[0].done()):
+            task = self._tasks[0]
             with phase("waiting for engines to load the weights"):
-                await asyncio.wait([self._tasks[0]])
-            self._tasks[0].result()
-            self._tasks.popleft()
+                await asyncio.wait([task])
+            task.result()
+            if self._tasks and self._tasks[0] is task:  # unless somebody else has waited for it, too
+                self._tasks.popleft()
 
     async def _arrive(
         self, fan_out: Callable[[], Awaitable[PublishReport]], before: asyncio.Task[None] | None, on_served: OnServed,

@@ -75,6 +75,8 @@ class Channel:
         """Folders that make up the newest version: a whole one, and those of changes since."""
         self._bases: dict[str, str] = {}
         self._states: dict[str, _FolderState] = {}
+        self._unfinished: Path | None = None
+        """A folder that is being written: it takes no place of one that engines may still be reading."""
 
     async def write(self, version: Version) -> Manifest:
         """Make the trainer's weights available as an immutable version, and return its manifest."""
@@ -94,7 +96,7 @@ class Channel:
 
     def prune(self) -> None:
         """Remove the folders of all but the newest versions, and of those that they build on."""
-        folders = [str(folder) for _, _, folder in self._folders()]
+        folders = [str(folder) for _, _, folder in self._folders() if folder != self._unfinished]
         kept = set(folders[-self._keep :])
         for folder in reversed(folders):
             if folder in kept:
@@ -114,7 +116,9 @@ class Channel:
         for number, incarnation, left in self._folders():
             if incarnation != self._incarnation or number >= version:
                 shutil.rmtree(left)
+        self._unfinished = folder
         manifest = await self._write(version, folder, canary=self._canary, num_receivers=num_receivers, base=base)
+        self._unfinished = None
         self._chain = [*(self._chain if manifest.base else []), str(folder)]
         if manifest.base:
             self._bases[str(folder)] = manifest.base
