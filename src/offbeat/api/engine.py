@@ -24,6 +24,7 @@ from offbeat.runs.threads import usable_cores
 T = TypeVar("T")
 
 _KEY_BYTES = 32
+_NEW_TOKENS = 256
 _STOP_TIMEOUT_S = 30.0
 
 
@@ -130,19 +131,23 @@ class Engine:
         self.close()
 
     @overload
-    def generate(self, prompt: str, *, max_new_tokens: int = ..., temperature: float = ..., top_p: float = ..., top_k: int = ...,
-                 stop: Sequence[str] = ..., seed: int | None = ..., timeout_s: float = ...) -> Completion: ...
-    @overload
-    def generate(self, prompt: Iterable[str], *, max_new_tokens: int = ..., temperature: float = ..., top_p: float = ..., top_k: int = ...,
-                 stop: Sequence[str] = ..., seed: int | None = ..., timeout_s: float = ...) -> list[Completion]: ...
     def generate(
-        self, prompt: str | Iterable[str], *, max_new_tokens: int = 256, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-        stop: Sequence[str] = (), seed: int | None = None, timeout_s: float = 600.0,
+        self, prompt: str, *, max_new_tokens: int | None = ..., temperature: float = ..., top_p: float = ..., top_k: int = ...,
+        stop: Sequence[str] = ..., seed: int | None = ..., timeout_s: float = ...,
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: Iterable[str], *, max_new_tokens: int | None = ..., temperature: float = ..., top_p: float = ..., top_k: int = ...,
+        stop: Sequence[str] = ..., seed: int | None = ..., timeout_s: float = ...,
+    ) -> list[Completion]: ...
+    def generate(
+        self, prompt: str | Iterable[str], *, max_new_tokens: int | None = None, temperature: float = 1.0, top_p: float = 1.0,
+        top_k: int = 0, stop: Sequence[str] = (), seed: int | None = None, timeout_s: float = 600.0,
     ) -> Completion | list[Completion]:
         """Continue a prompt, or several at the same time; starts the engine if it has not started.
 
         Args:
-            max_new_tokens: most tokens to generate.
+            max_new_tokens: most tokens to generate; None for 256, or as many as the context has room for.
             temperature: 0 is greedy.
             top_k: sample from the k likeliest tokens; 0 from all.
             stop: texts that end an answer, besides what ends one anyway.
@@ -161,8 +166,8 @@ class Engine:
         return found[0] if isinstance(prompt, str) else found
 
     def chat(
-        self, messages: str | Sequence[Mapping[str, Any]], *, max_new_tokens: int = 256, temperature: float = 1.0, top_p: float = 1.0,
-        top_k: int = 0, stop: Sequence[str] = (), seed: int | None = None, timeout_s: float = 600.0,
+        self, messages: str | Sequence[Mapping[str, Any]], *, max_new_tokens: int | None = None, temperature: float = 1.0,
+        top_p: float = 1.0, top_k: int = 0, stop: Sequence[str] = (), seed: int | None = None, timeout_s: float = 600.0,
     ) -> Completion:
         """Answer a user's message, or a chat of messages with `role` and `content`, by the model's chat template.
 
@@ -179,7 +184,7 @@ class Engine:
         return answer
 
     def _ask(
-        self, prompts: Sequence[tuple[int, ...]], *, timeout_s: float, seed: int | None, max_new_tokens: int, temperature: float,
+        self, prompts: Sequence[tuple[int, ...]], *, timeout_s: float, seed: int | None, max_new_tokens: int | None, temperature: float,
         top_p: float, top_k: int, stop: Sequence[str],
     ) -> list[Completion]:
         if isinstance(stop, str):
@@ -187,8 +192,10 @@ class Engine:
         ends = base_ends(self._base, stop=stop)
 
         def sampling(index: int) -> Sampling:
-            return Sampling(
-                max_new_tokens, temperature, top_p, top_k, ends.strings, None if seed is None else seed + index, ends.token_ids)
+            room = (self._options.max_context or self._base.context) - len(prompts[index])
+            most = max(1, min(_NEW_TOKENS, room)) if max_new_tokens is None else max_new_tokens
+            own_seed = None if seed is None else seed + index
+            return Sampling(most, temperature, top_p, top_k, ends.strings, own_seed, ends.token_ids)
 
         async def ask() -> list[list[Sample]]:
             return await asyncio.gather(*(
