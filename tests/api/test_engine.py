@@ -25,7 +25,8 @@ def test_one_prompt_gives_one_answer_and_several_give_a_list(engine: offbeat.Eng
     several = engine.generate(["321>", "12>"], max_new_tokens=4, temperature=0)
     assert several[0] == one and len(several) == 2
     again = [engine.generate(["321>", "321>"], max_new_tokens=8, seed=5) for _ in range(2)]
-    assert again[0] == again[1] and again[0][0] == engine.generate("321>", max_new_tokens=8, seed=5)
+    drawn = [[completion.tokens for completion in several] for several in again]  # log-probabilities depend a little on what runs beside
+    assert drawn[0] == drawn[1] and drawn[0][0] == engine.generate("321>", max_new_tokens=8, seed=5).tokens
 
 
 def test_a_chat_is_answered_by_the_template(engine: offbeat.Engine) -> None:
