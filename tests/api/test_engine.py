@@ -23,7 +23,7 @@ def test_one_prompt_gives_one_answer_and_several_give_a_list(engine: offbeat.Eng
     assert isinstance(one, offbeat.Completion) and str(one) == one.text
     assert len(one.tokens) == len(one.logprobs) <= 4 and one.finish_reason in ("stop", "length")
     several = engine.generate(["321>", "12>"], max_new_tokens=4, temperature=0)
-    assert [completion.tokens for completion in several][0] == one.tokens and len(several) == 2
+    assert len(several) == 2 and several[0].tokens == one.tokens
     again = [engine.generate(["321>", "321>"], max_new_tokens=8, seed=5) for _ in range(2)]
     drawn = [[completion.tokens for completion in several] for several in again]  # log-probabilities depend a little on what runs beside
     assert drawn[0] == drawn[1] and drawn[0][0] == engine.generate("321>", max_new_tokens=8, seed=5).tokens
