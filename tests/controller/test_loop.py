@@ -31,3 +31,13 @@ def test_the_time_line_shows_trainer_and_engine_beside_the_controller(finished_r
     assert {"controller", "rank 0", "engine 0"} <= {span.track for span in spans}
     own = [span.name for span in spans if span.track == "controller" and span.name in ("rollout", "advantage", "train", "publish")]
     assert own == ["rollout", "advantage", "train", "publish"] * 2
+
+
+def test_batches_are_made_while_the_step_before_trains(stopped_run: SmallRun) -> None:
+    spans = read_trace(stopped_run.folder / "trace.json")
+    ahead = {span.args["step"]: span for span in spans if span.name == "make_ahead"}
+    trains = {span.args["step"]: span for span in spans if span.track == "controller" and span.name == "train"}
+    assert ahead, "engines are ahead of the trainer in some step"
+    for step, span in ahead.items():
+        assert span.start_s >= trains[step - 1].start_s
+        assert step not in trains or span.end_s <= trains[step].start_s
