@@ -10,7 +10,12 @@ ranks take their shares and drop them. One training step takes 512 groups of 8 s
 Prints one JSON line. `us_per_token` is CPU of the whole process (all threads, the kernel's work on its sockets included) by generated
 tokens; `batch_cpu_s` that of a step's batch alone, by thread, and `batch_tokens` its size. `longest_callback_ms` is the most CPU time
 that one callback took on the event loop, `longest_late_ms` how late a timer was by the wall clock, which on a machine with other work
-counts that, too. `rss_growth_mb` compares the end with a third of the way. A million groups: `--groups 1000000 --tokens 256`.
+counts that, too. `rss_growth_mb` compares the end with a third of the way.
+
+`between_s` is the median time from the end of one training step to the ranks' having their shares of the next one, of which `wait_s` is
+spent on groups: ranks pretend to train for `--train-s` seconds, while the next batch is made, or with `--no-ahead` is not.
+
+A million groups, in five minutes: `--groups 1000000 --batch 4096 --samples 1 --tokens 8`.
 """
 
 import argparse
@@ -30,7 +35,7 @@ import numpy as np
 import psutil
 from measure import note
 
-from offbeat.aio import few_collections
+from offbeat.aio import cancelled, few_collections
 from offbeat.algorithms.adam import adam_params
 from offbeat.algorithms.experience import batch_stats, make_batch
 from offbeat.config.rollout import RolloutConfig
@@ -61,7 +66,6 @@ from offbeat.trainer.messages import Trained
 NUM_SERVERS = 2
 VOCAB = 150_000
 PROMPT = tuple(range(100, 400))
-GROUP_SIZE = 8
 RANKS = 8
 VARIANTS = 8
 """Different answers, by which the groups of a batch differ in length."""
@@ -72,7 +76,10 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4096, help="groups to play, and to train on")
     parser.add_argument("--batch", type=int, default=512, help="groups per step")
     parser.add_argument("--tokens", type=int, default=4096, help="mean tokens of a sample")
+    parser.add_argument("--samples", type=int, default=8, help="samples of a group")
     parser.add_argument("--engines", type=int, default=1024)
+    parser.add_argument("--train-s", type=float, default=0.0, help="seconds for which ranks pretend to train")
+    parser.add_argument("--no-ahead", action="store_true", help="make each batch when its step begins")
     parser.add_argument("--kind", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--quick", action="store_true", help="a smoke run: 24 groups, 16 engines")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -108,8 +115,8 @@ class StandIn(asyncio.Protocol):
 class Answers:
     """HTTP answers of one version of the weights, of every form, encoded beforehand."""
 
-    def __init__(self, *, tokens: int, kind: str) -> None:
-        self._tokens = tokens
+    def __init__(self, *, tokens: int, samples: int, kind: str) -> None:
+        self._tokens, self._samples = tokens, samples
         self._kind = kind
         self._next = 0
         self._take(0)
@@ -125,7 +132,7 @@ class Answers:
 
     def _take(self, version: int) -> None:
         rng = np.random.default_rng(version)
-        lengths = (rng.lognormal(-0.1, 0.45, (VARIANTS, GROUP_SIZE)).clip(0.1, 3) * self._tokens).astype(int)
+        lengths = (rng.lognormal(-0.1, 0.45, (VARIANTS, self._samples)).clip(0.1, 3) * self._tokens).astype(int)
         samples = [[self._sample(rng, length) for length in row] for row in lengths]
         self._arrays, self._lists = (
             [_http(msgspec.json.encode({"choices": [_choice(*sample, version, kind) for sample in row]})) for row in samples]
@@ -156,7 +163,7 @@ def _http(body: bytes) -> bytes:
 
 async def serve(options: argparse.Namespace) -> None:
     """Be a server: print the port, and answer until stdin closes."""
-    answers = Answers(tokens=options.tokens, kind=options.kind)
+    answers = Answers(tokens=options.tokens, samples=options.samples, kind=options.kind)
     server = await asyncio.get_running_loop().create_server(lambda: StandIn(answers), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -165,7 +172,8 @@ async def serve(options: argparse.Namespace) -> None:
 @contextmanager
 def servers(options: argparse.Namespace) -> Iterator[list[str]]:
     """Start the servers; gives their URLs."""
-    command = [sys.executable, __file__, "--serve", "--tokens", str(options.tokens), "--kind", options.kind]
+    command = [
+        sys.executable, __file__, "--serve", "--tokens", str(options.tokens), "--samples", str(options.samples), "--kind", options.kind]
     started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(NUM_SERVERS)]
     try:
         yield [f"http://127.0.0.1:{int(process.stdout.readline())}" for process in started if process.stdout is not None]
@@ -182,11 +190,15 @@ class Sink:
 
     host = "127.0.0.1"
     alive = True
+    given_at = 0.0
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, train_s: float) -> None:
         self.name = name
+        self._train_s = train_s
 
     async def call(self, *_: object, **_more: object) -> bytes:
+        Sink.given_at = time.monotonic()
+        await asyncio.sleep(self._train_s)
         return wire.encode(Trained({}, 1.0, 0.0, 1.0))
 
     async def stack(self) -> str:
@@ -244,17 +256,33 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
     """Play and train on all groups; returns the figures."""
     config = Config.model_validate({"run": {"name": "controller"}, "train": {"num_ranks": RANKS, "max_tokens_per_microbatch": 32_768}})
     sharder = Sharder(config, num_ranks=RANKS, prior=CostModel(1e-6, 1e-10))
-    ranks = WorkerRanks([Sink(f"rank {rank}") for rank in range(RANKS)], config, start_anew=no_more, sharder=sharder)
+    sinks = [Sink(f"rank {rank}", options.train_s) for rank in range(RANKS)]
+    ranks = WorkerRanks(sinks, config, start_anew=no_more, sharder=sharder)
     trainers, watch, process = Trainers(ranks, config), Callbacks(), psutil.Process()
     num_steps, num_tokens, rss, groups = options.groups // options.batch, 0, [], []
+    between_s, wait_s, ended = [], [], time.monotonic()
+
+    async def make_ahead(version: int) -> Batch:
+        made = await asyncio.to_thread(flatten, await executor.take_ahead(), config, version=version)
+        await trainers.prepare(made)
+        return made
+
+    ahead: asyncio.Task[Batch] | None = None
     async with executing(options, urls, http, last_version=num_steps) as (executor, publish):
         with few_collections(), watch.timed():
             start = time.process_time()
             for version in range(num_steps):
+                if ahead is not None and not executor.has_ahead:
+                    await cancelled(ahead)
+                    ahead = None
                 groups = await executor.prepare_batch()
-                batch = await asyncio.to_thread(flatten, groups, config, version=version)
+                wait_s.append(time.monotonic() - ended)
+                batch = await (ahead if ahead is not None else asyncio.to_thread(flatten, groups, config, version=version))
                 num_tokens += batch.num_targets
+                ahead = None if options.no_ahead or version + 1 == num_steps else asyncio.create_task(make_ahead(version + 1))
                 await trainers.train_step(batch)
+                between_s.append(Sink.given_at - ended)
+                ended = time.monotonic()
                 await publish(version + 1)
                 executor.advance(version + 1)
                 executor.serve(version + 1)
@@ -262,8 +290,10 @@ async def play(options: argparse.Namespace, urls: Sequence[str], http: EngineSes
                 cpu_s = time.process_time() - start
                 note(f"step {version + 1} of {num_steps}: {cpu_s / num_tokens * 1e6:.3f} us per token, {rss[-1]:.0f} MB")
     del batch
+    gaps = {"between_s": between_s[1:], "wait_s": wait_s[1:]}
     return {
         "groups": num_steps * options.batch, "tokens": num_tokens, "us_per_token": round(cpu_s / num_tokens * 1e6, 4),
+        **{name: round(statistics.median(seconds), 3) for name, seconds in gaps.items() if seconds},
         **alone(groups, config, sharder, version=num_steps - 1),
         "longest_callback_ms": round(watch.longest_s * 1e3, 2), "longest_late_ms": round(watch.late_s * 1e3, 2),
         "rss_growth_mb": round(rss[-1] - rss[len(rss) // 3], 1)}
@@ -287,7 +317,7 @@ def alone(groups: Sequence[Group], config: Config, sharder: Sharder, *, version:
         del shares, encoded
     return {
         "batch_cpu_s": round(statistics.median(seconds[1:]), 3), "batch_first_cpu_s": round(seconds[0], 3),
-        "batch_samples": len(groups) * GROUP_SIZE, "batch_tokens": sum(group.num_tokens for group in groups)}
+        "batch_samples": sum(len(group.trajectories) for group in groups), "batch_tokens": sum(group.num_tokens for group in groups)}
 
 
 @asynccontextmanager
@@ -320,7 +350,7 @@ async def executing(
 
     await publish(0)
     config = RolloutConfig(
-        consumer_batch_size=options.batch, max_concurrent_rollouts=options.engines, max_head_offpolicyness=1, group_size=GROUP_SIZE)
+        consumer_batch_size=options.batch, max_concurrent_rollouts=options.engines, max_head_offpolicyness=1, group_size=options.samples)
     gate = Gate(batch_size=options.batch, max_running=options.engines, eta=1, last_version=last_version)
     stream = PromptStream(ListDataset(tuple(Row(f"{number}>", str(number)) for number in range(1000))), seed=0)
     async with RolloutExecutor(

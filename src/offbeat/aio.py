@@ -189,6 +189,12 @@ async def beside(*watchers: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
         raise errors.exceptions[-1] from None  # the body's error comes last
 
 
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel a task whose result nobody needs any more, and return when it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def run_beside(main: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, Any]) -> T:
     """Run `main` to its end while the watchers run; a watcher that raises cancels `main`, and its error is raised as itself."""
     async with beside(*watchers):

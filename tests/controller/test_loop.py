@@ -71,3 +71,13 @@ def test_a_publish_that_fails_beside_the_loop_ends_the_run_with_the_engines_reas
     with pytest.raises(PublishError, match="version 2 is served by 0 engines, fewer than the 1 needed: engine 0: it is not to my taste"):
         run_training(config, Console("quiet"))
     assert [event["version"] for event in SmallRun(tmp_path, model_dir).events("publish")] == [0, 1]
+
+
+def test_batches_are_made_while_the_step_before_trains(stopped_run: SmallRun) -> None:
+    spans = read_trace(stopped_run.folder / "trace.json")
+    ahead = {span.args["step"]: span for span in spans if span.name == "make_ahead"}
+    trains = {span.args["step"]: span for span in spans if span.track == "controller" and span.name == "train"}
+    assert ahead, "engines are ahead of the trainer in some step"
+    for step, span in ahead.items():
+        assert span.start_s >= trains[step - 1].start_s
+        assert step not in trains or span.end_s <= trains[step].start_s

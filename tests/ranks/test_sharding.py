@@ -100,6 +100,23 @@ def test_the_figures_of_a_step_are_those_worked_out_by_hand() -> None:
         "balance/lost_s": 1.0})
 
 
+def test_the_next_step_is_spread_ahead_and_observed_after_the_one_in_training() -> None:
+    first, second = skewed([10, 20, 30, 100]), skewed([40, 40, 40, 40])
+    plain, early = (Sharder(config_of(max_tokens=1000), num_ranks=2, prior=CostModel(1.0, 0.0, 10.0)) for _ in range(2))
+    expected = []
+    for batch in (first, second):
+        plain.shards(batch, PARAMS, num_minibatches=1, seed=0)
+        expected.append(plain.observe([1.0, 1.0])["balance/gap"])
+    early.shards(first, PARAMS, num_minibatches=1, seed=0)
+    early.shards(second, PARAMS, num_minibatches=1, seed=0, ahead=True)
+    assert [early.observe([1.0, 1.0])["balance/gap"] for _ in range(2)] == pytest.approx(expected)
+    early.shards(first, PARAMS, num_minibatches=1, seed=0)
+    early.shards(second, PARAMS, num_minibatches=1, seed=0, ahead=True)  # which nobody trains on
+    early.observe([1.0, 1.0])
+    early.shards(first, PARAMS, num_minibatches=1, seed=0)
+    assert early.observe([1.0, 1.0])["balance/gap"] == pytest.approx(expected[0])
+
+
 def test_unbalanced_shares_are_reported_as_they_are() -> None:
     sharder = Sharder(config_of(max_tokens=1000, balance=False), num_ranks=2, prior=CostModel(1.0, 0.0))
     sharder.shards(skewed([10, 20, 30, 100]), PARAMS, num_minibatches=1, seed=0)

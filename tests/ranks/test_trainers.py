@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from offbeat.model.peft_io import read_adapter
 from offbeat.ranks.ranks import WorkerRanks
 from offbeat.ranks.trainers import OnSpan, Trainers
 from offbeat.sync.faults import VARIABLE
-from offbeat.trainer.messages import NewAdapter, Scores, TargetScores, Trainee
+from offbeat.trainer.messages import NewAdapter, Scores, TargetScores, Trained, Trainee
 from offbeat.workers.local import LocalLauncher
 from small_run import small_config
 from train_samples import imitated, make_batch
@@ -98,6 +98,65 @@ def test_two_ranks_train_as_one_does(tmp_path: Path, model_dir: str) -> None:
         np.testing.assert_allclose(two.weights[name], weight, atol=1e-5)
     assert {track for _, track, _, _ in two.spans} == {"rank 0", "rank 1"}
     assert all(what in ("train_step", "score") and start <= end for what, _, start, end in two.spans)
+
+
+@dataclass
+class Spreading:
+    """Ranks that spread and answer at once, and remember what they were asked to spread."""
+
+    spreads_ahead: bool = True
+    asked: list[tuple[int, float, int, bool]] = field(default_factory=list)
+    trained: list[list[str]] = field(default_factory=list)
+    num_called = 1
+
+    async def spread(self, batch, params, *, num_minibatches, seed, ahead=False):
+        self.asked.append((len(batch), params.lr, seed, ahead))
+        await asyncio.sleep(0)
+        return [f"{len(batch)} of {seed}"]
+
+    async def call(self, method, requests, reply, *, timeout_s):
+        if method == "train_step":
+            self.trained.append(requests)
+        return [Trained({}, 0.0, 1.0, 1.0)]
+
+    def observe(self, busy_s):
+        return {}
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_step_that_was_prepared_is_spread_as_it_would_be_and_only_once(tmp_path: Path, can: bool) -> None:
+    config = small_config(tmp_path, run__seed="7", train__optimizer__warmup_steps="4", train__optimizer__lr="1.0")
+    batches = [make_batch(n, 2) for n in (1, 2, 3)]
+
+    async def steps(prepares: bool) -> Spreading:
+        ranks = Spreading(can)
+        trainers = Trainers(ranks, config)  # pyright: ignore[reportArgumentType]
+        for batch, following in zip(batches, [*batches[1:], None], strict=True):
+            step = asyncio.create_task(trainers.train_step(batch, num_minibatches=2))
+            if prepares and following is not None:
+                await asyncio.sleep(0)
+                await trainers.prepare(following, num_minibatches=2)
+            await step
+        return ranks
+
+    plain, prepared = asyncio.run(steps(False)), asyncio.run(steps(True))
+    assert prepared.trained == plain.trained == [["2 of 7"], ["4 of 8"], ["6 of 9"]]
+    assert [asked[:3] for asked in prepared.asked] == [asked[:3] for asked in plain.asked]
+    assert [asked[3] for asked in prepared.asked] == [False, can, can]
+
+
+def test_what_was_prepared_and_is_not_trained_on_is_forgotten(tmp_path: Path) -> None:
+    async def main() -> Spreading:
+        ranks = Spreading()
+        trainers = Trainers(ranks, small_config(tmp_path))  # pyright: ignore[reportArgumentType]
+        await trainers.prepare(make_batch(1, 2))
+        await trainers.train_step(make_batch(2, 2))
+        await trainers.prepare(make_batch(1, 2))
+        await trainers.restart_optimizer(small_config(tmp_path).train.optimizer, total_steps=4)
+        await trainers.train_step(make_batch(3, 2))
+        return ranks
+
+    assert [requests[0][0] for requests in asyncio.run(main()).trained] == ["4", "6"]
 
 
 @pytest.mark.parametrize("point", ["join", "save_recover"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from offbeat.agents.group import play_group
+from offbeat.aio import cancelled
 from offbeat.config.agent import AgentConfig
 from offbeat.config.algorithms import AlgorithmConfig
 from offbeat.config.curriculum import CurriculumConfig
@@ -133,6 +134,42 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
         assert len(asyncio.all_tasks()) == 1, "a task was left behind"
 
     asyncio.run(main())
+
+
+def test_the_groups_of_the_next_step_are_released_ahead_and_stay_in_flight_until_it_begins() -> None:
+    async def body() -> None:
+        play = make(last=4)
+        noted: list[str] = []
+        play.stream.note = lambda group: noted.append(group.prompt_id)  # pyright: ignore[reportAttributeAccessIssue]
+        async with play.executor() as executor:
+            first = [group.prompt_id for group in await executor.prepare_batch()]
+            ahead = await executor.take_ahead()
+            own = [group.prompt_id for group in ahead]
+            assert len(own) == 3 and not set(own) & set(first) and noted == first
+            assert executor.has_ahead and executor.in_flight[:3] == tuple(own)
+            await play.advance(executor, 1)
+            assert await executor.prepare_batch() == ahead
+            assert noted == first + own and not executor.has_ahead and not set(own) & set(executor.in_flight)
+            await play.advance(executor, 2)
+            assert play.gate.training == 0 and len(await executor.prepare_batch()) == 3
+
+    run(body)
+
+
+def test_what_waits_ahead_in_vain_can_be_cancelled_and_takes_nothing() -> None:
+    async def body() -> None:
+        play = make(eta=0)
+        async with play.executor() as executor:
+            await executor.prepare_batch()
+            ahead = asyncio.create_task(executor.take_ahead())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not ahead.done() and not executor.has_ahead
+            await cancelled(ahead)
+            await play.advance(executor, 1)
+            assert len(await executor.prepare_batch()) == 3
+
+    run(body)
 
 
 def test_the_time_of_episodes_that_are_trained_on_is_accounted_for() -> None:

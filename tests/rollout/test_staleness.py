@@ -30,6 +30,49 @@ def test_capacity_is_the_smaller_of_concurrency_and_staleness() -> None:
     assert gate.capacity == 4
 
 
+def test_a_step_is_taken_ahead_at_the_version_that_it_will_train_on() -> None:
+    gate = Gate(batch_size=2, max_running=10, eta=1)
+    fill(gate)  # four groups, all due at version 1
+    for key in (0, 1, 2):
+        gate.finish(key)
+    assert gate.take() == [0, 1]
+    assert gate.take_ahead() is None  # too few are ready
+    gate.finish(3)
+    assert gate.take_ahead() == [2, 3]
+    assert (gate.training, gate.ahead, gate.capacity) == (2, 2, 0)
+    gate.advance(1)
+    gate.serve(1)
+    assert (gate.training, gate.ahead, gate.capacity) == (2, 0, 2)
+
+
+def test_a_step_ahead_waits_for_what_is_due_when_it_trains() -> None:
+    gate = Gate(batch_size=2, max_running=10, eta=2)
+    fill(gate)  # 0 to 5, due at version 2
+    for key in (0, 1):
+        gate.finish(key)
+    assert gate.take() == [0, 1]
+    gate.advance(1)
+    gate.serve(1)
+    fill(gate, 6)  # 6 and 7, due at version 3
+    for key in (2, 3):
+        gate.finish(key)
+    assert gate.take() == [2, 3]
+    for key in (6, 7):
+        gate.finish(key)
+    assert gate.take_ahead() is None  # 4 and 5 are due at version 2, when it trains
+    for key in (4, 5):
+        gate.finish(key)
+    assert gate.take_ahead() == [4, 5]
+
+
+def test_nothing_is_taken_ahead_in_synchronous_training() -> None:
+    gate = Gate(batch_size=2, max_running=10, eta=0)
+    for key in fill(gate):
+        gate.finish(key)
+    assert gate.take() == [0, 1]
+    assert gate.capacity == 0 and gate.take_ahead() is None
+
+
 def test_the_bound_allows_as_many_groups_as_the_steps_up_to_a_deadline_take() -> None:
     gate = Gate(batch_size=4, max_running=100, eta=2, version=3)
     assert (gate.max_held, gate.deadline) == (12, 5)
@@ -77,8 +120,8 @@ def test_keep_takes_whatever_is_ready() -> None:
 @settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 2**32), batch=st.integers(1, 6), running=st.integers(1, 30), eta=st.integers(0, 4),
-    reject=st.sampled_from([0, 0.2, 0.7]), slow=st.sampled_from([0, 0.5, 0.95]))
-def test_the_bound_holds_and_nothing_deadlocks_in_random_histories(on_stale, seed, batch, running, eta, reject, slow) -> None:
+    reject=st.sampled_from([0, 0.2, 0.7]), slow=st.sampled_from([0, 0.5, 0.95]), ahead=st.sampled_from([0, 0.5, 1]))
+def test_the_bound_holds_and_nothing_deadlocks_in_random_histories(on_stale, seed, batch, running, eta, reject, slow, ahead) -> None:
     """Three engines take versions at their own pace, `slow` ones seldom; a group is played by any of them, turn after turn."""
     chance = random.Random(seed)
     gate = Gate(batch_size=batch, max_running=running, eta=eta, last_version=12, on_stale=on_stale)
@@ -95,9 +138,14 @@ def test_the_bound_holds_and_nothing_deadlocks_in_random_histories(on_stale, see
             gate.admit(key)
         for key in gate.running:
             admitted[key] = min(admitted[key], chance.choice(engines))
-        assert len(gate.running) + len(gate.ready) + gate.training <= (eta + 1) * batch
+        assert len(gate.running) + len(gate.ready) + gate.training + gate.ahead <= (eta + 1) * batch
         assert len(gate.running) <= running
         if gate.training:
+            if not gate.ahead and chance.random() < ahead and (step := gate.take_ahead()) is not None:
+                assert len(step) == batch
+                assert all(gate.version + 1 - admitted[key] <= eta for key in step)
+                assert trained.isdisjoint(step)
+                trained.update(step)
             if chance.random() < 0.5:
                 gate.advance(gate.version + 1)
                 continue

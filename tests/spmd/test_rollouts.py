@@ -62,6 +62,7 @@ def test_a_bystander_draws_nothing(tmp_path: Path, model_dir: str) -> None:
     async def play() -> None:
         async with source.rollouts(stream, version=0, last_version=2) as rollouts:
             assert await rollouts.prepare_batch() == []
+            assert await rollouts.take_ahead() == [] and rollouts.has_ahead
             rollouts.advance(1)
             rollouts.serve(1)
             assert (rollouts.sampling, rollouts.take_stats().names) == (inputs.sampling, [])

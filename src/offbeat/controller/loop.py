@@ -19,6 +19,8 @@
 What runs at the same time:
 
     train          consumes batches of groups; produces weights; waits for rollouts, ranks and engines, each under a named deadline
+    make_ahead     consumes the groups of the step after the one that trains, as soon as the staleness bound releases them; produces its
+                   batch and the shares of the ranks; the next step waits for it, or cancels it where no groups were released
     the executor   (rollout/executor.py) generates all the while, as far ahead as the staleness bound allows
     the publisher  brings versions to the engines beside the loop, each engine at its own pace; a step waits until none is more versions
                    behind than the staleness bound allows, evaluation and checkpoint until all serve the newest
@@ -32,11 +34,12 @@ with objects of its own mode behind the same names; what only the leader does, i
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from offbeat.aio import run_beside
+from offbeat.aio import cancelled, run_beside
 from offbeat.algorithms.coefficients import Coefficients
 from offbeat.algorithms.critic import critic_batch
 from offbeat.algorithms.experience import batch_metrics, batch_stats, make_batch, reference_stats
@@ -82,6 +85,14 @@ async def train(parts: RunParts, state: RunState, begun: Highlights) -> TrainRes
     return await run_beside(_Training(parts, state, begun).run(), parts.watch())
 
 
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """The batch of a step, and its statistics."""
+
+    batch: Batch
+    stats: StatsPart
+
+
 class _Training:
     """One run's parts, bound together."""
 
@@ -99,6 +110,7 @@ class _Training:
         self._advice = PublishingAdvice(parts.config)
         self._coefficients = Coefficients.of(parts.config.algorithm)
         self._pieces = Pieces(parts.inputs.tokenizer)
+        self._ahead: asyncio.Task[_Made] | None = None
 
     async def run(self) -> TrainResult:
         parts, state, config = self._parts, self._state, self._config
@@ -123,7 +135,7 @@ class _Training:
         self._record.console.start(f"{config.run.name} · {config.algorithm.preset}", config.run.total_steps)
         if saved is None and (before := await self._evaluate(evaluators, 0, last=True)):
             self._record.stats.commit(0, 0, 0, before)
-        async with rollouts:
+        async with rollouts, self._ending_ahead():
             for step in state.steps():
                 start = time.monotonic()
                 groups, batch, stats = await self._step(step, rollouts)
@@ -151,10 +163,12 @@ class _Training:
             # Groups for this step can only be there when no engine is further behind the version that it trains.
             await self._parts.publisher.settle(behind=config.rollout.max_head_offpolicyness)
             gate_s = clock.lap()
+            ahead = await self._settle_ahead(rollouts)
             groups = await rollouts.prepare_batch()
         waited_s = clock.lap()
         with span("advantage", "controller"):
-            batch, own = await asyncio.to_thread(self._flatten, groups, algorithm, step)
+            made = await (ahead if ahead is not None else self._make(groups, algorithm, step))
+            batch, own = made.batch, made.stats
         made_s, scored_s, scored, known = clock.lap(), 0.0, StatsPart(), {}
         if algorithm.needs_scores:
             with span("score", "controller", step=step.global_step):
@@ -162,6 +176,7 @@ class _Training:
                     batch, self._parts, algorithm, seed=config.run.seed + step.global_step,
                     row_of=lambda group: self._stream.row(groups[group].prompt_id))
             scored_s = clock.lap()
+        self._begin_ahead(step, rollouts)
         with span("train", "controller", step=step.global_step):
             stats = await self._train(batch, step)
         trained_s = made_s + clock.lap()
@@ -178,11 +193,49 @@ class _Training:
         self._coefficients = self._coefficients.after(stats, config.algorithm)
         return groups, batch.with_columns(**known), stats
 
-    def _flatten(self, groups: Sequence[Group], algorithm: AlgorithmConfig, step: Step) -> tuple[Batch, StatsPart]:
-        """Return the batch of these groups and its statistics; on a thread, as it would hold up the rollouts."""
-        with at_step(step.global_step):
-            batch = make_batch(groups, config=algorithm, max_new_tokens=self._config.rollout.max_new_tokens)
-        return batch, batch_stats(groups, version=step.version, config=algorithm)
+    async def _make(self, groups: list[Group], algorithm: AlgorithmConfig, step: Step) -> _Made:
+        """Make the batch of these groups and its statistics; on a thread, as it would hold up the rollouts."""
+
+        def flatten() -> _Made:
+            with at_step(step.global_step):
+                batch = make_batch(groups, config=algorithm, max_new_tokens=self._config.rollout.max_new_tokens)
+            return _Made(batch, batch_stats(groups, version=step.version, config=algorithm))
+
+        return await asyncio.to_thread(flatten)
+
+    def _begin_ahead(self, step: Step, rollouts: Rollouts) -> None:
+        """Begin to make the batch of the step after this one, which is about to train, unless its coefficients depend on this one."""
+        algorithm = self._config.algorithm
+        if step.global_step < self._state.total_steps and not (algorithm.kl_target or algorithm.entropy_target):
+            following = Step(step.global_step + 1, step.next_version, step.next_version + 1)
+            self._ahead = asyncio.create_task(self._make_ahead(following, rollouts), name="make_ahead")
+
+    async def _make_ahead(self, step: Step, rollouts: Rollouts) -> _Made:
+        """Make the batch of the step after the one that trains, and spread it if nothing is added to it before it is trained on."""
+        groups = await rollouts.take_ahead()
+        algorithm = self._coefficients.applied(self._config.algorithm)
+        with self._record.tracer.span("make_ahead", "controller, ahead", step=step.global_step):
+            made = await self._make(groups, algorithm, step)
+            if not algorithm.needs_scores and self._parts.critic is None:
+                await self._parts.trainers.prepare(made.batch, num_minibatches=algorithm.num_minibatches)
+        return made
+
+    async def _settle_ahead(self, rollouts: Rollouts) -> asyncio.Task[_Made] | None:
+        """Return the task that makes the batch of the step that begins now, if groups were released for it; it must not wait any more."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not rollouts.has_ahead:
+            await cancelled(ahead)
+            return None
+        return ahead
+
+    @asynccontextmanager
+    async def _ending_ahead(self) -> AsyncIterator[None]:
+        """Leave no task behind that makes a batch which nobody will train on."""
+        try:
+            yield
+        finally:
+            if self._ahead is not None:
+                await cancelled(self._ahead)
 
     async def _train(self, batch: Batch, step: Step) -> dict[str, float]:
         """Train the critic, if there is one, and after its warm-up the policy."""

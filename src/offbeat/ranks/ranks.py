@@ -30,7 +30,11 @@ class Ranks(Protocol):
         num_called: number of ranks that this process calls; in SPMD mode each process calls only its own rank.
         alive: whether calls can succeed.
         host: rank 0's machine, as engines reach it.
+        spreads_ahead: whether the shares of a step may be asked for while the one before trains.
     """
+
+    @property
+    def spreads_ahead(self) -> bool: ...
 
     @property
     def num_called(self) -> int: ...
@@ -53,7 +57,9 @@ class Ranks(Protocol):
         """
         ...
 
-    async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
+    async def spread(
+        self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
+    ) -> list[TrainStep]:
         """Return the shares of a training step for the ranks that this process calls, from what it has drawn; see `Sharder.shards`."""
         ...
 
@@ -75,6 +81,8 @@ class Ranks(Protocol):
 
 class WorkerRanks:
     """Ranks that are workers of this process."""
+
+    spreads_ahead = True
 
     def __init__(
         self, workers: Sequence[Worker], config: Config, *, sharder: Sharder, start_anew: Callable[[], Awaitable[Sequence[Worker]]],
@@ -151,9 +159,11 @@ class WorkerRanks:
                 self._failed = len(self._workers) > 1 or isinstance(exc, DeadlineError)
                 raise
 
-    async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
+    async def spread(
+        self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
+    ) -> list[TrainStep]:
         """See `Ranks.spread`."""
-        return await asyncio.to_thread(self._sharder.shards, batch, params, num_minibatches=num_minibatches, seed=seed)
+        return await asyncio.to_thread(self._sharder.shards, batch, params, num_minibatches=num_minibatches, seed=seed, ahead=ahead)
 
     async def score(self, method: str, batch: Batch, *, of: Policy, with_entropy: bool, timeout_s: float) -> list[Scored]:
         """See `Ranks.score`."""

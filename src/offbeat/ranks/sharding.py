@@ -26,6 +26,8 @@ T = TypeVar("T")
 class Sharder:
     """Per training step: `shards`, then `observe` once all ranks are done. A step that failed is not observed.
 
+    The shares of the next step may be asked for `ahead`, while ranks train: they are balanced by what was known before.
+
     With `rollout.balance_batch`, ranks get shares of similar predicted cost; numbers of sequences may differ, and a rank may get none.
     Without it, groups are dealt in their order.
     """
@@ -41,7 +43,8 @@ class Sharder:
         self._ranks_per_share = config.train.parallel.ranks_per_share
         self._num_shares = num_ranks // self._ranks_per_share
         self._fit = CostFit(prior)
-        self._plans: list[Plan] = []
+        self._planned: list[tuple[CostModel, list[Plan]]] = []
+        """The step in training, and maybe the next one, each with the model that it was balanced by."""
 
     @classmethod
     def of(cls, config: Config, *, model: str, num_ranks: int) -> Self:
@@ -53,7 +56,9 @@ class Sharder:
         """The cost model that the next step is balanced by."""
         return self._fit.model
 
-    def shards(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
+    def shards(
+        self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
+    ) -> list[TrainStep]:
         """Return every rank's share, cut into micro-batches within the token budget, equally many on every rank.
 
         Args:
@@ -61,13 +66,16 @@ class Sharder:
             params: settings of each optimizer step.
             num_minibatches: number of optimizer steps; fewer if there are fewer groups.
             seed: of the deal into minibatches.
+            ahead: whether this is the step after the one in training, which is observed before this one.
 
         Raises:
             DataError: a single sequence, or a group that must stay whole, exceeds the budget.
         """
         minibatches = split_minibatches(batch, num_minibatches, seed=seed)
-        self._plans = [self._plan(minibatch) for minibatch in minibatches]
-        planned = list(zip(minibatches, self._plans, strict=True))
+        cost = self.cost
+        plans = [self._plan(minibatch) for minibatch in minibatches]
+        self._planned = [*(self._planned[:1] if ahead else []), (cost, plans)]
+        planned = list(zip(minibatches, plans, strict=True))
         return self._to_ranks([
             TrainStep(*_cut([(minibatch, plan.microbatches[number]) for minibatch, plan in planned]), params)
             for number in range(self._num_shares)])
@@ -105,8 +113,8 @@ class Sharder:
         Raises:
             DataError: there is not one finite, non-negative time for each rank.
         """
-        assert self._plans, "observe follows shards"
-        cost, plans, self._plans = self.cost, self._plans, []
+        assert self._planned, "observe follows shards"
+        (cost, plans), *self._planned = self._planned
         # The ranks of a share compute it together, so it takes as long as the busiest of them.
         busy_s = np.reshape(busy_s, (-1, self._ranks_per_share)).max(axis=1).tolist()
         self._fit.observe(sum((plan.work for plan in plans), np.zeros((self._num_shares, 2))), busy_s)

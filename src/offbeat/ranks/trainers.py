@@ -33,6 +33,7 @@ from offbeat.trainer.messages import (
     Stepped,
     TargetScores,
     Trained,
+    TrainStep,
     WriteRequest,
     Written,
 )
@@ -61,12 +62,14 @@ class Trainers:
         self._total_steps = config.run.total_steps
         self._step = 0
         self._held: Version | None = None
+        self._prepared: tuple[Batch, list[TrainStep]] | None = None
+        self._spreading = asyncio.Lock()
 
     # -- one policy --------------------------------------------------------------------------------------------------------------------
 
     async def restart_optimizer(self, optimizer: OptimizerConfig, *, total_steps: int) -> None:
         """Start over with a fresh optimizer, at the beginning of a schedule of `total_steps` training steps; the weights stay."""
-        self._step, self._held = 0, None
+        self._step, self._held, self._prepared = 0, None, None
         self._optimizer, self._total_steps = optimizer, total_steps
         await self._all("restart_optimizer", None, NoneType)
 
@@ -78,15 +81,26 @@ class Trainers:
         Raises:
             DataError: a sequence exceeds the token budget.
         """
-        params = adam_params(self._step, config=self._optimizer, total_steps=self._total_steps)
-        shares = await self._ranks.spread(batch, params, num_minibatches=num_minibatches, seed=self._config.run.seed + self._step)
-        self._step, self._held = self._step + 1, None
+        prepared, self._prepared = self._prepared, None
+        step, self._step = self._step, self._step + 1  # at once: the next step may be prepared while this one is spread
+        known = prepared is not None and prepared[0] is batch
+        shares = prepared[1] if known else await self._spread(batch, step, num_minibatches=num_minibatches)
+        self._held = None
         answers = await self._ranks.call(self._name("train_step"), shares, Trained, timeout_s=self._config.train.step_timeout_s)
         for rank, answer in enumerate(answers):
             self._on_span(self._name("train_step"), f"rank {rank}", answer.start_s, answer.end_s)
         # Shares are balanced by what the policy's steps take.
         seen = {} if self._part else speed(answers) | self._ranks.observe([answer.busy_s for answer in answers])
         return answers[0].metrics | seen
+
+    async def prepare(self, batch: Batch, *, num_minibatches: int = 1) -> None:
+        """Spread the batch of the step after the one in training, where ranks can do that, so that `train_step` can begin with it at once.
+
+        Raises:
+            DataError: a sequence exceeds the token budget.
+        """
+        if self._ranks.spreads_ahead:
+            self._prepared = batch, await self._spread(batch, self._step, num_minibatches=num_minibatches, ahead=True)
 
     async def score(self, batch: Batch, *, of: Policy = "policy", with_entropy: bool = False) -> TargetScores:
         """Score the targets of what this process has drawn under the policy or its reference, without gradients.
@@ -201,6 +215,12 @@ class Trainers:
         self.steps[name] = (await self._all("load", Folder(str(folder), name, optimizer), Loaded)).step
 
     # -- calls -------------------------------------------------------------------------------------------------------------------------
+
+    async def _spread(self, batch: Batch, step: int, *, num_minibatches: int, ahead: bool = False) -> list[TrainStep]:
+        params = adam_params(step, config=self._optimizer, total_steps=self._total_steps)
+        async with self._spreading:
+            return await self._ranks.spread(
+                batch, params, num_minibatches=num_minibatches, seed=self._config.run.seed + step, ahead=ahead)
 
     async def _pass(self, method: str, batch: Batch) -> Scores:
         shares = self._shares(batch.lengths)

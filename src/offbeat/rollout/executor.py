@@ -122,6 +122,7 @@ class RolloutExecutor:
         self._num_tries: Counter[str] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ready: dict[str, Group] = {}
+        self._ahead: dict[str, Group] = {}
         self._changed = asyncio.Event()
         self._failures: list[Exception] = []
         self._crash: BaseException | None = None
@@ -146,7 +147,7 @@ class RolloutExecutor:
     @property
     def in_flight(self) -> tuple[str, ...]:
         """Prompts drawn and neither trained on nor rejected, oldest first; a checkpoint records them so that none is lost."""
-        return (*self._gate.ready, *self._gate.running)
+        return (*self._ahead, *self._gate.ready, *self._gate.running)
 
     @property
     def num_flat_rejected(self) -> int:
@@ -154,7 +155,7 @@ class RolloutExecutor:
         return 0 if self._dynamic is None else self._dynamic.num_rejected
 
     async def prepare_batch(self) -> list[Group]:
-        """Return the groups of the next step as soon as the gate releases them.
+        """Return the groups of the next step as soon as the gate releases them; those of `take_ahead`, if that has returned some.
 
         Raises:
             RolloutError: `max_failures_in_a_row` groups failed in a row, not because of user code; shows the first failure.
@@ -164,6 +165,23 @@ class RolloutExecutor:
         with phase("waiting for rollouts", describe=self._progress):
             return await self._take_batch()
 
+    async def take_ahead(self) -> list[Group]:
+        """Return the groups of the step after the one in training as soon as the gate releases them, which may be never.
+
+        They count as in flight until `prepare_batch` returns them. It may be cancelled, and is to be before `prepare_batch` is called.
+        With dynamic sampling, which counts what it rejects by the batch that is being filled, none are released.
+        """
+        while self._dynamic is not None or (keys := self._gate.take_ahead()) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        self._ahead = {key: self._ready.pop(key) for key in keys}
+        return list(self._ahead.values())
+
+    @property
+    def has_ahead(self) -> bool:
+        """Whether `take_ahead` has released groups that `prepare_batch` has not returned yet."""
+        return bool(self._ahead)
+
     def _progress(self) -> str:
         gate = self._gate
         return f"{len(gate.ready)} of {gate.batch_size} groups are ready and {len(gate.running)} run"
@@ -172,8 +190,11 @@ class RolloutExecutor:
         settled, idle_since = self._num_settled, time.monotonic()
         while True:
             self._raise_if_hopeless()
+            if self._ahead:
+                ahead, self._ahead = self._ahead, {}
+                return self._hand_out(list(ahead.values()))
             if (keys := self._gate.take()) is not None:
-                return self._hand_out(keys)
+                return self._hand_out([self._ready.pop(key) for key in keys])
             if self._config.on_stale == "requeue" and (slow := self._gate.too_slow()):
                 self._requeue(slow)
                 continue  # without the slow groups, the batch may be taken now
@@ -186,8 +207,7 @@ class RolloutExecutor:
         # Groups of equal rewards are progress, too: there is a bound on them.
         return len(self._gate.ready) + self.num_flat_rejected
 
-    def _hand_out(self, keys: Sequence[str]) -> list[Group]:
-        groups = [self._ready.pop(key) for key in keys]
+    def _hand_out(self, groups: list[Group]) -> list[Group]:
         if self._dynamic is not None:
             self._dynamic.start_batch()
         for group in groups:

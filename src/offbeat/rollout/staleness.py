@@ -5,9 +5,10 @@ lag = version - served, the versions that the slowest engine is behind the train
 
     capacity = min(M - running, (eta + 1 - lag) * B - (running + ready + training), B * steps left - (running + ready + training))
 
-`ready` groups are finished and not yet taken; `training` groups were taken by the step that is being trained. A group that is admitted when
-all engines in service serve version a or a newer one may be trained on up to version a + eta, its deadline; so publishing may go on beside
-training, and nothing is admitted while an engine is more than eta versions behind. A step takes the B ready groups with the earliest
+`ready` groups are finished and not yet taken; `training` groups were taken by the step that is being trained, or ahead of time by the one
+after it, so that its batch is made while that one trains: by the same rule, at the version that it will train on. A group that is admitted
+when all engines in service serve version a or a newer one may be trained on up to version a + eta, its deadline; so publishing may go on
+beside training, and nothing is admitted while an engine is more than eta versions behind. A step takes the B ready groups with the earliest
 deadlines, but only if the remaining groups can still meet theirs: for every deadline d, at most B * (d - version) unconsumed groups have a
 deadline <= d. Otherwise it waits for the urgent groups that still run. Admission alone, as in AReaL, does not bound the staleness of
 stragglers.
@@ -38,6 +39,7 @@ class Gate:
         running: deadlines of running groups, by key.
         ready: deadlines of ready groups, by key.
         training: number of groups in the step being trained.
+        ahead: number of groups that were taken for the step after it.
     """
 
     batch_size: int
@@ -49,6 +51,7 @@ class Gate:
     running: dict[Key, Version] = field(default_factory=dict)
     ready: dict[Key, Version] = field(default_factory=dict)
     training: int = 0
+    ahead: int = 0
     served: Version = -1
 
     def __post_init__(self) -> None:
@@ -56,7 +59,7 @@ class Gate:
 
     @property
     def max_held(self) -> int:
-        """Largest number of running, ready and training groups together: (eta + 1 - lag) * B, where lag = version - served.
+        """Largest number of running, ready, training and ahead groups together: (eta + 1 - lag) * B, where lag = version - served.
 
         The steps at the versions `version` to `deadline` are those that may take a group admitted now, and each of them takes B groups.
         """
@@ -70,7 +73,7 @@ class Gate:
     @property
     def capacity(self) -> int:
         """Number of groups that may be admitted now; see the formula in the module."""
-        held = len(self.running) + len(self.ready) + self.training
+        held = len(self.running) + len(self.ready) + self.training + self.ahead
         room = min(self.max_running - len(self.running), self.max_held - held)
         if self.last_version is not None:
             room = min(room, (self.last_version - self.version) * self.batch_size - held)
@@ -93,14 +96,15 @@ class Gate:
     def take(self) -> list[Key] | None:
         """Take the B groups of the next step, earliest deadline first; None while the step has to wait."""
         assert self.training == 0, "a step was taken before the one before it was trained"
-        if len(self.ready) < self.batch_size:
-            return None
-        chosen = sorted(self.ready, key=self.ready.__getitem__)[: self.batch_size]  # stable: ties leave in order of finishing
-        if self.on_stale != "keep" and self._first_missed_deadline(chosen) is not None:
-            return None
-        for key in chosen:
-            del self.ready[key]
-        self.training = len(chosen)
+        chosen = self._pick(self.version)
+        self.training = len(chosen or ())
+        return chosen
+
+    def take_ahead(self) -> list[Key] | None:
+        """Take the B groups of the step after the one in training; None while that has to wait. They are in training after `advance`."""
+        assert self.training and not self.ahead, "the step after the one in training is taken once"
+        chosen = self._pick(self.version + 1)
+        self.ahead = len(chosen or ())
         return chosen
 
     def too_slow(self) -> list[Key]:
@@ -111,22 +115,33 @@ class Gate:
         if len(self.ready) < self.batch_size:
             return []
         chosen = sorted(self.ready, key=self.ready.__getitem__)[: self.batch_size]
-        deadline = self._first_missed_deadline(chosen)
+        deadline = self._first_missed_deadline(chosen, self.version)
         return [] if deadline is None else [key for key, due in self.running.items() if due <= deadline]
 
     def advance(self, version: Version) -> None:
         """Note that the step in training has made this version of the weights."""
         assert version > self.version, f"version must rise, got {version} after {self.version}"
         self.version = version
-        self.training = 0
+        self.training, self.ahead = self.ahead, 0
 
     def serve(self, version: Version) -> None:
         """Note that every engine in service serves this version or a newer one."""
         assert version >= self.served, f"what is served must rise, got {version} after {self.served}"
         self.served = version
 
-    def _first_missed_deadline(self, chosen: list[Key]) -> Version | None:
-        """Return the earliest deadline that some group would miss if the next step took `chosen`, or None.
+    def _pick(self, version: Version) -> list[Key] | None:
+        """Take the groups of the step at `version` from those that are ready, or None."""
+        if len(self.ready) < self.batch_size:
+            return None
+        chosen = sorted(self.ready, key=self.ready.__getitem__)[: self.batch_size]  # stable: ties leave in order of finishing
+        if self.on_stale != "keep" and self._first_missed_deadline(chosen, version) is not None:
+            return None
+        for key in chosen:
+            del self.ready[key]
+        return chosen
+
+    def _first_missed_deadline(self, chosen: list[Key], version: Version) -> Version | None:
+        """Return the earliest deadline that some group would miss if the step at `version` took `chosen`, or None.
 
         After that step, the steps at versions `version` + 1 to d can take B * (d - version) groups, so no more may be due by d.
         """
@@ -135,6 +150,6 @@ class Gate:
         unconsumed = 0
         for deadline in sorted(due):
             unconsumed += due[deadline]
-            if unconsumed > self.batch_size * (deadline - self.version):
+            if unconsumed > self.batch_size * (deadline - version):
                 return deadline
         return None

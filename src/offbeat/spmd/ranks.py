@@ -112,6 +112,7 @@ class OwnRank:
     """This rank's trainer as `Ranks`; calls run in the rank's thread."""
 
     num_called = 1
+    spreads_ahead = False  # ranks spread a batch together, in the thread that trains
 
     def __init__(self, trainers: Mapping[str, Part], loading: Loading, thread: SideThread, *, host: str = "127.0.0.1") -> None:
         """`trainers` are this rank's by part; `host` is rank 0's machine, as engines reach it."""
@@ -130,8 +131,11 @@ class OwnRank:
         (request,) = requests
         return await self._thread.run(method, partial(self._call, method, request, timeout_s))
 
-    async def spread(self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int) -> list[TrainStep]:
+    async def spread(
+        self, batch: Batch, params: AdamParams, *, num_minibatches: int, seed: int, ahead: bool = False,
+    ) -> list[TrainStep]:
         """See `Ranks.spread`."""
+        assert not ahead, "ranks spread a batch together"
         share = partial(self._loading.share, batch, params, num_minibatches=num_minibatches, seed=seed)
         return [await self._thread.run("train_step", share)]
 

@@ -48,6 +48,7 @@ class NoRollouts:
     sampling: Sampling
     in_flight: tuple[str, ...] = ()
     num_flat_rejected: int = 0
+    has_ahead: bool = True
 
     async def __aenter__(self) -> Self:
         return self
@@ -57,6 +58,10 @@ class NoRollouts:
 
     async def prepare_batch(self) -> list[Group]:
         """Return nothing: rank 0 sends the batch to the trainers."""
+        return []
+
+    async def take_ahead(self) -> list[Group]:
+        """Return nothing, as `prepare_batch`."""
         return []
 
     def advance(self, version: Version) -> None:
