@@ -47,6 +47,13 @@ REPLACED = {
 }
 """Settings of earlier versions, and what to use instead."""
 
+ALIASES = {
+    "rollout.max_staleness": "rollout.max_head_offpolicyness",
+    "rollout.num_generations": "rollout.group_size",
+    "train.optimizer.learning_rate": "train.optimizer.lr",
+}
+"""Names under which other projects have a setting, and its name here, which is the one that is documented and written."""
+
 _TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "string": "text", "tuple": 'a list, such as ["a", "b"]'}
 _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
 
@@ -60,10 +67,16 @@ def load_config(path: str | None, overrides: Sequence[Override] = ()) -> Config:
 
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range. Names the first error, and how
-            many more there are.
+            many more there are. Or a setting is given by two names.
     """
     given = _read_toml(Path(path)) if path is not None else {}
-    for key, text in overrides:
+    typed = {key for key, _ in overrides}
+    for alias, name in ALIASES.items():
+        _rename(given, alias, name)
+        if {alias, name} <= typed:
+            raise ConfigError(_given_twice(alias, name))
+    for typed_key, text in overrides:
+        key = ALIASES.get(typed_key, typed_key)
         _set(given, key, _parse_value(key, text))
     try:
         return Config.model_validate(_merge(_inherited(Config()), given))
@@ -120,6 +133,7 @@ def _is_section(info: FieldInfo) -> bool:
 
 def _following_value(key: str, following: str | None) -> str | None:
     """Return the argument after `--key` if it is the key's value, or None if the key stands alone and means true."""
+    key = ALIASES.get(key, key)
     info = dict(settings()).get(setting_of(key))
     if info is None and setting_of(key) == key:
         raise ConfigError(_unknown(key))
@@ -164,6 +178,24 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ConfigError(_not_a_table(".".join(tables[:depth]), values))
     values[last] = value
+
+
+def _rename(values: dict[str, Any], alias: str, name: str) -> None:
+    """Move what a file gives under another project's name to the name that it has here."""
+    *tables, old = alias.split(".")
+    for table in tables:
+        values = values.get(table, {})
+        if not isinstance(values, dict):
+            return  # which is refused with everything else
+    if old in values:
+        new = name.rpartition(".")[2]
+        if new in values:
+            raise ConfigError(_given_twice(alias, name))
+        values[new] = values.pop(old)
+
+
+def _given_twice(alias: str, name: str) -> str:
+    return f"{alias} and {name} are two names of one setting; give {name} alone"
 
 
 def _inherited(section: Section) -> dict[str, Any]:
