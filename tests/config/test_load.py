@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.config.load import HINTS, dump_toml, load_config, settings, split_overrides, toml_value
+from offbeat.config.load import ALIASES, HINTS, dump_toml, load_config, settings, split_overrides, toml_value
 from offbeat.config.root import Config
 from offbeat.errors import ConfigError
 
@@ -205,3 +205,30 @@ def test_a_setting_that_was_replaced_names_those_that_took_its_place(tmp_path):
         load_config(str(file))
     with pytest.raises(ConfigError, match=said):
         split_overrides(["--cluster.devices_per_worker", "1"])
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_familiar_names_stand_for_ours_and_are_written_as_ours(alias: str, name: str, tmp_path: Path) -> None:
+    section, _, old = alias.rpartition(".")
+    file = tmp_path / "run.toml"
+    file.write_text(f"[{section}]\n{old} = 3\n")
+
+    def value(config: Config) -> object:
+        found: object = config
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+
+    assert value(load_config(str(file))) == value(load_config(None, [(alias, "3")])) == 3
+    assert value(load_config(str(file), [(name, "4")])) == value(load_config(str(file), [(alias, "4")])) == 4
+    assert split_overrides([f"--{alias}", "3"]) == ([(alias, "3")], [])
+    assert old not in dump_toml(load_config(str(file)))
+    for path, overrides in ((file, [(name, "4"), (alias, "4")]), (_both(tmp_path, section, old, name), [])):
+        with pytest.raises(ConfigError, match=f"{alias} and {name} are two names of one setting; give {name} alone"):
+            load_config(str(path), overrides)
+
+
+def _both(folder: Path, section: str, old: str, name: str) -> Path:
+    path = folder / "both.toml"
+    path.write_text(f"[{section}]\n{old} = 3\n{name.rpartition('.')[2]} = 3\n")
+    return path

@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -95,6 +96,46 @@ def test_a_completion_from_token_ids_has_tokens_logprobs_and_versions(url, refer
     assert [c["token_ids"] for c in again["choices"]] == [c["token_ids"] for c in answer["choices"]]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_several_prompts_have_the_answers_that_each_would_have_alone(url, streams):
+    prompts = [[5, 9, 20, 3], "12+3=", [7, 8]]
+    more = {"n": 2, "max_tokens": 6, "seed": 1, "return_token_ids": True, "ignore_eos": True}
+    alone = [choice["token_ids"] for prompt in prompts
+             for choice in fetch(url, "/v1/completions", {"prompt": prompt, **more})[2]["choices"]]
+    together: list[list[int]] = [[] for _ in alone]
+    if streams:
+        for event in run(stream(url, "/v1/completions", {"prompt": prompts, **more, "stream": True})):
+            for choice in event["choices"]:
+                together[choice["index"]] += choice["token_ids"]
+    else:
+        answer = fetch(url, "/v1/completions", {"prompt": prompts, **more})[2]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+        assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 36, "total_tokens": 47}
+        together = [choice["token_ids"] for choice in answer["choices"]]
+    assert together == alone
+
+
+def test_one_prompt_that_is_refused_ends_all_of_its_request(fresh):
+    server, url = fresh
+    status, _, answer = fetch(url, "/v1/completions", {"prompt": [[5, 6], [10**6]], "max_tokens": 150})
+    assert status == 400 and "outside the vocabulary" in answer["error"]["message"]
+    wait_until(lambda: not server._inboxes and not server._engine.num_running and not server._engine.num_waiting, timeout_s=30)
+
+
+@pytest.mark.parametrize(("path", "asked"), [
+    ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/responses", {"input": "a"}), ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3})])
+def test_a_model_that_is_not_here_is_answered_404_with_the_names_of_those_that_are(path, asked, url, model_folder):
+    status, _, answer = fetch(url, path, {**asked, "model": "gpt-9"})
+    assert status == 404 and answer["error"]["message"] == (
+        f"no model is called 'gpt-9' here; this engine serves {Path(model_folder('qwen3')).name!r}; leave model out for the first")
+
+
+def test_the_model_itself_is_asked_for_by_its_name_its_path_or_no_name(url, model_folder):
+    for name in ("", None, model_folder("qwen3"), Path(model_folder("qwen3")).name):
+        assert fetch(url, "/v1/completions", {"prompt": "a", "model": name})[0] == 200
+
+
 def test_a_completion_has_arrays_for_those_who_ask_for_them(url):
     body = {"prompt": [5, 9, 20, 3], "n": 2, "max_tokens": 7, "seed": 1, "encoding_format": "base64", **RL}
     lists, arrays = (fetch(url, "/v1/completions", body | form)[2]["choices"] for form in ({"encoding_format": "float"}, {}))
@@ -108,7 +149,7 @@ def test_a_completion_has_arrays_for_those_who_ask_for_them(url):
 
 
 def test_a_completion_from_text_has_text_and_16_tokens_by_default(url):
-    _, _, answer = fetch(url, "/v1/completions", {"prompt": "12+3=", "temperature": 0, "ignore_eos": True, "frequency_penalty": 0.1})
+    _, _, answer = fetch(url, "/v1/completions", {"prompt": "12+3=", "temperature": 0, "ignore_eos": True, "frequency_penalty": 0})
     (choice,) = answer["choices"]
     assert answer["usage"]["prompt_tokens"] == 5 and answer["usage"]["completion_tokens"] == 16
     assert choice["text"] and choice["logprobs"] is None and "token_ids" not in choice
@@ -178,8 +219,12 @@ def test_a_stream_adds_up_to_the_whole_answer(url):
     ("path", "body", "message"),
     [
         ("/v1/completions", {}, "missing required field `prompt`"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt takes one string or one list of token ids"),
-        ("/v1/completions", {"prompt": [[1, 2]]}, "prompt takes one string or one list of token ids"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt mixes token ids with prompts"),
+        ("/v1/completions", {"prompt": {"text": "a"}}, "prompt takes a string, a list of token ids, or a list of such prompts"),
+        ("/v1/completions", {"prompt": ["a", ""]}, "the prompt is empty"),
+        ("/v1/completions", {"prompt": ["a"] * 4097}, "prompt takes at most 4096 prompts here, got 4097"),
+        ("/v1/completions", {"prompt": "a", "presence_penalty": 0.5}, "presence_penalty is not offered here, got 0.5; leave it out"),
+        ("/v1/chat/completions", {"messages": [], "top_logprobs": 3}, "top_logprobs is not offered here"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "many"}, "$.max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens must be >= 1, got 0"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature must be 0"),
@@ -238,8 +283,9 @@ def test_a_client_that_goes_away_takes_its_score_back(fresh):
     server, url = fresh
 
     async def body():
-        blocked = threading.Event()
-        server._loop.call(lambda: blocked.wait(60))
+        begun, blocked = threading.Event(), threading.Event()
+        server._loop.call(lambda: begun.set() or blocked.wait(60))
+        await asyncio.to_thread(begun.wait, 60)  # otherwise the round that blocks may hold the scores, too
         calls = [asyncio.create_task(call(url, "/v1/score", {"tokens": [5, 6]})) for _ in range(2)]
         await until(lambda: len(server._inboxes) == 2)
         calls[0].cancel()

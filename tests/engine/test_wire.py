@@ -25,6 +25,33 @@ def test_every_field_arrives():
     )
 
 
+@pytest.mark.parametrize(("prompt", "prompts"), [
+    ("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1, 2], [3]], [[1, 2], [3]]), ([[1], "b"], [[1], "b"]), ([], [[]])])
+def test_a_prompt_is_one_or_a_list_of_them(prompt, prompts):
+    assert CompletionBody(prompt=prompt).prompts == prompts
+
+
+def test_token_ids_and_prompts_are_not_mixed():
+    with pytest.raises(RefusedError, match="prompt mixes token ids with prompts"):
+        CompletionBody(prompt=[1, "a"]).prompts  # noqa: B018
+    with pytest.raises(RefusedError, match=r"\$\.prompt.*prompt takes a string, a list of token ids, or a list of such prompts"):
+        read_body(CompletionBody, b'{"prompt": [[1, "a"]]}')
+
+
+@pytest.mark.parametrize("field", [
+    {"frequency_penalty": 0.1}, {"presence_penalty": -1}, {"repetition_penalty": 1.2}, {"length_penalty": 2}, {"min_p": 0.1},
+    {"min_tokens": 3}, {"logit_bias": {"5": 1}}, {"best_of": 4}, {"suffix": "x"}, {"use_beam_search": True}, {"prompt_logprobs": 1}])
+def test_what_would_be_left_undone_is_refused(field):
+    with pytest.raises(RefusedError, match=f"{next(iter(field))} is not offered here"):
+        CompletionBody(prompt="a", n=2, **field).check()
+
+
+def test_what_changes_nothing_is_taken():
+    CompletionBody(
+        prompt="a", n=2, frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1, min_p=0, logit_bias={}, best_of=2,
+        suffix="").check()
+
+
 def test_null_zero_and_vllms_minus_one_mean_no_limit():
     body = read_body(CompletionBody, b'{"prompt": "a", "top_k": -1, "top_p": null, "temperature": 0, "stop": "x", "logprobs": null}')
     assert body.params(default_max_tokens=1) == SamplingParams(max_new_tokens=1, temperature=0, stop=("x",))

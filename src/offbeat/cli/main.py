@@ -35,6 +35,7 @@ class Command:
 
 COMMANDS = {
     "quickstart": Command("quickstart", "learn to sort digits from scratch, in about a minute", needs_train=True),
+    "init": Command("init", "write a folder with a task of your own to begin with"),
     "train": Command("train", "train with reinforcement learning", needs_train=True),
     "sft": Command("sft", "fine-tune on a dataset's answers", needs_train=True),
     "dpo": Command("dpo", "train on chosen and rejected answers", needs_train=True),
@@ -50,6 +51,7 @@ COMMANDS = {
     "report": Command("report", "write a run's report as one HTML file"),
     "rollouts": Command("rollouts", "list and read what the policy wrote"),
     "watch": Command("watch", "show runs as a live page, with every rollout"),
+    "completion": Command("completion", "print a script that completes commands and settings in a shell"),
 }
 
 _DESCRIPTION = """\

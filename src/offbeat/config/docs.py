@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from offbeat.config.base import Section
-from offbeat.config.load import toml_value
+from offbeat.config.load import ALIASES, toml_value
 from offbeat.config.root import Config
 
 _HEAD = """\
@@ -36,7 +36,9 @@ def _tables(section: Section, path: tuple[str, ...]) -> Iterator[str]:
         yield f"{'#' * (len(path) + 1)} [{'.'.join(path)}]\n\n{' '.join((type(section).__doc__ or '').split())}\n"
         yield "| setting | allowed | default | meaning |\n|---|---|---|---|"
         for name, info in leaves.items():
-            yield f"| `{name}` | {_allowed(info)} | {_code(toml_value(getattr(section, name)))} | {_cell(info.description or '')} |"
+            aliases = [alias.rpartition(".")[2] for alias, key in ALIASES.items() if key == ".".join((*path, name))]
+            also = f" Also accepted as {' or '.join(map(_code, aliases))}." if aliases else ""
+            yield f"| `{name}` | {_allowed(info)} | {_code(toml_value(getattr(section, name)))} | {_cell(info.description or '')}{also} |"
         yield ""
     for name in fields:
         nested = getattr(section, name)

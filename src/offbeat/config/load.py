@@ -51,6 +51,13 @@ REPLACED = {
 }
 """Settings of earlier versions, and what to use instead."""
 
+ALIASES = {
+    "rollout.max_staleness": "rollout.max_head_offpolicyness",
+    "rollout.num_generations": "rollout.group_size",
+    "train.optimizer.learning_rate": "train.optimizer.lr",
+}
+"""Names under which other projects have a setting, and its name here, which is the one that is documented and written."""
+
 _TYPES = {"bool": "true or false", "int": "an integer", "float": "a number", "string": "text", "tuple": 'a list, such as ["a", "b"]'}
 _BOUNDS = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than_equal": ("<=", "le"), "less_than": ("<", "lt")}
 
@@ -64,13 +71,20 @@ def load_config(path: str | None, overrides: Sequence[Override] = (), *, values:
         values: settings as Python values, each by "section.key", or a whole section as a mapping.
 
     Raises:
-        ConfigError: the file cannot be read, or settings are unknown, of the wrong type or out of range. Names all of them, a line each.
+        ConfigError: the file cannot be read, or settings are unknown, of the wrong type or out of range, and it names all of them, a line
+            each. Or a setting is given by two names.
     """
     given = _read_toml(Path(path)) if path is not None else {}
-    for key, text in overrides:
+    typed = {key for key, _ in overrides}
+    for alias, name in ALIASES.items():
+        _rename(given, alias, name)
+        if {alias, name} <= typed:
+            raise ConfigError(_given_twice(alias, name))
+    for typed_key, text in overrides:
+        key = ALIASES.get(typed_key, typed_key)
         _set(given, key, _parse_value(key, text))
     for key, value in values.items():
-        _set(given, key, _plain(value))
+        _set(given, ALIASES.get(key, key), _plain(value))
     try:
         return Config.model_validate(_merge(_inherited(Config()), given))
     except ValidationError as exc:
@@ -131,6 +145,7 @@ def _is_section(info: FieldInfo) -> bool:
 
 def _following_value(key: str, following: str | None) -> str | None:
     """Return the argument after `--key` if it is the key's value, or None if the key stands alone and means true."""
+    key = ALIASES.get(key, key)
     info = dict(settings()).get(setting_of(key))
     if info is None and setting_of(key) == key:
         raise ConfigError(_unknown(key))
@@ -184,6 +199,24 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ConfigError(_not_a_table(".".join(tables[:depth]), values))
     values[last] = value
+
+
+def _rename(values: dict[str, Any], alias: str, name: str) -> None:
+    """Move what a file gives under another project's name to the name that it has here."""
+    *tables, old = alias.split(".")
+    for table in tables:
+        values = values.get(table, {})
+        if not isinstance(values, dict):
+            return  # which is refused with everything else
+    if old in values:
+        new = name.rpartition(".")[2]
+        if new in values:
+            raise ConfigError(_given_twice(alias, name))
+        values[new] = values.pop(old)
+
+
+def _given_twice(alias: str, name: str) -> str:
+    return f"{alias} and {name} are two names of one setting; give {name} alone"
 
 
 def _inherited(section: Section) -> dict[str, Any]:

@@ -20,7 +20,7 @@ MAX_NAME = 200
 
 
 class UnknownAdapterError(RefusedError):
-    """The adapter is not held, or is being unloaded."""
+    """The adapter is not held, or is being unloaded; or no model has that name."""
 
 
 @dataclass(eq=False)

@@ -9,8 +9,9 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from offbeat.chat.sending import WriteError
+from offbeat.engine.adapters import MAX_NAME, UnknownAdapterError
 from offbeat.engine.answers import Answer, CompletionFormat
 from offbeat.engine.chats import Chats, errors_of, streaming
 from offbeat.engine.loader import load_engine
@@ -53,6 +55,8 @@ DEFAULT_MAX_TOKENS = 16
 STALLED_S = 60.0
 """A step that takes longer is assumed to hang; the slowest real ones take seconds."""
 _KEEP_ALIVE_S = 30
+_MAX_NAMES = 8
+"""Number of adapters that are named to someone who asks for an unknown model."""
 
 Inbox = asyncio.Queue[Output | Scored | EngineError | Disconnected]
 """Messages of the engine to one request."""
@@ -79,7 +83,7 @@ class EngineServer:
         self._loop = EngineLoop(self._engine, deliver=self._deliver)
         self._registry = registry_of(self._engine)
         self._chats = Chats(self._engine, self._outputs, self._adapter_of, model_name=self._model_name)
-        self._inboxes: dict[str, Inbox] = {}
+        self._inboxes: dict[str, _Numbered] = {}
         self._pause_by, self._pause_s = "", 0.0  # who paused the engine, and when
         self._http: HttpServer | None = None
         self._thread: threading.Thread | None = None
@@ -162,60 +166,84 @@ class EngineServer:
 
     async def _completions(self, http: HttpRequest) -> Response:
         body = read_body(CompletionBody, await http.body())
-        if body.echo:
-            raise RefusedError("echo is not offered; POST /v1/score gives log-probabilities of a prompt")
-        prompt = self._tokenizer.prompt(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        body.check()
+        prompts = [self._tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        if len(prompts) > self._options.max_queued:
+            raise RefusedError(f"prompt takes at most {self._options.max_queued} prompts here, got {len(prompts)}; send several requests")
         params = body.params(default_max_tokens=DEFAULT_MAX_TOKENS)
         form, adapter = CompletionFormat(packed=body.encoding_format == "base64"), self._adapter_of(body.model or "")
-        request = Request(
-            id=f"{form.prefix}-{uuid.uuid4().hex}", prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
-        answer = Answer(request.id, form, body, tokenizer=self._tokenizer, model=adapter or self._model_name, prompt_len=len(prompt))
-        outputs = self._outputs(http, request)
+        name = f"{form.prefix}-{uuid.uuid4().hex}"
+        requests = [
+            Request(id=f"{name}-{index}", prompt=prompt, params=params, n=body.n, adapter=adapter, stream=body.stream)
+            for index, prompt in enumerate(prompts)]
+        answer = Answer(
+            name, form, body, tokenizer=self._tokenizer, model=adapter or self._model_name, prompt_len=sum(map(len, prompts)))
+        outputs = self._outputs(http, *requests)
         if not body.stream:
             return json_answer(answer.whole([output async for output in outputs]))
         return await streaming(answer, outputs)
 
     def _adapter_of(self, model: str) -> str:
-        """Return the adapter that a request's `model` names; empty for the base model, which clients may call anything without an "@"."""
-        base = model == self._model_name or not ("@" in model or model in self._engine.adapters.names)
-        return "" if base else model
-
-    async def _outputs(self, http: HttpRequest, request: Request) -> AsyncGenerator[Output]:
-        """Run a request; yields its outputs until all n samples are done, and aborts it if the caller stops early.
+        """Return the adapter that a request's `model` names; empty for the base model, by the name of its folder, its path or no name.
 
         Raises:
-            EngineError: the engine refused it or failed.
+            UnknownAdapterError: nothing here has that name.
+        """
+        if model in ("", self._model_name, self._options.model):
+            return ""
+        if model not in (names := self._engine.adapters.names) and "@" not in model:  # the engine says which adapters are gone
+            served = ", ".join(map(repr, [self._model_name, *sorted(names)[:_MAX_NAMES]]))
+            raise UnknownAdapterError(
+                f"no model is called {model[:MAX_NAME]!r} here; this engine serves {served}; leave model out for the first")
+        return model
+
+    async def _outputs(self, http: HttpRequest, *requests: Request) -> AsyncGenerator[Output]:
+        """Run requests; yields their outputs until all samples are done, and aborts them if the caller stops early.
+
+        Samples are numbered through, n of each request after those of the one before.
+
+        Raises:
+            EngineError: the engine refused one or failed.
             Disconnected: the client disconnected.
         """
-        unfinished = request.n
-        async with self._submitted(http, request) as inbox:
+        unfinished = sum(request.n for request in requests)
+        async with self._submitted(http, *requests) as inbox:
             while unfinished:
                 output = await _next(inbox, Output)
                 unfinished -= output.finish_reason is not None
                 yield output
 
     @asynccontextmanager
-    async def _submitted(self, http: HttpRequest, request: Request | ScoreJob) -> AsyncIterator[Inbox]:
-        """Submit a request and give its inbox to the body; a body that ends with an exception aborts the request."""
-        inbox = self._inboxes[request.id] = asyncio.Queue()
-        watch = asyncio.create_task(self._watch(http, request.id), name=f"disconnect of {request.id}")
-        self._loop.submit(request)
+    async def _submitted(self, http: HttpRequest, *requests: Request | ScoreJob) -> AsyncIterator[Inbox]:
+        """Submit the requests of one body and give their inbox to the caller's; one that ends with an exception aborts all of them."""
+        inbox: Inbox = asyncio.Queue()
+        first = 0
+        for request in requests:
+            self._inboxes[request.id] = _Numbered(inbox, first)
+            first += request.n if isinstance(request, Request) else 0
+        watch = asyncio.create_task(self._watch(http, inbox, requests), name=f"disconnect of {requests[0].id}")
+        for request in requests:
+            self._loop.submit(request)
         try:
             yield inbox
         except BaseException:
-            self._loop.abort(request.id)
+            self._abort(requests)
             raise
         finally:
             watch.cancel()
-            del self._inboxes[request.id]
+            for request in requests:
+                del self._inboxes[request.id]
 
-    async def _watch(self, http: HttpRequest, request_id: str) -> None:
-        """Abort a request as soon as its client disconnects; its handler may be busy sending, or waiting for the next output."""
+    async def _watch(self, http: HttpRequest, inbox: Inbox, requests: Sequence[Request | ScoreJob]) -> None:
+        """Abort requests as soon as their client disconnects; their handler may be busy sending, or waiting for the next output."""
         while (await http.receive())["type"] != "http.disconnect":
             pass
-        self._loop.abort(request_id)
-        if request_id in self._inboxes:
-            self._inboxes[request_id].put_nowait(Disconnected())
+        self._abort(requests)
+        inbox.put_nowait(Disconnected())
+
+    def _abort(self, requests: Sequence[Request | ScoreJob]) -> None:
+        for request in requests:
+            self._loop.abort(request.id)
 
     async def _models(self, _: HttpRequest) -> Response:
         rest = {"object": "model", "owned_by": "offbeat", "max_model_len": self._engine.max_context}
@@ -312,6 +340,19 @@ class EngineServer:
         self._pause_by = ""
         await asyncio.wrap_future(self._loop.call(self._engine.resume))
         return json_answer(msgspec.json.encode({"status": "ok"}))
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Puts what the engine says of one request into an inbox, with its samples numbered from `first` on."""
+
+    inbox: Inbox
+    first: int
+
+    def put_nowait(self, result: Output | Scored | EngineError) -> None:
+        if self.first and isinstance(result, Output):
+            result = replace(result, index=result.index + self.first)
+        self.inbox.put_nowait(result)
 
 
 async def _next(inbox: Inbox, kind: type[T]) -> T:

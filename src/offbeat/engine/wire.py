@@ -3,11 +3,12 @@
 Bodies follow OpenAI's and vLLM's; fields that are not named here are ignored.
 """
 
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
 from offbeat.chat import dialects
+from offbeat.chat.dialects import check_harmless
 from offbeat.chat.messages import ChatRequest
 from offbeat.engine.request import SamplingParams
 from offbeat.errors import RefusedError
@@ -26,7 +27,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     """Fields that completions and chats share.
 
     Attributes:
-        model: the name of a loaded adapter; anything else without an "@" is the base model.
+        model: the name of a loaded adapter or of the base model; None is the base model.
         max_tokens: None uses the endpoint's default: 16 for completions, the rest of the context for chats.
         logprobs: anything but null or false returns the log-probability of each sampled token.
         scaled_logprobs: report log-probabilities as if top_p and top_k were not set.
@@ -89,10 +90,56 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(GenerateBody, kw_only=True):
-    """Body of POST /v1/completions; an integer in `logprobs` requests that many most likely tokens at each position."""
+    """Body of POST /v1/completions; an integer in `logprobs` requests that many most likely tokens at each position.
 
-    prompt: str | list[int]
+    Attributes:
+        prompt: one prompt or a list of them, each a string or a list of token ids.
+    """
+
+    prompt: str | list[int | str | list[int]]
     echo: bool = False
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: int | None = None
+
+    def check(self) -> None:
+        """Refuse what the engine would leave undone.
+
+        Raises:
+            RefusedError: names the field.
+        """
+        if self.echo:
+            raise RefusedError("echo is not offered; POST /v1/score gives log-probabilities of a prompt")
+        check_harmless(
+            frequency_penalty=(self.frequency_penalty, 0), presence_penalty=(self.presence_penalty, 0),
+            repetition_penalty=(self.repetition_penalty, 1), length_penalty=(self.length_penalty, 1), min_p=(self.min_p, 0),
+            min_tokens=(self.min_tokens, 0), logit_bias=(self.logit_bias, {}), best_of=(self.best_of, self.n), suffix=(self.suffix, ""),
+            use_beam_search=(self.use_beam_search, False), prompt_logprobs=(self.prompt_logprobs, 0))
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, in order.
+
+        Raises:
+            RefusedError: a list mixes token ids with prompts.
+        """
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        kinds = set(map(type, given))
+        if kinds <= {int}:
+            return [cast("list[int]", given)]  # also the empty prompt, which the engine refuses
+        if int in kinds:
+            raise RefusedError("prompt mixes token ids with prompts; give one prompt or a list of prompts")
+        return cast("list[str | list[int]]", given)
 
     @property
     def num_top(self) -> int:
@@ -184,4 +231,4 @@ def read_body(kind: type[T], data: bytes) -> T:
     except RefusedError as exc:
         if "$.prompt" not in str(exc):
             raise
-        raise RefusedError(f"{exc}; prompt takes one string or one list of token ids") from exc
+        raise RefusedError(f"{exc}; prompt takes a string, a list of token ids, or a list of such prompts") from exc

@@ -1,0 +1,50 @@
+"""`offbeat init`: a folder to begin with, which is valid and trains."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli.main import main
+from offbeat.config.load import load_config
+from small_run import SETTINGS, offbeat
+
+FILES = ["README.md", "data.jsonl", "reward.py", "task.toml"]
+
+
+def test_the_folder_is_valid_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine"]) == 0
+    assert capsys.readouterr().out.endswith("try: cd mine && offbeat train task.toml\n")
+    assert sorted(path.name for path in Path("mine").iterdir()) == FILES
+    monkeypatch.chdir("mine")
+    assert main(["config", "check", "task.toml"]) == 0
+    assert capsys.readouterr().out.startswith("task.toml is valid; its run goes to runs/my-task")
+    rows = [json.loads(line) for line in Path("data.jsonl").read_text().splitlines()]
+    assert all(row["answer"] == "".join(sorted(row["prompt"][:-1])) for row in rows) and len(rows) > 1000
+    assert len({row["prompt"] for row in rows}) > 0.9 * len(rows)
+    assert load_config("task.toml").data.heldout_size < len(rows)
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "reward.py").write_text("mine")
+    assert main(["init", str(tmp_path)]) == 2
+    assert "reward.py exists already, and nothing is overwritten" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
+    assert main(["init", str(tmp_path / "reward.py" / "x")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_it_trains(tmp_path: Path, model_dir: str) -> None:
+    """With a smaller model and fewer samples, so that the test is short; everything else is as it is written."""
+    folder = tmp_path / "mine"
+    assert main(["init", str(folder)]) == 0
+    small = {name: value for name, value in SETTINGS.items() if name.startswith(("rollout.group", "rollout.consumer", "rollout.max_con"))}
+    given = {
+        **small, "run.total_steps": "2", "run.warm_up": "false", "model.path": model_dir, "data.path": str(folder / "data.jsonl"),
+        "rollout.reward": f"{folder / 'reward.py'}:digits_in_place", "run.dir": str(tmp_path / "runs"), "data.heldout_size": "4",
+        "train.threads": "1", "inference.threads": "1", "cluster.stop_timeout_s": "3"}
+    done = offbeat(
+        "train", str(folder / "task.toml"), *(word for name, value in given.items() for word in (f"--{name}", value)), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs" / "my-task" / "result.json").read_text())["steps"] == 2
