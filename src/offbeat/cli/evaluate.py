@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
         overrides = [*_OF_ONE_PROCESS, *overrides]
     config = load_config(path, overrides)
     keep_private(config)
-    with _shown(sys.stderr.isatty() and not args.json) as show:
+    with shown(Terminal(stderr=True, highlight=False) if sys.stderr.isatty() and not args.json else None) as show:
         results = evaluate_models(
             config, models, checkpoint=args.checkpoint, key_env=args.key_env, output=args.output, on_progress=show)
     if args.json:
@@ -140,14 +140,14 @@ def _compare(first: ModelResult, others: Sequence[ModelResult]) -> None:
 
 
 @contextmanager
-def _shown(live: bool) -> Iterator[OnProgress]:
-    """Yield what shows progress on the terminal, on the stream of errors; nothing where there is none."""
-    if not live:
+def shown(terminal: Terminal | None) -> Iterator[OnProgress]:
+    """Yield what shows progress on a terminal, as one line that goes when all is done; nothing without one."""
+    if terminal is None:
         yield lambda _progress: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn(),
                TextColumn("·"), TimeRemainingColumn(), TextColumn("left"))
-    with Bar(*columns, console=Terminal(stderr=True, highlight=False), transient=True) as bar:
+    with Bar(*columns, console=terminal, transient=True) as bar:
         task = bar.add_task("starting", total=None, told="")
 
         def show(progress: Progress) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from offbeat.aio import deadline
+from offbeat.aio import deadline, gather_all
 from offbeat.config.root import Config
 from offbeat.data.dataset import PromptDataset, messages_of, open_datasets
 from offbeat.data.evaluation_set import open_set
@@ -128,11 +128,9 @@ class Endpoint:
             return prompt
 
         async with deadline(f"evaluation of {asked.name}" if asked.name else "evaluation", config.timed_evaluate.timeout_s):
-            async with asyncio.TaskGroup() as tasks:
-                playing = [tasks.create_task(play(row)) for row in asked.rows]
+            prompts = await gather_all(play(row) for row in asked.rows)
         evaluate = config.evaluate
-        played = EvaluatedSet(asked.name, evaluate.samples_per_prompt, tuple(task.result() for task in playing), evaluate.pass_at)
-        return check_answered(played)
+        return check_answered(EvaluatedSet(asked.name, evaluate.samples_per_prompt, tuple(prompts), evaluate.pass_at))
 
     async def _prompt(self, row: Row, config: Config, rewards: Rewards) -> EvaluatedPrompt:
         try:
